@@ -1,0 +1,73 @@
+"""The seam between the gateway and whatever runs the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a client may know of the served model.
+
+    `fingerprint`: hash over config, weights and tokenizer. `numerics`: device kind, dtype and kernel build, the class
+    within which equal input gives equal bits. `state_bytes`: size of one state, constant for ever; `state_layout`: its
+    tensors in order (`StateSpec.layout()`), for a snapshot's header.
+    """
+
+    name: str
+    fingerprint: str
+    numerics: str
+    created: int                  # unix seconds
+    vocab_size: int
+    num_parameters: int
+    state_bytes: int
+    state_layout: tuple[Mapping[str, object], ...]
+    chat_template: str
+
+
+class Generation(Protocol):
+    """A request that was admitted. Its events end with exactly one Finished."""
+
+    def events(self) -> AsyncIterator[Event]:
+        """Each event once, in order; to be iterated by one consumer."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask the engine to stop within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
+        ...
+
+
+class InferenceBackend(Protocol):
+    """Runs requests. Implementations: `local` (an engine in this process)."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def start(self) -> None:
+        """Ready to serve when it returns; raises CheckpointError or ConfigError."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends running requests with Finished(reason=abort) and frees the device. Idempotent."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queue a request. Raises Overloaded (queue full), EngineDead, InvalidRequest or StateMismatch at once."""
+        ...
+
+    def is_ready(self) -> bool:
+        """True while the engine's step loop is alive and its heartbeat fresh."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """A consistent copy of the engine's counters."""
+        ...

@@ -1,0 +1,233 @@
+"""Stand-ins with real behaviour: they keep their contracts, so that what is tested on them holds on the real thing."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    TokenEvent,
+    TokenLogprob,
+)
+from nsm_core.errors import NsmError, StateMismatch
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
+from service.backends.base import ModelInfo
+
+DEFAULT_SCRIPT = "It was the best of times, it was the worst of times."
+STATE_LAYOUT: tuple[dict[str, object], ...] = (
+    {"name": "digest", "shape": [4], "dtype": "int64"},
+    {"name": "position", "shape": [], "dtype": "int64"},
+)
+STATE_BYTES = 40
+
+
+@functools.cache
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE of 300 tokens; end of text is id 0."""
+    return Tokenizer.train([DEFAULT_SCRIPT] * 8, vocab_size=300)
+
+
+def feed_state(state: bytes, ids: tuple[int, ...]) -> bytes:
+    """The fake's recurrence: a hash chain over the ids, then the position. It tells any wrong, lost or repeated token."""
+    digest, position = state[:32], int.from_bytes(state[32:], "little")
+    for token_id in ids:
+        digest = hashlib.blake2b(digest + token_id.to_bytes(4, "little"), digest_size=32).digest()
+    return digest + (position + len(ids)).to_bytes(8, "little")
+
+
+def state_after(ids: tuple[int, ...]) -> bytes:
+    """The fake's state of an unbroken run that was fed `ids`."""
+    return feed_state(bytes(STATE_BYTES), ids)
+
+
+class FakeBackend:
+    """An InferenceBackend that "generates" a script: token i of a request is token i of `script`, then end of text,
+    which stops the request and is dropped.
+
+    `hold=True`: every token waits for a permit, given by `release`; `held` is set while a request waits for one.
+    `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it. Seeds change nothing.
+    """
+
+    def __init__(
+        self,
+        script: str = DEFAULT_SCRIPT,
+        *,
+        tokenizer: Tokenizer | None = None,
+        fingerprint: str = "fake-fingerprint",
+        hold: bool = False,
+        fail_after: int | None = None,
+        error: NsmError | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer or tiny_tokenizer()
+        self.model = ModelInfo(
+            name="fake-nsm",
+            fingerprint=fingerprint,
+            numerics="fake",
+            created=1_700_000_000,
+            vocab_size=self.tokenizer.vocab_size,
+            num_parameters=1_000,
+            state_bytes=STATE_BYTES,
+            state_layout=STATE_LAYOUT,
+            chat_template="plain-v1",
+        )
+        self.script_ids: tuple[int, ...] = (*self.tokenizer.encode(script), self.tokenizer.end_of_text_id)
+        self.fail_after = fail_after
+        self.error = error or NsmError("the fake was told to fail")
+        self.refusal: NsmError | None = None
+        self.ready = True
+        self.requests: list[GenerationRequest] = []
+        self.running: set[FakeGeneration] = set()
+        self.num_cancels = 0
+        self.held = asyncio.Event()
+        self._permits = asyncio.Semaphore(0)
+        self._hold = hold
+        self._stats = EngineStats(max_slots=16)
+
+    async def start(self) -> None:
+        self.ready = True
+
+    async def stop(self) -> None:
+        self.ready = False
+        for generation in tuple(self.running):
+            generation.abort()
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if self.refusal is not None:
+            raise self.refusal
+        resume = request.resume
+        if resume is not None and resume.fingerprint != self.model.fingerprint:
+            raise StateMismatch(f"state of model {resume.fingerprint}, this is {self.model.fingerprint}")
+        if resume is not None and int.from_bytes(resume.state[32:], "little") != resume.position:
+            raise StateMismatch(f"the state was not reached by feeding {resume.position} tokens")
+        generation = FakeGeneration(self, request)
+        self.requests.append(request)
+        self.running.add(generation)
+        return generation
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def stats(self) -> EngineStats:
+        self._stats.num_running = len(self.running)
+        return self._stats
+
+    def release(self, num_tokens: int = 1) -> None:
+        """Let `num_tokens` held tokens pass."""
+        for _ in range(num_tokens):
+            self._permits.release()
+
+    def release_all(self) -> None:
+        """Hold nothing from now on; requests that wait go on."""
+        self._hold = False
+        self.release(len(self.running))
+
+    async def wait_for_permit(self) -> None:
+        if self._hold:
+            self.held.set()
+            await self._permits.acquire()
+            self.held.clear()
+
+    def count(self, finished: Finished) -> None:
+        self._stats.tokens_generated += finished.completion_tokens
+        self._stats.tokens_resumed += finished.cached_tokens
+        self._stats.tokens_computed += finished.prompt_tokens - finished.cached_tokens
+
+
+class FakeGeneration:
+    """One request of a FakeBackend."""
+
+    def __init__(self, backend: FakeBackend, request: GenerationRequest) -> None:
+        self._backend = backend
+        self._request = request
+        self._aborted = asyncio.Event()
+
+    def cancel(self) -> None:
+        if not self._aborted.is_set():
+            self._backend.num_cancels += 1
+        self.abort()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._backend.running.discard(self)
+
+    async def events(self) -> AsyncIterator[Event]:
+        backend, request = self._backend, self._request
+        decoder = IncrementalDecoder(backend.tokenizer)
+        sampled: list[int] = []
+        if request.prompt_logprobs is not None:
+            yield PromptScored(logprobs=(None, *(self._logprob(token_id) for token_id in request.prompt_ids[1:])))
+        while True:
+            reason = await self._reason_to_end(sampled)
+            if reason is not None:
+                break
+            token_id = backend.script_ids[len(sampled)]
+            sampled.append(token_id)
+            logprob = None if request.sampling.logprobs is None else self._logprob(token_id)
+            yield TokenEvent(index=len(sampled), token_id=token_id, text=decoder.feed(token_id), logprob=logprob)
+        finished = self._finished(reason, sampled, decoder.flush())
+        backend.running.discard(self)
+        backend.count(finished)
+        yield finished
+
+    async def _reason_to_end(self, sampled: list[int]) -> FinishReason | None:
+        """Why no further token comes, or None when the next one may."""
+        backend, sampling = self._backend, self._request.sampling
+        if sampled and sampled[-1] == backend.tokenizer.end_of_text_id:
+            return FinishReason.STOP
+        if len(sampled) == sampling.max_tokens:
+            return FinishReason.LENGTH
+        if backend.fail_after is not None and len(sampled) >= backend.fail_after:
+            return FinishReason.ERROR
+        permit = asyncio.ensure_future(backend.wait_for_permit())
+        abort = asyncio.ensure_future(self._aborted.wait())
+        try:
+            await asyncio.wait((permit, abort), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            permit.cancel()
+            abort.cancel()
+        return FinishReason.ABORT if self._aborted.is_set() else None
+
+    def _logprob(self, token_id: int) -> TokenLogprob:
+        return TokenLogprob(token_id=token_id, logprob=-0.5, top=((token_id, -0.5),))
+
+    def _finished(self, reason: FinishReason, sampled: list[int], text: str) -> Finished:
+        request = self._request
+        cached = request.resume.position if request.resume else 0
+        num_dropped = 1 if reason is FinishReason.STOP else 0
+        has_state = request.keep_state and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return Finished(
+            reason=reason,
+            text=text,
+            num_dropped_tokens=num_dropped,
+            prompt_tokens=cached + len(request.prompt_ids),
+            cached_tokens=cached,
+            completion_tokens=len(sampled),
+            end_state=self._end_state(tuple(sampled[: len(sampled) - num_dropped]), reason) if has_state else None,
+            error=self._backend.error if reason is FinishReason.ERROR else None,
+        )
+
+    def _end_state(self, kept: tuple[int, ...], reason: FinishReason) -> EndState:
+        """After end of text every kept token was fed (that is how end of text was found); otherwise the last was not."""
+        request = self._request
+        before = request.resume.state if request.resume else bytes(STATE_BYTES)
+        counts = Counter(request.resume.generated_counts if request.resume else {})
+        counts.update(kept)
+        has_pending = reason is not FinishReason.STOP and bool(kept)
+        state = feed_state(before, (*request.prompt_ids, *(kept[:-1] if has_pending else kept)))
+        return EndState(
+            state=state,
+            position=int.from_bytes(state[32:], "little"),
+            pending=kept[-1] if has_pending else None,
+            new_ids=(*request.prompt_ids, *kept),
+            generated_counts=dict(counts),
+        )
