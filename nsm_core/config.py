@@ -1,0 +1,115 @@
+"""Frozen, validated configuration of the model and of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from nsm_core.errors import ConfigError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a model; stored as `config.json` beside the weights.
+
+    `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
+    """
+
+    architecture: str = "pulse"
+    vocab_size: int = 8192
+    d_model: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_memory_slots: int = 64
+    write_top_k: int = 8
+    mlp_hidden: int = 1408
+    conv_taps: int = 4
+    taper: float = 0.1
+    timescale_groups: int = 1
+    norm_eps: float = 1e-6
+    chat_template: str = "plain-v1"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "d_model",
+            "num_layers",
+            "num_heads",
+            "num_memory_slots",
+            "write_top_k",
+            "mlp_hidden",
+            "timescale_groups",
+        ):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 1, f"{name} must be a positive integer, got {value!r}")
+        _require(self.conv_taps >= 2, f"conv_taps must be at least 2, got {self.conv_taps}")
+        _require(
+            self.d_model % self.num_heads == 0,
+            f"d_model ({self.d_model}) must be a multiple of num_heads ({self.num_heads})",
+        )
+        _require(
+            self.write_top_k <= self.num_memory_slots,
+            f"write_top_k ({self.write_top_k}) must be at most num_memory_slots ({self.num_memory_slots})",
+        )
+        _require(
+            self.num_memory_slots % self.timescale_groups == 0,
+            f"num_memory_slots ({self.num_memory_slots}) must be a multiple of timescale_groups ({self.timescale_groups})",
+        )
+        _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
+
+    @property
+    def head_dim(self) -> int:
+        """K, the width of one head."""
+        return self.d_model // self.num_heads
+
+    def to_json(self) -> str:
+        """Canonical text: sorted keys, so that equal configs have equal bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
+        """Refuses unknown names: a misspelt field must not run with its default."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        _require(not unknown, f"unknown model config field {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(**fields)
+
+    @classmethod
+    def load(cls, path: Path) -> ModelConfig:
+        """Reads `config.json`; raises ConfigError with the file's name."""
+        try:
+            fields = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read model config {path}: {error}") from error
+        _require(isinstance(fields, dict), f"{path} must hold one JSON object")
+        return cls.from_dict(fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    `max_slots` rows of state, i.e. requests that run at once; `token_budget` most tokens one step may process;
+    `queue_limit` most requests that may wait.
+    """
+
+    max_slots: int = 16
+    token_budget: int = 256
+    queue_limit: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "token_budget"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} must be at least 1, got {value}")
+        _require(self.queue_limit >= 0, f"queue_limit must be at least 0, got {self.queue_limit}")
+        _require(
+            self.token_budget >= self.max_slots,
+            f"token_budget ({self.token_budget}) must be at least max_slots ({self.max_slots}): every row decodes one token a step",
+        )

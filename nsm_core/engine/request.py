@@ -1,0 +1,120 @@
+"""The values that go into an engine and come out of it. Plain values: no torch, so a gateway without one can use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from nsm_core.errors import NsmError
+from nsm_core.sampling.params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"          # end-of-text token, stop id or stop string
+    LENGTH = "length"      # max_tokens
+    ABORT = "abort"        # cancelled by the caller, or drained
+    ERROR = "error"        # see Finished.error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """A stored state to start from.
+
+    `state` holds the tensors of one sequence as bytes (`StateSpec.pack`), `position` the number of tokens fed to reach
+    it, `fingerprint` the model that made it, `generated_counts` how often this session sampled each token (penalties).
+    """
+
+    state: bytes
+    position: int
+    fingerprint: str
+    generated_counts: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One call to the engine.
+
+    `prompt_ids`: the tokens to read first, in order (a session's pending token is put in front by the caller); never empty.
+    `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or how many alternatives to report
+    for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with DeadlineExceeded.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    resume: Resume | None = None
+    keep_state: bool = False
+    prompt_logprobs: int | None = None
+    deadline: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of one token, and of the most likely ones at that place (most likely first)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """Sent once, before the first token, when prompt_logprobs was asked for; entry i belongs to prompt_ids[i].
+
+    The first entry is None when nothing was fed before it.
+    """
+
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One sampled token: `index` counts from 1; `text` is what became visible with it (may be empty)."""
+
+    index: int
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndState:
+    """What a session keeps after a turn.
+
+    `new_ids`: ids to append to the token log: prompt_ids without a leading pending token the log already has is the
+    caller's business; here it is exactly prompt_ids + the kept sampled tokens. Tokens that belong to a stop string or
+    stop id are not kept: they are not visible. `pending`: the last kept sampled token if it has not been fed, else None.
+    `position`: tokens fed to reach `state`; always resumed position + len(new_ids) - (pending is not None).
+    """
+
+    state: bytes
+    position: int
+    pending: int | None
+    new_ids: tuple[int, ...]
+    generated_counts: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last event of every request, whatever happens to it.
+
+    `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
+    end-of-text. `num_dropped_tokens`: how many of the last TokenEvents are not visible because of a stop string or id.
+    `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them.
+    """
+
+    reason: FinishReason
+    text: str = ""
+    stop_reason: str | int | None = None
+    num_dropped_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    end_state: EndState | None = None
+    error: NsmError | None = None
+
+
+Event = PromptScored | TokenEvent | Finished

@@ -1,0 +1,102 @@
+"""Every error the product raises on purpose.
+
+NsmError
+├── InvalidRequest       a field of a request is wrong (message: field, limit, what was given)
+├── BodyTooLarge         the request body is over the limit
+├── NotFound             no such model, session or route object
+├── SessionBusy          another turn of this session is running
+├── VersionConflict      the session moved on since it was read
+├── StateMismatch        a snapshot belongs to another model, session, tenant or position
+├── SnapshotCorrupt      a snapshot's bytes do not match its checksum or layout
+├── Overloaded           the queue is full, or the server is draining
+├── DeadlineExceeded     the request's own deadline passed
+├── EngineDead           the engine thread stopped; the process must be replaced
+├── StoreUnavailable     the session store cannot be reached
+├── StorageFull          the session store has no room
+├── CheckpointError      model files are missing, damaged or do not fit together
+└── ConfigError          a setting is unknown or has a bad value
+"""
+
+from __future__ import annotations
+
+
+class NsmError(Exception):
+    """Base of every deliberate error; `str(error)` is one line fit for a user."""
+
+
+class InvalidRequest(NsmError):
+    """A field of a request is wrong. `param` names the field as the client wrote it."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class BodyTooLarge(NsmError):
+    """The request body is larger than the server accepts."""
+
+
+class NotFound(NsmError):
+    """Nothing with that id exists for this tenant. `param` names the field that held the id."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class SessionBusy(NsmError):
+    """Another turn of the session is running; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class VersionConflict(NsmError):
+    """The session's version is not the one the writer (or the client) expected."""
+
+
+class StateMismatch(NsmError):
+    """A snapshot belongs to another model, session, tenant or token position."""
+
+
+class SnapshotCorrupt(NsmError):
+    """A snapshot's bytes do not match its checksum, header or layout."""
+
+
+class Overloaded(NsmError):
+    """No room for another request now; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(NsmError):
+    """The request's own deadline passed before it finished."""
+
+
+class EngineDead(NsmError):
+    """The engine thread stopped after an unexpected failure."""
+
+
+class StoreUnavailable(NsmError):
+    """The session store cannot be reached or does not answer."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StorageFull(NsmError):
+    """The session store has no room for another record."""
+
+
+class CheckpointError(NsmError):
+    """Model files are missing, damaged or do not fit together."""
+
+
+class ConfigError(NsmError):
+    """A setting is unknown or has a value that cannot be used."""

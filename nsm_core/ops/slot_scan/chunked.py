@@ -1,0 +1,136 @@
+"""The slot recurrence over chunks of tokens: matmuls and element-wise work, no loop over tokens.
+
+Derivation in docs/model.md. Within a chunk, `exp(G_i - G_j)` depends on three indices and is factored as
+`exp(G_i - ref) * exp(ref - G_j)`. With log decays clamped at LOG_DECAY_MIN and sub-blocks of SUB_BLOCK tokens around a
+reference in their middle, both factors stay inside the range of fp32 and bf16 (fp16 overflows here).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_LEN = 64
+SUB_BLOCK = 32
+LOG_DECAY_MIN = -5.0  # (SUB_BLOCK / 2) * 5 = 80 < 88, the exponent range of fp32 and bf16
+
+
+def _chunk_len_for(num_tokens: int) -> int:
+    """A short prompt gets a short chunk: padding it to 64 would be wasted work."""
+    for length in (16, 32):
+        if num_tokens <= length:
+            return length
+    return CHUNK_LEN
+
+
+def _to_chunks(x: Tensor, chunk_len: int) -> Tensor:
+    """[B,T,H,D] -> [B,H,N,C,D]; T is padded with zeros, which neither decay nor write."""
+    batch, num_tokens, heads, width = x.shape
+    padded = F.pad(x, (0, 0, 0, 0, 0, -num_tokens % chunk_len))
+    return padded.view(batch, -1, chunk_len, heads, width).permute(0, 3, 1, 2, 4)
+
+
+def _chunk_states(
+    update: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """State at the start of every chunk [B,H,N,M,2K] and after the last one; update [B,H,N,M,2K], decay [B,H,N,M]."""
+    starts = []
+    for n in range(update.shape[2]):
+        if reset is not None and initial is not None:
+            state = torch.where(reset[:, n, None, None, None], initial.to(state.dtype), state)
+        starts.append(state)
+        state = decay[:, :, n, :, None] * state + update[:, :, n]
+    return torch.stack(starts, dim=2), state
+
+
+class _Chunk:
+    """Decay factors of all chunks, in sub-blocks: shapes [B,H,N,nb,c,M]."""
+
+    def __init__(self, cumulative: Tensor, write: Tensor, sub_block: int) -> None:
+        blocks = (*cumulative.shape[:3], -1, sub_block, cumulative.shape[-1])
+        self.sub_block = sub_block
+        self.cumulative, self.write = cumulative, write
+        self.blocks = cumulative.reshape(blocks)
+        middle = self.blocks[..., sub_block // 2 - 1 : sub_block // 2, :]
+        self.left = (self.blocks - middle).exp()
+        self.right = (middle - self.blocks).exp() * write.reshape(blocks)
+        self.num_blocks = self.blocks.shape[3]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B,H,N,C,D] -> [B,H,N,nb,c,D]."""
+        return x.reshape(*x.shape[:3], self.num_blocks, self.sub_block, x.shape[-1])
+
+    def earlier(self, block: int) -> tuple[Tensor, Tensor, slice]:
+        """Factors of sub-block `block` against all tokens before it in its chunk; every exponent is <= 0."""
+        past = slice(0, block * self.sub_block)
+        ref = self.blocks[..., block - 1, -1:, :]
+        left = (self.blocks[..., block, :, :] - ref).exp()
+        right = (ref - self.cumulative[..., past, :]).exp() * self.write[..., past, :]
+        return left, right, past
+
+
+def _read_logits(q: Tensor, k: Tensor, keys: Tensor, decay_from_start: Tensor, chunk: _Chunk, causal: Tensor) -> Tensor:
+    """q_i . S^K_i for every token and slot: [B,H,N,C,M]."""
+    from_start = decay_from_start * (q @ keys.transpose(-1, -2))
+    q_blocks, k_blocks = chunk.split(q), chunk.split(k)
+    scores = (q_blocks @ k_blocks.transpose(-1, -2)).masked_fill(~causal, 0.0)
+    inside = [*(chunk.left * (scores @ chunk.right)).unbind(3)]
+    for block in range(1, chunk.num_blocks):
+        left, right, past = chunk.earlier(block)
+        past_scores = q_blocks[..., block, :, :] @ k[..., past, :].transpose(-1, -2)
+        inside[block] = inside[block] + left * (past_scores @ right)
+    return from_start + torch.cat(inside, dim=-2)
+
+
+def _read_values(
+    read: Tensor, v: Tensor, values: Tensor, decay_from_start: Tensor, chunk: _Chunk, causal: Tensor
+) -> Tensor:
+    """sum_m read_i[m] S^V_i[m] for every token: [B,H,N,C,K]."""
+    from_start = (read * decay_from_start) @ values
+    read_blocks, v_blocks = chunk.split(read), chunk.split(v)
+    mixing = (read_blocks * chunk.left) @ chunk.right.transpose(-1, -2)
+    # where, not a product with the mask: a masked entry may be inf, and inf * 0 is NaN
+    inside = [*(torch.where(causal, mixing, 0.0) @ v_blocks).unbind(3)]
+    for block in range(1, chunk.num_blocks):
+        left, right, past = chunk.earlier(block)
+        past_mixing = (read_blocks[..., block, :, :] * left) @ right.transpose(-1, -2)
+        inside[block] = inside[block] + past_mixing @ v[..., past, :]
+    return from_start + torch.cat(inside, dim=-2)
+
+
+def slot_scan_chunked(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    write: Tensor,
+    scale: Tensor,
+    state: Tensor,
+    reset: Tensor | None = None,
+    initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Same arguments and result as `slot_scan_reference`; T must be a multiple of CHUNK_LEN when `reset` is given."""
+    num_tokens, head_dim = q.shape[1], q.shape[-1]
+    chunk_len = CHUNK_LEN if reset is not None else _chunk_len_for(num_tokens)
+    q, k, v, log_decay, write = (_to_chunks(x, chunk_len) for x in (q, k, v, log_decay, write))
+    sub_block = min(SUB_BLOCK, chunk_len)
+
+    cumulative = log_decay.cumsum(dim=3)
+    total = cumulative[..., -1, :]
+    chunk = _Chunk(cumulative, write, sub_block)
+    causal = torch.ones(sub_block, sub_block, dtype=torch.bool, device=q.device).tril()
+
+    to_end = (write * (total[..., None, :] - cumulative).exp()).transpose(-1, -2)
+    pairs = torch.cat((k, v), dim=-1)
+    update = (to_end @ pairs).to(state.dtype)
+    starts, state = _chunk_states(update, total.exp(), state, reset, initial)
+    keys, values = starts.split(head_dim, dim=-1)
+
+    decay_from_start = cumulative.exp()
+    factors = (decay_from_start, chunk, causal)
+    logits = _read_logits(q, k, keys, *factors)
+    read = torch.softmax(scale[:, None, None, None] * logits.to(state.dtype), dim=-1)
+    out = _read_values(read, v, values, *factors)
+    return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], state

@@ -1,0 +1,71 @@
+"""What the carried state of one sequence is made of: names, shapes, dtypes, bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsm_core.errors import SnapshotCorrupt
+
+# One sequence's state is a flat dict of these tensors; with a leading batch (or pool row) dimension everywhere in the model.
+State = dict[str, Tensor]
+
+_NUMPY_DTYPES = {torch.float32: np.dtype("<f4"), torch.int64: np.dtype("<i8")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the state, without its batch dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The flat, fixed-shape layout of one sequence's state."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one state; the same for every sequence, however long."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def layout(self) -> list[dict[str, object]]:
+        """The layout as plain JSON values, for a snapshot's header."""
+        return [{"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in self.tensors]
+
+    def zeros(self, num_rows: int, device: torch.device | str = "cpu") -> State:
+        """Storage for `num_rows` states: every tensor [num_rows, *shape]."""
+        return {t.name: torch.zeros((num_rows, *t.shape), dtype=t.dtype, device=device) for t in self.tensors}
+
+    def pack(self, state: Mapping[str, Tensor], row: int = 0) -> bytes:
+        """Row `row` of a batched state as bytes: the tensors in layout order, little endian, no padding."""
+        parts = []
+        for spec in self.tensors:
+            tensor = state[spec.name][row].detach().to(device="cpu", dtype=spec.dtype).contiguous()
+            parts.append(tensor.numpy().astype(_NUMPY_DTYPES[spec.dtype], copy=False).tobytes())
+        return b"".join(parts)
+
+    def unpack(self, raw: bytes) -> State:
+        """The inverse of `pack`: tensors [1, *shape]. Raises SnapshotCorrupt when the length does not fit the layout."""
+        if len(raw) != self.num_bytes:
+            raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")
+        state: State = {}
+        offset = 0
+        for spec in self.tensors:
+            values = np.frombuffer(raw, _NUMPY_DTYPES[spec.dtype], count=math.prod(spec.shape), offset=offset)
+            state[spec.name] = torch.from_numpy(values.copy()).reshape(1, *spec.shape)
+            offset += spec.num_bytes
+        return state
