@@ -1,0 +1,60 @@
+"""What every test gets: one thread, fixed seeds, the --soak switch, a tiny tokenizer."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from nsm_core.tokenizer import Tokenizer
+from tests.counts import enable_soak, is_soak
+from tests.samples import sample_texts
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("reduced", max_examples=25, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="full counts and the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--soak"):
+        enable_soak()
+    hypothesis.settings.load_profile("soak" if is_soak() else "reduced")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What this run does not want is deselected; what this machine cannot run is skipped, with the reason."""
+    left_out = [item for item in items if not _is_wanted(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_wanted(item)]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_wanted(item: pytest.Item) -> bool:
+    return is_soak() or item.get_closest_marker("slow") is None
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE of 512 tokens, trained on the bundled excerpts."""
+    return Tokenizer.train(sample_texts("train"), vocab_size=512)
