@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.snapshot import (
+    SamplerState,
+    Snapshot,
+    SnapshotHeader,
+    TensorLayout,
+    parse_layout,
+)
+
+LAYOUT = (TensorLayout("layers.0.slots", (1, 2, 2), "float32"), TensorLayout("position", (), "int64"))
+STATE = bytes(range(24))
+
+GOLDEN = (
+    b"NSMSNAP\x00\x01\x00\x00\x00\x9a\x01\x00\x00\x18\x00\x00\x00\x00\x00\x00\x00"
+    b'{"created_at":1700000000.5,"layout":[{"dtype":"float32","name":"layers.0.slots","shape":[1,2,2]},'
+    b'{"dtype":"int64","name":"position","shape":[]}],"model_fingerprint":"m1","numerics":"cpu-fp32","parent":2,'
+    b'"pending_id":7,"position":41,"sampler":{"generated_counts":[[7,2],[260,1]],"seed":18446744073709551615},'
+    b'"session_id":"s1","stored_dtype":"float32","tenant":"default","tokenizer_fingerprint":"t1","version":3}'
+    b"\x00\x01\x02\x03\x04\x05\x06\x07\x08\t\n\x0b\x0c\r\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
+)
+
+
+def make_header(**changes: Any) -> SnapshotHeader:
+    fields: dict[str, Any] = {
+        "model_fingerprint": "m1",
+        "numerics": "cpu-fp32",
+        "tokenizer_fingerprint": "t1",
+        "layout": LAYOUT,
+        "position": 41,
+        "pending_id": 7,
+        "sampler": SamplerState(seed=2**64 - 1, generated_counts={260: 1, 7: 2}),
+        "tenant": "default",
+        "session_id": "s1",
+        "version": 3,
+        "parent": 2,
+        "created_at": 1_700_000_000.5,
+    }
+    return SnapshotHeader(**{**fields, **changes})
+
+
+def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", version: int = 1) -> bytes:
+    """What a faulty writer could have written: any header, with a checksum that fits."""
+    body = magic + struct.pack("<IIQ", version, len(header), len(state)) + header + state
+    return body + hashlib.blake2b(body, digest_size=32).digest()
+
+
+def header_json(**changes: Any) -> bytes:
+    fields = json.loads(make_header().to_json())
+    return json.dumps({**fields, **changes}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def test_the_byte_format_is_this_one() -> None:
+    encoded = Snapshot(make_header(), STATE).encode()
+    assert encoded == GOLDEN + bytes.fromhex("cf8a5c3e64760441fcb3ee3ea246faab4a438c8b545bf522e549bea9d2c35f0c")
+
+
+def test_decode_gives_back_what_was_encoded() -> None:
+    snapshot = Snapshot(make_header(pending_id=None), STATE)
+    assert Snapshot.decode(snapshot.encode()) == snapshot
+
+
+def test_equal_snapshots_have_equal_bytes_whatever_the_order_of_their_counts() -> None:
+    swapped = SamplerState(seed=2**64 - 1, generated_counts=MappingProxyType({7: 2, 260: 1}))
+    assert Snapshot(make_header(sampler=swapped), STATE).encode() == Snapshot(make_header(), STATE).encode()
+
+
+def test_every_flipped_bit_is_refused() -> None:
+    raw = Snapshot(make_header(), STATE).encode()
+    for index in range(len(raw)):
+        for bit in range(8):
+            broken = bytearray(raw)
+            broken[index] ^= 1 << bit
+            with pytest.raises(SnapshotCorrupt):
+                Snapshot.decode(bytes(broken))
+
+
+def test_every_cut_is_refused() -> None:
+    raw = Snapshot(make_header(), STATE).encode()
+    for length in range(len(raw)):
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(raw[:length])
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(raw[length + 1 :])
+
+
+def test_trailing_bytes_are_refused() -> None:
+    raw = Snapshot(make_header(), STATE).encode()
+    with pytest.raises(SnapshotCorrupt, match="bytes expected"):
+        Snapshot.decode(raw + b"\0")
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(SnapshotCorrupt):
+        Snapshot.decode(raw)
+    with pytest.raises(SnapshotCorrupt):
+        Snapshot.decode(seal(raw))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from([field.name for field in dataclasses.fields(SnapshotHeader)]), json_values)
+def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name: str, value: Any) -> None:
+    raw = seal(header_json(**{name: value}))
+    try:
+        snapshot = Snapshot.decode(raw)
+    except SnapshotCorrupt:
+        return
+    assert snapshot.encode() == raw
+    assert snapshot.state == STATE
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "too few"),
+        (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
+        (seal(header_json(), version=2), "format version 2"),
+        (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
+        (seal(b"[" * 100_000), "not JSON"),
+        (seal(b'{"version":NaN}'), "not JSON"),
+        (seal(b"{}"), "fields"),
+        (seal(header_json(extra=1)), "fields"),
+        (seal(header_json() + b" "), "canonical"),
+        (seal(header_json(position=True)), "position"),
+        (seal(header_json(position=0)), "position"),
+        (seal(header_json(pending_id=2**32)), "pending"),
+        (seal(header_json(version=0)), "version"),
+        (seal(header_json(parent=3)), "parent"),
+        (seal(header_json(tenant="")), "tenant"),
+        (seal(header_json(session_id=5)), "session_id"),
+        (seal(header_json(stored_dtype="int8")), "dtype"),
+        (seal(header_json(created_at=-1.0)), "date"),
+        (seal(header_json(layout={})), "layout"),
+        (seal(header_json(layout=[["position", [], "int64"]])), "layout"),
+        (seal(header_json(layout=[{"name": "a", "shape": [], "dtype": "int64", "order": "F"}])), "canonical|layout"),
+        (seal(header_json(layout=[{"name": "a", "shape": [-6], "dtype": "float32"}])), "shape"),
+        (seal(header_json(layout=[{"name": "a", "shape": [6], "dtype": "float16"}])), "dtype"),
+        (seal(header_json(sampler={"seed": 2**64, "generated_counts": []})), "seed"),
+        (seal(header_json(sampler={"seed": 1, "generated_counts": [[1, 0]]})), "count"),
+        (seal(header_json(sampler={"seed": 1, "generated_counts": [[1, 1], [1, 2]]})), "canonical"),
+        (seal(header_json(sampler={"seed": 1})), "sampler"),
+    ],
+)
+def test_the_reason_is_given(raw: bytes, reason: str) -> None:
+    with pytest.raises(SnapshotCorrupt, match=reason):
+        Snapshot.decode(raw)
+
+
+def test_a_state_that_does_not_fit_its_layout_cannot_be_encoded() -> None:
+    with pytest.raises(SnapshotCorrupt, match="the layout has 24 bytes, the state 5"):
+        Snapshot(make_header(), b"12345")
+
+
+def test_parse_layout_reads_what_a_state_spec_says() -> None:
+    torch = pytest.importorskip("torch")
+    from nsm_core.state.spec import StateSpec, TensorSpec
+
+    spec = StateSpec((TensorSpec("layers.0.slots", (1, 2, 2), torch.float32), TensorSpec("position", (), torch.int64)))
+    assert parse_layout(spec.layout()) == LAYOUT
+    assert make_header().state_bytes == spec.num_bytes
+
+
+def test_reading_snapshots_needs_no_torch() -> None:
+    code = "import sys, nsm_core.state.snapshot; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
