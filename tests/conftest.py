@@ -23,6 +23,7 @@ hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, p
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="full counts and the tests marked slow")
+    parser.addoption("--no-skips", action="store_true", help="fail the run when a test is skipped; no GPU is excused")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not session.config.getoption("--no-skips") or reporter is None:
+        return
+    skipped = [report for report in reporter.stats.get("skipped", ()) if "gpu" not in getattr(report, "keywords", ())]
+    if skipped and session.exitstatus == pytest.ExitCode.OK:
+        reporter.ensure_newline()
+        reporter.write_line(f"--no-skips: {len(skipped)} skipped, which fails this run", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _is_wanted(item: pytest.Item) -> bool:

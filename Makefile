@@ -1,0 +1,60 @@
+# Every target sets up what it needs; the second run of any of them starts at once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+# Torch comes first and by version alone, because its builds differ from platform to platform;
+# TORCH_PIP_ARGS passes pip options for it, say another index with CPU-only builds.
+TORCH_VERSION ?= 2.13.0
+TORCH_PIP_ARGS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+LOCK_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-torch-$(TORCH_VERSION)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): requirements.lock pyproject.toml
+	@scripts/setup "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
+	@touch $@
+
+.PHONY: setup
+setup: $(READY)  ## create the environment in .venv, nothing else
+
+.PHONY: serve
+serve: $(READY)  ## serve the bundled model on 127.0.0.1:8000; options: ARGS="--port 9000"
+	@$(BIN)/nsm serve $(ARGS)
+
+.PHONY: check
+check: $(READY)  ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict nsm_core service
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: test
+test: check  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
+	$(PYTEST) $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(READY)  ## the long versions of the tests: full counts, hours
+	$(PYTEST) --soak --timeout=14400 $(PYTEST_ARGS)
+
+.PHONY: lock
+lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
+	@echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile pyproject.toml - --all-extras \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url \
+		--no-emit-package torch \
+		--custom-compile-command 'make lock' --quiet --output-file requirements.lock $(LOCK_ARGS)
+
+.PHONY: clean
+clean:  ## remove caches and build products
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean  ## clean, and remove .venv as well
+	rm -rf $(VENV)
