@@ -1,4 +1,4 @@
-"""Reads a text corpus: JSON lines, plain or Zstandard-compressed, one document a line, files named after their split."""
+"""Reads a text corpus: JSON lines, plain or Zstandard-compressed, one document a line, in files named by split."""
 
 from __future__ import annotations
 
