@@ -1,0 +1,199 @@
+"""Error -> status, type, code and headers, in one place; every refusal leaves the server in one shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nsm_core.errors import (
+    BodyTooLarge,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    NotFound,
+    NsmError,
+    NumericalError,
+    Overloaded,
+    SessionBusy,
+    SnapshotCorrupt,
+    StateMismatch,
+    StorageFull,
+    StoreUnavailable,
+    VersionConflict,
+)
+
+logger = logging.getLogger("nsm.errors")
+
+INVALID = "invalid_request_error"
+NOT_FOUND = "not_found_error"
+SERVER = "server_error"
+MAX_SHOWN_CHARS = 80  # of a bad value, in a message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """How one kind of error is answered.
+
+    `retry`: whether stock clients shall try again by themselves; None leaves it to their own rule (they retry 408, 409,
+    429 and 5xx).
+    """
+
+    status: int
+    type: str
+    code: str | None
+    retry: bool | None = None
+
+
+RULES: Mapping[type[NsmError], Rule] = {
+    InvalidRequest: Rule(400, INVALID, None),
+    NotFound: Rule(404, NOT_FOUND, "not_found"),
+    BodyTooLarge: Rule(413, INVALID, "body_too_large"),
+    SessionBusy: Rule(409, INVALID, "session_busy"),
+    # the same request again meets the same version, the same model, the same bytes
+    VersionConflict: Rule(409, INVALID, "version_conflict", retry=False),
+    StateMismatch: Rule(409, INVALID, "state_mismatch", retry=False),
+    SnapshotCorrupt: Rule(500, SERVER, "snapshot_corrupt", retry=False),
+    Overloaded: Rule(503, SERVER, "overloaded"),
+    EngineDead: Rule(503, SERVER, "engine_dead"),
+    StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
+    # the deadline was the client's own wish: trying again by itself would only double the load
+    DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
+    NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
+    StorageFull: Rule(507, SERVER, "storage_full", retry=False),
+    CheckpointError: Rule(500, SERVER, "checkpoint_error", retry=False),
+    ConfigError: Rule(500, SERVER, "config_error", retry=False),
+}
+INTERNAL = Rule(500, SERVER, "internal_error")
+HTTP_TYPES = {404: NOT_FOUND, 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorAnswer:
+    """An error as a client sees it."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The standard error body."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return Response(
+            orjson.dumps(self.body()), self.status, headers=dict(self.headers), media_type="application/json"
+        )
+
+
+def answer(error: Exception, *, request_id: str | None = None) -> ErrorAnswer:
+    """Any exception as an answer. What nobody raised on purpose tells the client the request id only; see `report`."""
+    if isinstance(error, NsmError):
+        return _answer_deliberate(error)
+    if isinstance(error, RequestValidationError):
+        return _answer_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return _answer_http(error)
+    message = f"internal error; the server's log tells more under request id {request_id}"
+    return ErrorAnswer(status=INTERNAL.status, type=INTERNAL.type, message=message, code=INTERNAL.code)
+
+
+def report(error: Exception, *, request_id: str | None) -> None:
+    """Log what an operator must see: deliberate refusals are no news, anything else comes with its traceback."""
+    if isinstance(error, NsmError):
+        if rule_of(error).status >= 500:
+            logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+    elif not isinstance(error, RequestValidationError | HTTPException):
+        logger.error("request %s failed", request_id, exc_info=error)
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """The exception handler of the whole application."""
+    request_id = request.scope.get("state", {}).get("request_id")
+    report(error, request_id=request_id)
+    return answer(error, request_id=request_id).response()
+
+
+def rule_of(error: NsmError) -> Rule:
+    """The rule of the nearest class in the error's own line; a bare NsmError is an internal error."""
+    return next((RULES[cls] for cls in type(error).__mro__ if cls in RULES), INTERNAL)
+
+
+def shown(value: object) -> str:
+    """A bad value for a message, in JSON as the client wrote it, cut when long."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_CHARS + 1]
+    elif isinstance(value, list | dict) and len(value) > MAX_SHOWN_CHARS:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except RecursionError:
+        return "a deeply nested value"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def _answer_deliberate(error: NsmError) -> ErrorAnswer:
+    rule = rule_of(error)
+    headers = {}
+    retry_after_s = getattr(error, "retry_after_s", 1.0 if isinstance(error, EngineDead) else None)
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if rule.retry is not None:
+        headers["x-should-retry"] = "true" if rule.retry else "false"
+    return ErrorAnswer(
+        status=rule.status,
+        type=rule.type,
+        message=str(error),
+        param=getattr(error, "param", None),
+        code=getattr(error, "code", None) or rule.code,
+        headers=headers,
+    )
+
+
+def _answer_http(error: HTTPException) -> ErrorAnswer:
+    error_type = HTTP_TYPES.get(error.status_code, INVALID if error.status_code < 500 else SERVER)
+    return ErrorAnswer(
+        status=error.status_code,
+        type=error_type,
+        message=str(error.detail),
+        code=HTTP_CODES.get(error.status_code),
+        headers=error.headers or {},
+    )
+
+
+def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
+    """The first of pydantic's findings: a client mends one field at a time."""
+    item = errors[0]
+    place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
+    param = _join(place) or None
+    if item["type"] == "missing":
+        message = f"{param or 'a JSON body'} is required"
+    else:
+        wish = item["msg"].removeprefix("Value error, ")
+        wish = wish.replace("Input should", "must", 1).replace("a valid dictionary or object", "a JSON object")
+        message = f"{param or 'the body'} {wish}, got {shown(item.get('input'))}"
+    return ErrorAnswer(status=400, type=INVALID, message=message, param=param)
+
+
+def _join(place: Sequence[int | str]) -> str:
+    """("messages", 0, "content") -> messages[0].content"""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

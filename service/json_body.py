@@ -1,0 +1,66 @@
+"""JSON bodies, read strictly: UTF-8, no NaN or Infinity, no unpaired surrogates, bounded nesting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from email.message import Message
+from typing import Any
+
+import orjson
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nsm_core.errors import InvalidRequest
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class JsonRequest(Request):
+    """A request whose body was read and parsed already."""
+
+    def __init__(self, request: Request, raw: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._raw = raw
+        self._parsed = parse(raw)
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._parsed
+
+
+class JsonRoute(APIRoute):
+    """For routers (`APIRouter(route_class=JsonRoute)`): bodies go through `parse`, not through `json.loads`."""
+
+    def get_route_handler(self) -> Handler:
+        handler = super().get_route_handler()
+
+        async def parse_then_handle(request: Request) -> Response:
+            if self.body_field is not None:
+                check_content_type(request.headers.get("content-type", ""))
+                request = JsonRequest(request, await request.body())
+            return await handler(request)
+
+        return parse_then_handle
+
+
+def parse(raw: bytes) -> Any:
+    """The value of a JSON text; raises InvalidRequest."""
+    if not raw:
+        raise InvalidRequest("a JSON body is required, got an empty one", code="invalid_json")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def check_content_type(value: str) -> None:
+    """Raises HTTPException 415. Strict, so that no web page can post to a local server as a plain form."""
+    message = Message()
+    message["content-type"] = value or "none/none"
+    subtype = message.get_content_subtype()
+    if message.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        raise HTTPException(415, f"the Content-Type must be application/json, got {value or 'none'}")

@@ -1,0 +1,170 @@
+"""What every generation body shares: strict types, refusal of what the server cannot do, the sampling fields."""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import MAX_STOP_STRINGS, SEED_BITS, SamplingParams
+from service.errors import shown
+
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_TIMEOUT_S = 86_400.0
+
+# Fields of other servers' bodies that change nothing in the answer: accepted and dropped.
+HARMLESS = frozenset(
+    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "parallel_tool_calls"}
+)  # fmt: skip
+# Wishes that this server cannot grant, with the values that wish for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "suffix": ("",),
+    "store": (False,),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+}
+
+
+class RequestBody(BaseModel):
+    """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_be_ignored(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if value is None or name in cls.harmless:
+                continue
+            if name in cls.unsupported:
+                if value not in cls.unsupported[name]:
+                    message = f"{name} is not supported by this server, got {shown(value)}"
+                    raise InvalidRequest(message, param=name, code="unsupported_parameter")
+            elif name not in cls.model_fields:
+                raise InvalidRequest(cls._unknown(name), param=name, code="unknown_parameter")
+            else:
+                kept[name] = value
+        return kept
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        close = difflib.get_close_matches(name[:64], cls.model_fields, n=1)
+        return f"unknown field {shown(name)}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+class StreamOptions(RequestBody):
+    """How a stream is framed. `include_obfuscation` is accepted and answered with none."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingFields(RequestBody):
+    """The sampling wishes of any generation body; ranges are checked once, by SamplingParams."""
+
+    temperature: float = Field(default=1.0, description="0 is greedy; at most 2")
+    top_p: float = Field(default=1.0, description="in (0, 1]")
+    top_k: int = Field(default=0, description="0 means all tokens; so does -1")
+    min_p: float = Field(default=0.0, description="in [0, 1]")
+    repetition_penalty: float = Field(default=1.0, description="in (0, 10]; 1 means none")
+    presence_penalty: float = Field(default=0.0, description="in [-2, 2]")
+    frequency_penalty: float = Field(default=0.0, description="in [-2, 2]")
+    logit_bias: dict[str, float] = Field(default={}, description="token id -> bias in [-100, 100]")
+    seed: int | None = Field(default=None, description="any 64-bit integer; drawn when absent")
+    stop: list[str] = Field(default=[], description=f"a string or up to {MAX_STOP_STRINGS} of them")
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool = Field(default=False, description="go on after end of text")
+    timeout: float | None = Field(
+        default=None, description="seconds this request may take, its time in the queue included"
+    )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("logit_bias", mode="after")
+    @classmethod
+    def _few_biases(cls, biases: dict[str, float]) -> dict[str, float]:
+        if len(biases) > MAX_LOGIT_BIASES:
+            raise InvalidRequest(
+                f"logit_bias must have at most {MAX_LOGIT_BIASES} entries, got {len(biases)}", param="logit_bias"
+            )
+        return biases
+
+    @field_validator("timeout", mode="after")
+    @classmethod
+    def _sane_timeout(cls, timeout: float) -> float:
+        if not 0.0 < timeout <= MAX_TIMEOUT_S:
+            raise InvalidRequest(f"timeout must be in (0, {MAX_TIMEOUT_S:g}] seconds, got {timeout}", param="timeout")
+        return timeout
+
+    def to_sampling(
+        self, *, max_tokens: int, vocab_size: int, logprobs: int | None = None, extra_stop: tuple[str, ...] = ()
+    ) -> SamplingParams:
+        """The only conversion into SamplingParams; raises InvalidRequest. A seed that is absent is drawn here, once."""
+        for token_id in self.stop_token_ids:
+            _check_token_id(token_id, vocab_size, "stop_token_ids")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias={_bias_id(key, vocab_size): bias for key, bias in self.logit_bias.items()},
+            seed=_seed_bits(self.seed),
+            stop=(*self.stop, *extra_stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+def check_max_tokens(max_tokens: int, limit: int, *, param: str = "max_tokens", at_least: int = 1) -> int:
+    """Raises InvalidRequest naming the field as the client wrote it, the limit and what was given."""
+    if not at_least <= max_tokens <= limit:
+        raise InvalidRequest(f"{param} must be in [{at_least}, {limit}], got {max_tokens}", param=param)
+    return max_tokens
+
+
+def _seed_bits(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(SEED_BITS)
+    if not -(2 ** (SEED_BITS - 1)) <= seed < 2**SEED_BITS:
+        raise InvalidRequest(f"seed must be a {SEED_BITS}-bit integer, got {seed}", param="seed")
+    return seed % (1 << SEED_BITS)
+
+
+def _bias_id(key: str, vocab_size: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequest(f"logit_bias must have token ids as keys, got {shown(key)}", param="logit_bias")
+    return _check_token_id(int(key), vocab_size, "logit_bias")
+
+
+def _check_token_id(token_id: int, vocab_size: int, param: str) -> int:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(f"{param} must hold token ids in [0, {vocab_size - 1}], got {token_id}", param=param)
+    return token_id

@@ -1,0 +1,121 @@
+"""Every setting of the server: read once from NSM_* variables and flags, checked, frozen, then passed down."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from nsm_core.config import EngineConfig
+from nsm_core.errors import ConfigError
+
+ENV_PREFIX = "NSM_"
+STORES = ("sqlite", "sqlite:///PATH", "memory")
+DATABASE_FILE = "sessions.db"
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """The user data directory by the XDG rule: a relative or empty XDG_DATA_HOME does not count."""
+    base = Path(environ.get("XDG_DATA_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "share") / "nsm"
+
+
+class Settings(BaseSettings):
+    """Build it with `load_settings`: only that refuses misspelt variables."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
+    data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
+    store: str = "sqlite"  # see STORES
+    model: Path | None = None  # a checkpoint directory; None: the bundled model
+    served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
+    num_threads: PositiveInt | None = None  # CPU threads of the model; None: torch decides
+
+    max_slots: PositiveInt = 16  # requests that run at once
+    token_budget: PositiveInt = 256  # most tokens in one step
+    queue_limit: int = Field(default=256, ge=0)  # requests that may wait
+
+    max_body_bytes: PositiveInt = 8 * 1024 * 1024
+    max_prompt_tokens: PositiveInt = 131_072
+    max_tokens_limit: PositiveInt = 32_768  # most new tokens a request may ask for
+    request_timeout_s: PositiveFloat = Field(default=600.0, le=86_400.0)  # deadline of a request that names none
+    detached_s: float = Field(default=300.0, ge=0, le=86_400.0)  # a session's turn may go on without its client
+    grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_prompts: bool = False  # prompt text in the log; off: never
+
+    @field_validator("data_dir", "model", mode="after")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return path if path is None else path.expanduser()
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _any_case(cls, level: object) -> object:
+        return level.lower() if isinstance(level, str) else level
+
+    @field_validator("store", mode="after")
+    @classmethod
+    def _known_store(cls, store: str) -> str:
+        if store in ("sqlite", "memory") or store.removeprefix("sqlite:///") not in ("", store):
+            return store
+        raise ValueError(f"must be one of {', '.join(STORES)}")
+
+    @model_validator(mode="after")
+    def _engine_limits_fit(self) -> Settings:
+        try:
+            self.engine_config()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's share of the settings."""
+        return EngineConfig(max_slots=self.max_slots, token_budget=self.token_budget, queue_limit=self.queue_limit)
+
+    def database_path(self) -> Path | None:
+        """The file of the SQLite store; None when sessions are kept in memory."""
+        if self.store == "memory":
+            return None
+        if self.store == "sqlite":
+            return self.data_dir / DATABASE_FILE
+        return Path(self.store.removeprefix("sqlite:///")).expanduser()
+
+
+def load_settings(**flags: Any) -> Settings:
+    """Settings from the environment; a flag that is not None wins over its variable.
+
+    Raises ConfigError, in one line: an unknown NSM_* variable, or a value that does not fit.
+    """
+    refuse_unknown_variables(os.environ)
+    try:
+        return Settings(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(item) for item in error.errors())) from error
+
+
+def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for an NSM_* variable that no setting reads: a typo must not run with the default."""
+    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
+    for name in sorted(environ):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {name}; {hint}")
+
+
+def _describe(item: ErrorDetails) -> str:
+    message = item["msg"].removeprefix("Value error, ")
+    if not item["loc"]:
+        return message
+    name = str(item["loc"][0])
+    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')}): {message}, got {str(item['input'])!r}"

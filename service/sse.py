@@ -1,0 +1,92 @@
+"""Server-sent events: frames, and the response that carries them.
+
+Back-pressure is the transport's own: a frame is made when the one before it was taken by the socket, so a slow reader
+holds one frame here. What the engine made meanwhile waits in the request's event queue, which max_tokens bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+PING_INTERVAL_S = 15.0
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | str | None = None) -> bytes:
+    """One event; JSON has no raw line breaks, so one data line holds it."""
+    head = b"" if event_id is None else b"id: %s\n" % str(event_id).encode()
+    if event is not None:
+        head += b"event: %s\n" % event.encode()
+    return b"%sdata: %s\n\n" % (head, orjson.dumps(data))
+
+
+class EventStream(Response):
+    """Sends the frames of an async generator. Whatever happens, the generator is closed and `on_close` called once.
+
+    `on_close` is there because closing a generator that never started runs none of its code.
+    It never calls `receive`: that a client left is known to the middleware, which cancels this task.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        on_close: Callable[[], None] | None = None,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        self.frames = frames
+        self.on_close = on_close
+        self.ping_interval_s = ping_interval_s
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            if self.on_close is not None:
+                stack.callback(self.on_close)
+            await stack.enter_async_context(contextlib.aclosing(self.frames))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pacer = Pacer(send, self.ping_interval_s)
+            pinger = asyncio.create_task(pacer.ping_when_idle())
+            try:
+                async for data in self.frames:
+                    await pacer.send(data)
+            finally:
+                pinger.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Pacer:
+    """Sends body parts and fills silences with comments, which clients ignore and proxies count as life."""
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self._send = send
+        self._interval_s = interval_s
+        self._is_sending = False
+        self._num_sent = 0
+
+    async def send(self, data: bytes) -> None:
+        self._is_sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._is_sending = False
+        self._num_sent += 1
+
+    async def ping_when_idle(self) -> None:
+        """Runs until cancelled. No ping while a frame waits for a slow reader."""
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._interval_s)
+            if num_sent == self._num_sent and not self._is_sending:
+                await self._send({"type": "http.response.body", "body": PING, "more_body": True})

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from nsm_core.config import EngineConfig
+from nsm_core.errors import ConfigError
+from service.settings import Settings, load_settings
+
+SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
+
+
+def test_defaults_serve_the_local_machine_from_the_user_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/srv/data")
+    settings = load_settings()
+    assert (settings.host, settings.port, settings.store) == ("127.0.0.1", 8000, "sqlite")
+    assert settings.data_dir == Path("/srv/data/nsm")
+    assert settings.database_path() == Path("/srv/data/nsm/sessions.db")
+
+
+@pytest.mark.parametrize("xdg", ["", "relative/path"])
+def test_an_xdg_path_that_is_not_absolute_does_not_count(monkeypatch: pytest.MonkeyPatch, xdg: str) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", xdg)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_settings().data_dir == Path("/home/someone/.local/share/nsm")
+
+
+def test_a_flag_wins_over_its_variable_and_none_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSM_PORT", "9000")
+    monkeypatch.setenv("NSM_QUEUE_LIMIT", "7")
+    monkeypatch.setenv("NSM_LOG_LEVEL", "DEBUG")
+    settings = load_settings(port=9001, queue_limit=None)
+    assert (settings.port, settings.queue_limit, settings.log_level) == (9001, 7, "debug")
+    assert settings.engine_config() == EngineConfig(queue_limit=7)
+
+
+@pytest.mark.parametrize(
+    ("store", "path"),
+    [
+        ("memory", None),
+        ("sqlite", "data/sessions.db"),
+        ("sqlite:///rel.db", "rel.db"),
+        ("sqlite:////abs/x.db", "/abs/x.db"),
+    ],
+)
+def test_store_choices(store: str, path: str | None) -> None:
+    assert load_settings(store=store, data_dir="data").database_path() == (None if path is None else Path(path))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("NSM_PROT", "1", ["NSM_PROT", "did you mean NSM_PORT?"]),
+        ("nsm_prot", "1", ["nsm_prot", "did you mean NSM_PORT?"]),
+        ("NSM_XYZZY", "1", ["NSM_XYZZY", "known: NSM_HOST"]),
+        ("NSM_PORT", "http", ["NSM_PORT", "--port", "integer", "'http'"]),
+        ("NSM_PORT", "65536", ["NSM_PORT", "65535", "'65536'"]),
+        ("NSM_PORT", "", ["NSM_PORT", "''"]),
+        ("NSM_STORE", "redis://localhost", ["NSM_STORE", "sqlite, sqlite:///PATH, memory", "redis://localhost"]),
+        ("NSM_STORE", "sqlite:///", ["NSM_STORE", "sqlite:///PATH"]),
+        ("NSM_TOKEN_BUDGET", "8", ["token_budget (8)", "max_slots (16)"]),
+        ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
+        ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
+        ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "'nan'"]),
+        ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: list[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_settings_are_frozen() -> None:
+    settings = load_settings()
+    with pytest.raises(ValidationError):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = {
+        path.name
+        for path in SERVICE_DIR.rglob("*.py")
+        if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    }
+    assert readers == {"settings.py"}
+
+
+def test_nothing_is_read_at_import() -> None:
+    tree = ast.parse((SERVICE_DIR / "settings.py").read_text())
+    top_level = [
+        node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom | ast.Import)
+    ]
+    assert not any(isinstance(node, ast.Call) for statement in top_level for node in ast.walk(statement))
+    assert Settings.model_fields["data_dir"].default_factory is not None
