@@ -1,0 +1,149 @@
+"""Decides what one step does. Plain Python: no torch, no clock, no text.
+
+The policy, in one place:
+
+- Every request that has read its prompt decodes one token in every step; decoding is never put off.
+- What is left of the token budget reads prompts. Prompts take turns: one that was served goes to the back of the line.
+  A step serves as many as can get a chunk of MIN_CHUNK_LEN tokens (short prompts take less and leave the rest), from
+  the front, in equal shares; what nobody else needs goes to the front again. So a huge prompt delays a short one that
+  comes later by a few steps, and chunks stay large enough for the model to be fast.
+- Requests wait in order of arrival for a slot; the lowest free slot is given first, so that running rows stay dense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from nsm_core.errors import Overloaded
+
+MIN_CHUNK_LEN = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a prompt: tokens start .. start + length of the request in `slot`."""
+
+    slot: int
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that leaves the queue for a slot."""
+
+    slot: int
+    request_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: slots to fill first, slots that decode one token, pieces of prompts to read."""
+
+    admitted: tuple[Admission, ...] = ()
+    decode: tuple[int, ...] = ()
+    prefill: tuple[Chunk, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and not self.prefill
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model reads in this step."""
+        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """What the scheduler knows of one request."""
+
+    request_id: str
+    prompt_len: int
+    num_read: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_read == self.prompt_len
+
+
+class Scheduler:
+    """Which requests wait, which run in which slot, and how far each has read its prompt."""
+
+    def __init__(self, *, max_slots: int, token_budget: int, queue_limit: int) -> None:
+        self._token_budget = token_budget
+        self._queue_limit = queue_limit
+        self._free_slots = set(range(max_slots))
+        self._waiting: dict[str, _Progress] = {}  # in order of arrival
+        self._running: dict[int, _Progress] = {}
+        self._reading: list[int] = []  # slots with unread prompt, next in turn first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, request_id: str, *, prompt_len: int) -> None:
+        """Put a request in the queue. Raises Overloaded when more would wait than the queue may hold."""
+        if len(self._waiting) >= self._queue_limit + len(self._free_slots):
+            raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
+        self._waiting[request_id] = _Progress(request_id, prompt_len)
+
+    def plan(self) -> Plan:
+        """What to do next; changes nothing."""
+        admitted = tuple(
+            Admission(slot, request_id)
+            for slot, request_id in zip(sorted(self._free_slots), self._waiting, strict=False)
+        )
+        decode = tuple(sorted(slot for slot, progress in self._running.items() if progress.is_decoding))
+        unread = [self._unread(slot, self._running[slot]) for slot in self._reading]
+        unread += [self._unread(admission.slot, self._waiting[admission.request_id]) for admission in admitted]
+        return Plan(admitted, decode, _share(unread, self._token_budget - len(decode)))
+
+    def apply(self, plan: Plan) -> None:
+        """The plan was run: requests got their slots and have read their chunks."""
+        for admission in plan.admitted:
+            self._free_slots.remove(admission.slot)
+            self._running[admission.slot] = self._waiting.pop(admission.request_id)
+            self._reading.append(admission.slot)
+        for chunk in plan.prefill:
+            progress = self._running[chunk.slot]
+            progress.num_read += chunk.length
+            self._reading.remove(chunk.slot)
+            if not progress.is_decoding:
+                self._reading.append(chunk.slot)
+
+    def remove(self, request_id: str) -> None:
+        """The request is over, or was cancelled: its place in the queue or its slot is free."""
+        if self._waiting.pop(request_id, None) is not None:
+            return
+        slot = next(slot for slot, progress in self._running.items() if progress.request_id == request_id)
+        del self._running[slot]
+        self._free_slots.add(slot)
+        if slot in self._reading:
+            self._reading.remove(slot)
+
+    @staticmethod
+    def _unread(slot: int, progress: _Progress) -> Chunk:
+        return Chunk(slot, progress.num_read, progress.prompt_len - progress.num_read)
+
+
+def _share(unread: Sequence[Chunk], budget: int) -> tuple[Chunk, ...]:
+    """Cuts what is unread (next in turn first) down to `budget` tokens."""
+    if not unread or budget <= 0:
+        return ()
+    share = max(MIN_CHUNK_LEN, budget // len(unread))
+    lengths: list[int] = []
+    for chunk in unread:
+        lengths.append(min(chunk.length, share, budget))
+        budget -= lengths[-1]
+    for index, chunk in enumerate(unread):
+        extra = min(chunk.length - lengths[index], budget)
+        lengths[index] += extra
+        budget -= extra
+    pairs = zip(unread, lengths, strict=True)
+    return tuple(Chunk(chunk.slot, chunk.start, length) for chunk, length in pairs if length)

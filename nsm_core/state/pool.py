@@ -1,0 +1,105 @@
+"""The rows that hold the states of running sequences: one owner, leased and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nsm_core.state.spec import State, StateSpec
+
+# What a freed row reads as in its int64 tensors, where there is no NaN.
+POISON_INT = torch.iinfo(torch.int64).min
+
+
+class StatePool:
+    """Storage for `num_rows` states. Only leased rows can be read or written; everything else raises RuntimeError.
+
+    `poison`: free rows are filled with NaN, so that a read of one shows in the output (debugging and tests).
+    """
+
+    def __init__(
+        self, spec: StateSpec, num_rows: int, device: torch.device | str = "cpu", *, poison: bool = False
+    ) -> None:
+        self.spec = spec
+        self.num_rows = num_rows
+        self._storage = spec.zeros(num_rows, device)
+        self._leased: set[int] = set()
+        self._poison = poison
+        if poison:
+            for row in range(num_rows):
+                self._fill_with_poison(row)
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leased)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows, leased or not."""
+        return self.num_rows * self.spec.num_bytes
+
+    def lease(self, row: int) -> None:
+        """The row belongs to the caller until `free`; its content means nothing before `write`."""
+        if not 0 <= row < self.num_rows:
+            raise RuntimeError(f"the pool has rows 0 to {self.num_rows - 1}, got {row}")
+        if row in self._leased:
+            raise RuntimeError(f"row {row} is leased already")
+        self._leased.add(row)
+
+    def free(self, row: int) -> None:
+        """The row may be leased again; what it held cannot be read any more."""
+        self._check_leased((row,))
+        self._leased.remove(row)
+        if self._poison:
+            self._fill_with_poison(row)
+
+    def gather(self, rows: Sequence[int]) -> State:
+        """Tensors [len(rows), *shape]. May share memory with the pool: read it, and only until the next write."""
+        self._check_leased(rows)
+        if is_contiguous(rows):
+            return {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in self._storage.items()}
+        index = self._index(rows)
+        return {name: tensor.index_select(0, index) for name, tensor in self._storage.items()}
+
+    def scatter(self, rows: Sequence[int], state: Mapping[str, Tensor]) -> None:
+        """Entry i of `state` [len(rows), *shape] becomes the content of rows[i]; a copy."""
+        self._check_leased(rows)
+        if is_contiguous(rows):
+            for name, tensor in self._storage.items():
+                tensor[rows[0] : rows[-1] + 1].copy_(state[name])
+            return
+        index = self._index(rows)
+        for name, tensor in self._storage.items():
+            tensor.index_copy_(0, index, state[name])
+
+    def write(self, row: int, state: Mapping[str, Tensor]) -> None:
+        """A state [1, *shape] becomes the content of the row; a copy."""
+        self.scatter((row,), state)
+
+    def copy(self, row: int) -> State:
+        """The row's state [1, *shape], in memory of its own."""
+        return {name: tensor.clone() for name, tensor in self.gather((row,)).items()}
+
+    def pack(self, row: int) -> bytes:
+        """The row's state as `StateSpec.pack` writes it."""
+        self._check_leased((row,))
+        return self.spec.pack(self._storage, row)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        device = next(iter(self._storage.values())).device
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+    def _check_leased(self, rows: Sequence[int]) -> None:
+        if not self._leased.issuperset(rows) or len(set(rows)) != len(rows) or not rows:
+            raise RuntimeError(f"rows {list(rows)} must be leased and distinct; leased are {sorted(self._leased)}")
+
+    def _fill_with_poison(self, row: int) -> None:
+        for tensor in self._storage.values():
+            tensor[row] = float("nan") if tensor.dtype.is_floating_point else POISON_INT
+
+
+def is_contiguous(rows: Sequence[int]) -> bool:
+    """Whether the rows are neighbours in rising order, i.e. a slice of the storage."""
+    return all(row == rows[0] + offset for offset, row in enumerate(rows))

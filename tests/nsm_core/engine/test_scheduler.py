@@ -1,0 +1,190 @@
+"""The scheduler alone: no model, no clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsm_core.engine.scheduler import MIN_CHUNK_LEN, Admission, Chunk, Plan, Scheduler
+from nsm_core.errors import Overloaded
+from tests.counts import scaled
+
+
+def make_scheduler(*, max_slots: int = 4, token_budget: int = 256, queue_limit: int = 100) -> Scheduler:
+    return Scheduler(max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit)
+
+
+def advance(scheduler: Scheduler) -> Plan:
+    plan = scheduler.plan()
+    scheduler.apply(plan)
+    return plan
+
+
+def test_decode_goes_first_and_prefill_gets_the_rest() -> None:
+    scheduler = make_scheduler(max_slots=2, token_budget=8)
+    scheduler.add("a", prompt_len=3)
+    advance(scheduler)  # "a" now decodes in slot 0
+    scheduler.add("b", prompt_len=100)
+    plan = scheduler.plan()
+    assert plan.decode == (0,)
+    assert plan.prefill == (Chunk(slot=1, start=0, length=7),)
+    assert plan.num_tokens == 8
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert make_scheduler().plan().is_empty
+
+
+def test_planning_changes_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.add("a", prompt_len=300)
+    assert scheduler.plan() == scheduler.plan()
+    assert (scheduler.num_waiting, scheduler.num_running) == (1, 0)
+
+
+def test_a_prompt_is_read_in_chunks_and_then_decodes() -> None:
+    scheduler = make_scheduler(token_budget=100)
+    scheduler.add("a", prompt_len=250)
+    chunks = [chunk for _ in range(3) for chunk in advance(scheduler).prefill]
+    assert chunks == [Chunk(0, 0, 100), Chunk(0, 100, 100), Chunk(0, 200, 50)]
+    assert advance(scheduler) == Plan(decode=(0,))
+
+
+def test_requests_wait_in_order_of_arrival_and_take_the_lowest_slot() -> None:
+    scheduler = make_scheduler(max_slots=2)
+    for name in "abcd":
+        scheduler.add(name, prompt_len=1)
+    assert advance(scheduler).admitted == (Admission(0, "a"), Admission(1, "b"))
+    assert advance(scheduler).admitted == ()
+    scheduler.remove("b")
+    scheduler.remove("a")
+    assert advance(scheduler).admitted == (Admission(0, "c"), Admission(1, "d"))
+
+
+def test_a_huge_prompt_does_not_starve_a_short_one_that_comes_later() -> None:
+    scheduler = make_scheduler(token_budget=256)
+    scheduler.add("huge", prompt_len=1_000_000)
+    advance(scheduler)
+    scheduler.add("short", prompt_len=5)
+    assert advance(scheduler).prefill == (Chunk(0, 256, 251), Chunk(1, 0, 5))
+    assert advance(scheduler).decode == (1,)
+
+
+def test_shares_stay_large_and_prompts_take_turns() -> None:
+    scheduler = make_scheduler(max_slots=6, token_budget=2 * MIN_CHUNK_LEN)
+    for name in "abcdef":
+        scheduler.add(name, prompt_len=10_000)
+    served = [[(chunk.slot, chunk.length) for chunk in advance(scheduler).prefill] for _ in range(4)]
+    assert served == [[(slot, MIN_CHUNK_LEN) for slot in pair] for pair in ((0, 1), (2, 3), (4, 5), (0, 1))]
+
+
+def test_many_short_prompts_share_one_step() -> None:
+    scheduler = make_scheduler(max_slots=16, token_budget=100)
+    for index in range(16):
+        scheduler.add(str(index), prompt_len=5)
+    assert [chunk.length for chunk in advance(scheduler).prefill] == [5] * 16
+
+
+def test_the_queue_is_bounded_beyond_the_free_slots() -> None:
+    scheduler = make_scheduler(max_slots=2, queue_limit=1)
+    for name in "abc":
+        scheduler.add(name, prompt_len=1)
+    with pytest.raises(Overloaded, match="limit is 1"):
+        scheduler.add("d", prompt_len=1)
+    advance(scheduler)
+    assert (scheduler.num_waiting, scheduler.num_running) == (1, 2)
+    with pytest.raises(Overloaded):
+        scheduler.add("d", prompt_len=1)
+    scheduler.remove("c")
+    scheduler.add("d", prompt_len=1)
+
+
+def test_a_removed_request_is_not_planned_again() -> None:
+    scheduler = make_scheduler()
+    for name in ("waiting", "reading", "decoding"):
+        scheduler.add(name, prompt_len=1 if name == "decoding" else 10_000)
+    scheduler.remove("waiting")
+    advance(scheduler)
+    scheduler.remove("reading")
+    scheduler.remove("decoding")
+    assert scheduler.plan().is_empty
+    assert (scheduler.num_waiting, scheduler.num_running) == (0, 0)
+
+
+class Shadow:
+    """A second book beside the scheduler's: it sees plans only, and checks each against all the rules."""
+
+    def __init__(self, max_slots: int, token_budget: int) -> None:
+        self.max_slots, self.token_budget = max_slots, token_budget
+        self.waiting: dict[str, int] = {}
+        self.running: dict[int, str] = {}
+        self.unread: dict[int, int] = {}
+        self.read: dict[int, int] = {}
+        self.hungry_since: dict[int, int] = {}
+
+    def check(self, plan: Plan) -> None:
+        assert len(plan.admitted) == min(len(self.waiting), self.max_slots - len(self.running))
+        assert [admission.request_id for admission in plan.admitted] == list(self.waiting)[: len(plan.admitted)]
+        for admission in plan.admitted:
+            assert admission.slot not in self.running
+            self.running[admission.slot] = admission.request_id
+            self.unread[admission.slot] = self.waiting.pop(admission.request_id)
+            self.read[admission.slot] = self.hungry_since[admission.slot] = 0
+        assert len(set(self.running)) == len(self.running) <= self.max_slots
+        assert plan.decode == tuple(sorted(slot for slot in self.running if not self.unread[slot]))
+        assert plan.num_tokens <= self.token_budget
+        self.check_prefill(plan)
+
+    def check_prefill(self, plan: Plan) -> None:
+        slots = [chunk.slot for chunk in plan.prefill]
+        assert len(set(slots)) == len(slots)
+        unread_before = sum(self.unread.values())
+        for chunk in plan.prefill:
+            assert chunk.start == self.read[chunk.slot]
+            assert 0 < chunk.length <= self.unread[chunk.slot]
+            self.read[chunk.slot] += chunk.length
+            self.unread[chunk.slot] -= chunk.length
+        num_read = plan.num_tokens - len(plan.decode)
+        assert num_read == min(unread_before, self.token_budget - len(plan.decode))  # no budget is left unused
+        for slot, unread in self.unread.items():
+            self.hungry_since[slot] = self.hungry_since[slot] + 1 if unread and slot not in slots else 0
+            assert self.hungry_since[slot] < self.max_slots  # everybody's turn comes
+
+    def forget(self, request_id: str) -> None:
+        if self.waiting.pop(request_id, None) is None:
+            slot = next(slot for slot, name in self.running.items() if name == request_id)
+            for book in (self.running, self.unread, self.read, self.hungry_since):
+                del book[slot]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.waiting, *self.running.values()]
+
+
+ACTIONS = st.one_of(
+    st.integers(1, 600).map(lambda prompt_len: ("add", prompt_len)),
+    st.integers(0, 99).map(lambda index: ("remove", index)),
+    st.just(("step", 0)),
+)
+
+
+@settings(max_examples=scaled(200, 5000))
+@given(st.integers(1, 6), st.integers(0, 300), st.lists(ACTIONS, max_size=60))
+def test_random_traces_keep_every_rule(max_slots: int, spare: int, trace: list[tuple[str, int]]) -> None:
+    scheduler = make_scheduler(max_slots=max_slots, token_budget=max_slots + spare)
+    shadow = Shadow(max_slots, max_slots + spare)
+    for number, (action, value) in enumerate(trace):
+        if action == "add":
+            scheduler.add(str(number), prompt_len=value)
+            shadow.waiting[str(number)] = value
+        elif action == "remove" and shadow.names:
+            name = shadow.names[value % len(shadow.names)]
+            scheduler.remove(name)
+            shadow.forget(name)
+        elif action == "step":
+            shadow.check(advance(scheduler))
+        assert (scheduler.num_waiting, scheduler.num_running) == (len(shadow.waiting), len(shadow.running))
+    for name in shadow.names:
+        scheduler.remove(name)
+    assert scheduler.plan().is_empty

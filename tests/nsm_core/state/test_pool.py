@@ -1,0 +1,120 @@
+"""Rows are leased to one owner; a free row cannot be read, and reads as poison if it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsm_core.state.pool import POISON_INT, StatePool
+from nsm_core.state.spec import State, StateSpec, TensorSpec
+
+SPEC = StateSpec((TensorSpec("position", (), torch.int64), TensorSpec("slots", (2, 3), torch.float32)))
+
+
+def make_state(*values: int) -> State:
+    column = torch.tensor(values)
+    return {"position": column, "slots": column.float()[:, None, None].expand(-1, 2, 3).clone()}
+
+
+def make_pool(num_rows: int = 4, leased: tuple[int, ...] = (), *, poison: bool = True) -> StatePool:
+    pool = StatePool(SPEC, num_rows, poison=poison)
+    for row in leased:
+        pool.lease(row)
+    return pool
+
+
+@pytest.mark.parametrize("rows", [(0,), (1, 2), (2, 0), (0, 1, 3), (3, 2, 1, 0)], ids=str)
+def test_what_is_scattered_comes_back_in_the_order_asked_for(rows: tuple[int, ...]) -> None:
+    pool = make_pool(leased=rows)
+    pool.scatter(rows, make_state(*(10 + row for row in rows)))
+    assert pool.gather(rows)["position"].tolist() == [10 + row for row in rows]
+    assert pool.gather(tuple(sorted(rows)))["slots"][:, 0, 0].tolist() == [10 + row for row in sorted(rows)]
+
+
+def test_write_and_scatter_copy_in() -> None:
+    pool = make_pool(leased=(1,))
+    given_state = make_state(5)
+    pool.write(1, given_state)
+    given_state["slots"].fill_(9)
+    assert pool.gather((1,))["slots"].unique().tolist() == [5]
+
+
+def test_copy_has_memory_of_its_own() -> None:
+    pool = make_pool(leased=(1,))
+    pool.write(1, make_state(5))
+    kept = pool.copy(1)
+    pool.write(1, make_state(6))
+    assert kept["position"].tolist() == [5]
+    assert kept["slots"].unique().tolist() == [5]
+
+
+def test_pack_is_the_bytes_of_one_row() -> None:
+    pool = make_pool(leased=(0, 1, 2))
+    pool.scatter((0, 1, 2), make_state(7, 8, 9))
+    assert pool.pack(1) == SPEC.pack(make_state(8))
+    assert len(pool.pack(1)) == SPEC.num_bytes
+    assert pool.num_bytes == 4 * SPEC.num_bytes
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_a_row_that_does_not_exist_cannot_be_leased(row: int) -> None:
+    with pytest.raises(RuntimeError, match="rows 0 to 3"):
+        make_pool().lease(row)
+
+
+def test_a_row_has_one_owner_and_is_freed_once() -> None:
+    pool = make_pool(leased=(2,))
+    with pytest.raises(RuntimeError, match="leased already"):
+        pool.lease(2)
+    pool.free(2)
+    with pytest.raises(RuntimeError, match="must be leased"):
+        pool.free(2)
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 1), (1, 1), ()], ids=str)
+def test_only_leased_and_distinct_rows_are_read_and_written(rows: tuple[int, ...]) -> None:
+    pool = make_pool(leased=(1,))
+    with pytest.raises(RuntimeError, match="leased and distinct"):
+        pool.gather(rows)
+    with pytest.raises(RuntimeError, match="leased and distinct"):
+        pool.scatter(rows, make_state(*rows))
+
+
+def test_a_free_row_is_not_packed() -> None:
+    with pytest.raises(RuntimeError, match="must be leased"):
+        make_pool(leased=(1,)).pack(0)
+
+
+def test_R5_a_freed_row_holds_nothing_of_its_last_owner() -> None:
+    pool = make_pool(leased=(0, 1))
+    pool.scatter((0, 1), make_state(3, 4))
+    pool.free(0)
+    pool.lease(0)
+    state = pool.gather((0, 1))
+    assert torch.isnan(state["slots"][0]).all()
+    assert state["position"].tolist() == [POISON_INT, 4]
+    assert state["slots"][1].unique().tolist() == [4]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["lease", "free", "write"]), st.integers(0, 3), st.integers(0, 99))))
+def test_random_traces_never_leak_or_share_a_row(trace: list[tuple[str, int, int]]) -> None:
+    pool, model = make_pool(), dict[int, int | None]()
+    for action, row, value in trace:
+        allowed = (action == "lease") != (row in model)
+        if not allowed:
+            with pytest.raises(RuntimeError):
+                pool.write(row, make_state(value)) if action == "write" else getattr(pool, action)(row)
+        elif action == "write":
+            pool.write(row, make_state(value))
+            model[row] = value
+        elif action == "lease":
+            pool.lease(row)
+            model[row] = None
+        else:
+            pool.free(row)
+            del model[row]
+        assert pool.num_leased == len(model)
+    for row, expected in model.items():
+        assert pool.gather((row,))["position"].item() == (POISON_INT if expected is None else expected)
