@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): requirements.lock pyproject.toml
 	@scripts/setup "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)

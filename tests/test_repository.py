@@ -1,0 +1,77 @@
+"""The repository keeps its own rules: the layout of the house, the lock file, what a wheel carries."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(path for package in ("nsm_core", "service") for path in (ROOT / package).rglob("*.py"))
+LOCK = (ROOT / "requirements.lock").read_text("utf-8")
+MAX_LINES = 400
+
+
+def locked_versions() -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", LOCK, re.MULTILINE))
+
+
+def test_package_inits_are_empty() -> None:
+    """Importing one room must not import its neighbours; only an op's package chooses among its implementations."""
+    inits = [path for path in SOURCES if path.name == "__init__.py" and path.parent.parent.name != "ops"]
+    assert [str(path) for path in inits if path.read_text("utf-8").strip()] == []
+
+
+def test_every_source_folder_is_a_package() -> None:
+    folders = {path.parent for path in SOURCES}
+    assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+def test_no_file_is_overcrowded() -> None:
+    long = {str(path): n for path in SOURCES if (n := len(path.read_text("utf-8").split("\n"))) > MAX_LINES}
+    assert long == {}
+
+
+def test_nothing_is_named_after_what_it_is_not() -> None:
+    assert [str(path) for path in SOURCES if path.name == "utils.py"] == []
+    managers = re.compile(r"^class \w+Manager\b", re.MULTILINE)
+    assert [str(path) for path in SOURCES if managers.search(path.read_text("utf-8"))] == []
+
+
+def test_the_lock_names_no_place_and_leaves_torch_out() -> None:
+    assert "://" not in LOCK
+    cuda = [name for name in locked_versions() if name.startswith(("nvidia-", "cuda-")) or name in ("torch", "triton")]
+    assert cuda == []
+
+
+def test_every_locked_package_has_hashes() -> None:
+    entries = re.split(r"^(?=[a-z0-9-]+==)", LOCK, flags=re.MULTILINE)[1:]
+    assert len(entries) == len(locked_versions()) > 50
+    assert [entry.split("==")[0] for entry in entries if "--hash=sha256:" not in entry] == []
+
+
+def test_the_lock_satisfies_the_project() -> None:
+    """After a change of dependencies: `make lock`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    locked = locked_versions()
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "torch":
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement} is not locked"
+            assert requirement.specifier.contains(version, prereleases=True), f"{requirement} but {version} is locked"
+
+
+@pytest.mark.parametrize("package", ["nsm_core", "service"])
+def test_a_wheel_carries_every_file_of_a_package(package: str) -> None:
+    packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    files = (path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert sorted(str(path.relative_to(ROOT)) for path in files if str(path.relative_to(ROOT)) not in packed) == []
