@@ -1,0 +1,140 @@
+"""How well a model predicts documents: loss by position, each document read from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from nsm_core.errors import ConfigError
+from nsm_core.evaluation.losses import DEFAULT_BUCKETS, FloatArray, IntArray, LossTally, PositionLosses
+from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import Tokenizer
+from nsm_core.training.data_files import Document
+
+_WORD = re.compile(r"\S+")
+# Positions whose logits are in memory at once: 32 MB in fp32 at 8,192 tokens.
+_LOGITS_POSITIONS = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedDocument:
+    """A document as inputs `tokens[:-1]` and targets `tokens[1:]`, with what each target is worth."""
+
+    tokens: IntArray  # [T + 1]: end_of_text (the start of every text), the text, end_of_text unless it was cut
+    num_bytes: IntArray  # [T]
+    num_words: IntArray  # [T]
+
+    def __len__(self) -> int:
+        """T, the number of targets."""
+        return len(self.num_bytes)
+
+
+def encode_document(tokenizer: Tokenizer, text: str, max_tokens: int | None = None) -> EncodedDocument:
+    """At most `max_tokens` targets of `text`.
+
+    The last target of a document that is read to its end is end_of_text: its nats count, as 0 bytes and 0 words.
+    """
+    end = tokenizer.end_of_text_id
+    tokens = np.array([end, *tokenizer.encode(text), end], np.int64)
+    targets = tokens[1:-1]
+    num_bytes = np.array([len(tokenizer.token_bytes(token)) for token in targets.tolist()], np.int64)
+    # A word belongs to the token that holds its first byte.
+    ends = np.cumsum(num_bytes)
+    num_words = np.bincount(np.searchsorted(ends, _word_starts(text), side="right"), minlength=len(targets))
+    return EncodedDocument(
+        tokens=tokens[: None if max_tokens is None else max_tokens + 1],
+        num_bytes=np.append(num_bytes, 0)[:max_tokens],
+        num_words=np.append(num_words, 0)[:max_tokens],
+    )
+
+
+def _word_starts(text: str) -> IntArray:
+    """UTF-8 offsets of the first byte of each whitespace-separated word."""
+    is_character_start = (np.frombuffer(text.encode("utf-8"), np.uint8) & 0xC0) != 0x80
+    words = np.array([match.start() for match in _WORD.finditer(text)], np.int64)
+    return np.flatnonzero(is_character_start)[words]
+
+
+def evaluate(
+    model: NsmModel,
+    tokenizer: Tokenizer,
+    documents: Iterable[Document],
+    *,
+    max_tokens_per_document: int | None = None,
+    segment_len: int = 512,
+    batch_documents: int = 8,
+    buckets: Sequence[int] = DEFAULT_BUCKETS,
+    autocast: bool = False,
+) -> PositionLosses:
+    """Loss of `model` on `documents` by position bucket, on the device the model is on.
+
+    Each document is read from its start, `segment_len` tokens a call, with the state carried on: position 10,000 is
+    predicted from all that came before. `segment_len` and `batch_documents` are matters of speed and memory only.
+    `autocast`: bf16 instead of fp32. Raises ConfigError for bucket edges that do not ascend, or without documents.
+    """
+    tally = LossTally(buckets)
+    encoded = [
+        encode_document(tokenizer, document.text, max_tokens_per_document)
+        for document in tqdm(documents, unit="document", desc="encode", disable=None)
+    ]
+    if not encoded:
+        raise ConfigError("there are no documents to evaluate on")
+    # Documents of like length side by side: no row waits long for another.
+    encoded.sort(key=len, reverse=True)
+    was_training = model.training
+    model.eval()
+    with tqdm(total=sum(map(len, encoded)), unit="token", unit_scale=True, desc="evaluate", disable=None) as bar:
+        for first in range(0, len(encoded), batch_documents):
+            group = encoded[first : first + batch_documents]
+            for document, start, nats in _group_losses(model, group, segment_len, autocast):
+                part = slice(start, start + len(nats))
+                tally.add(
+                    start=start, nats=nats, num_bytes=document.num_bytes[part], num_words=document.num_words[part]
+                )
+                bar.update(len(nats))
+    model.train(was_training)
+    return tally.result(len(encoded))
+
+
+@torch.inference_mode()
+def _group_losses(
+    model: NsmModel, group: list[EncodedDocument], segment_len: int, autocast: bool
+) -> Iterator[tuple[EncodedDocument, int, FloatArray]]:
+    """(document, position of its first target here, nats [T]) for each segment of each document; longest first."""
+    device = next(model.parameters()).device
+    precision = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+    state = model.initial_state(len(group))
+    for start in range(0, len(group[0]), segment_len):
+        active = [document for document in group if len(document) > start]
+        state = {name: value[: len(active)] for name, value in state.items()}
+        ids, targets, lengths = _segment(active, start, segment_len)
+        with precision:
+            hidden, state = model(ids.to(device), state, lengths.to(device))
+            valid = torch.arange(ids.shape[1]) < lengths[:, None]
+            losses = _token_losses(model, hidden[valid.to(device)], targets[valid].to(device))
+        for document, nats in zip(active, torch.split(losses, lengths.tolist()), strict=True):
+            yield document, start, nats.numpy()
+
+
+def _segment(active: list[EncodedDocument], start: int, segment_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Right-padded ids and targets [B, T], and lengths [B]; the first row is the longest."""
+    lengths = [min(len(document) - start, segment_len) for document in active]
+    rows = torch.zeros(len(active), lengths[0] + 1, dtype=torch.int64)
+    for row, document, length in zip(rows, active, lengths, strict=True):
+        row[: length + 1] = torch.from_numpy(document.tokens[start : start + length + 1])
+    return rows[:, :-1], rows[:, 1:], torch.tensor(lengths)
+
+
+def _token_losses(model: NsmModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """hidden [N, d], targets [N] -> nats [N] float64 on the CPU; the logits exist in pieces only."""
+    pieces = zip(torch.split(hidden, _LOGITS_POSITIONS), torch.split(targets, _LOGITS_POSITIONS), strict=True)
+    losses = [F.cross_entropy(model.logits(part), wanted, reduction="none") for part, wanted in pieces]
+    return torch.cat(losses).double().cpu()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import CheckpointError, ConfigError
+from nsm_core.evaluation.run import EvalConfig, run_evaluation
+from tests.samples import BOOKS_DIR
+
+
+def test_a_checkpoint_is_evaluated_on_the_sample_books(checkpoint: Path, tmp_path: Path) -> None:
+    config = EvalConfig(
+        data=BOOKS_DIR,
+        checkpoint=checkpoint,
+        max_documents=2,
+        max_tokens_per_document=600,
+        device="cpu",
+        prompts=("It was",),
+        sample_tokens=5,
+        output=tmp_path / "quality",
+    )
+    report = run_evaluation(config)
+    assert report.losses.num_documents == 2
+    assert [(b.start, b.num_tokens) for b in report.losses.buckets] == [(0, 256), (128, 256), (256, 512), (512, 176)]
+    assert report.losses.total.bits_per_byte is not None
+    assert report.losses.total.bits_per_byte > 1.0
+    assert math.isfinite(report.losses.total.nats)
+    assert report.slots is not None
+    assert report.slots.num_tokens > 600  # on its own, longer stretch of text
+    assert [sample.prompt for sample in report.samples] == ["It was", "It was"]
+    assert report.provenance.model == "random-model"
+    assert report.settings["precision"] == "fp32"
+    stored = json.loads((tmp_path / "quality.json").read_text("utf-8"))
+    assert stored["losses"]["total"]["bits_per_byte"] == report.losses.total.bits_per_byte
+    assert (tmp_path / "quality.md").read_text("utf-8").startswith("# random-model on val\n")
+
+
+def test_the_same_evaluation_gives_the_same_numbers(checkpoint: Path) -> None:
+    config = EvalConfig(
+        data=BOOKS_DIR, checkpoint=checkpoint, max_documents=1, max_tokens_per_document=200, device="cpu"
+    )
+    assert run_evaluation(config).losses == run_evaluation(config).losses
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split": "dev"}, "split must be train, val or test, got 'dev'"),
+        ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
+        ({"segment_len": -1}, "segment_len must be at least 1, got -1"),
+        ({"precision": "fp8"}, "precision must be auto, bf16 or fp32, got 'fp8'"),
+    ],
+    ids=["split", "documents", "segment", "precision"],
+)
+def test_bad_settings_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvalConfig(data=Path("books"), **fields)  # type: ignore[arg-type]
+
+
+def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "x-val.jsonl").write_text('{"text": "fine"}\n{"txt": "misspelt"}\n', "utf-8")
+    with pytest.raises(ConfigError, match=r"x-val\.jsonl, line 2: expected .* 'text'"):
+        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, device="cpu"))
+    with pytest.raises(ConfigError, match="no test files in"):
+        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, split="test", device="cpu"))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        run_evaluation(EvalConfig(data=tmp_path, checkpoint=tmp_path / "nowhere", device="cpu"))
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
+        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, device="gpu"))
