@@ -46,7 +46,8 @@ class SessionPage:
 class SessionStore(Protocol):
     """A store of record. Every call names the tenant: another tenant's session does not exist.
 
-    Errors: NotFound, VersionConflict, SnapshotCorrupt, StoreUnavailable, StorageFull. Implementations: `sqlite`, `memory`.
+    Errors: NotFound (code `session_not_found`), VersionConflict, SnapshotCorrupt, StoreUnavailable, StorageFull.
+    Implementations: `sqlite`, `memory`.
     """
 
     async def open(self) -> None:
@@ -57,23 +58,34 @@ class SessionStore(Protocol):
         """Idempotent; every acknowledged commit is durable before it returns."""
         ...
 
-    async def create(self, *, tenant: str, session_id: str, model_fingerprint: str,
-                     metadata: Mapping[str, str]) -> SessionHead:
+    async def create(
+        self, *, tenant: str, session_id: str, model_fingerprint: str, metadata: Mapping[str, str]
+    ) -> SessionHead:
         """A new head at version 0; raises VersionConflict when the id exists for this tenant."""
         ...
 
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        ...
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead: ...
 
     async def load(self, *, tenant: str, session_id: str) -> StoredSession:
         """Head and snapshot in one consistent read; raises SnapshotCorrupt when the bytes fail their checksum."""
         ...
 
-    async def commit(self, *, tenant: str, session_id: str, expected_version: int, snapshot: bytes, position: int,
-                     model_fingerprint: str, new_ids: tuple[int, ...]) -> SessionHead:
+    async def commit(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        created_at: float,
+        expected_version: int,
+        snapshot: bytes,
+        position: int,
+        model_fingerprint: str,
+        new_ids: tuple[int, ...],
+    ) -> SessionHead:
         """Atomically: append `new_ids` to the token log, store the snapshot, move the head to expected_version + 1.
 
-        Durable when it returns (survives kill -9). Raises VersionConflict if the head is not at expected_version; then
+        Durable when it returns (survives kill -9). Raises VersionConflict if the head is not at expected_version or was
+        not created at `created_at` (deleted meanwhile and made again under its old id), NotFound if it is gone; then
         nothing changed.
         """
         ...
@@ -87,6 +99,10 @@ class SessionStore(Protocol):
         ...
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
+        """Newest first by creation; a cursor stays good whatever is created or deleted.
+
+        Raises InvalidRequest for a cursor that no page gave.
+        """
         ...
 
     async def check_writable(self) -> None:

@@ -1,0 +1,124 @@
+"""The tables of the SQLite store, version by version, and the way a connection is opened."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from nsm_core.errors import ConfigError
+
+APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file this is
+PAGE_BYTES = 16 * 1024  # snapshots are megabytes: commits measured a quarter faster than with 4 KiB
+CHECKPOINT_PAGES = 1024  # 16 MiB of write-ahead log before its pages move into the file
+
+# Entry i makes schema i + 1 from schema i. An entry never changes once released: files out there were made with it.
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE sessions (
+        tenant            TEXT    NOT NULL,
+        session_id        TEXT    NOT NULL,
+        version           INTEGER NOT NULL,
+        position          INTEGER NOT NULL,
+        created_at        REAL    NOT NULL,
+        updated_at        REAL    NOT NULL,
+        model_fingerprint TEXT    NOT NULL,
+        metadata          TEXT    NOT NULL,
+        num_log_tokens    INTEGER NOT NULL,
+        snapshot_bytes    INTEGER NOT NULL,
+        PRIMARY KEY (tenant, session_id)
+    );
+    CREATE INDEX sessions_by_age ON sessions (tenant, created_at, session_id);
+    CREATE TABLE snapshots (
+        tenant     TEXT    NOT NULL,
+        session_id TEXT    NOT NULL,
+        version    INTEGER NOT NULL,
+        snapshot   BLOB    NOT NULL,
+        PRIMARY KEY (tenant, session_id, version),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    );
+    CREATE TABLE log_chunks (
+        tenant     TEXT    NOT NULL,
+        session_id TEXT    NOT NULL,
+        version    INTEGER NOT NULL,
+        ids        BLOB    NOT NULL,
+        PRIMARY KEY (tenant, session_id, version),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    );
+    CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at REAL NOT NULL);
+    """,
+)
+
+_PRAGMAS = f"""
+    PRAGMA page_size = {PAGE_BYTES};
+    PRAGMA journal_mode = WAL;
+    PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};
+    -- FULL, not NORMAL: with NORMAL a kill loses nothing, but a power cut may take back turns that were acknowledged.
+    -- It costs an fsync a turn: a 2.2 MB commit took 7.8 ms instead of 3.8 (p50, virtual disk).
+    PRAGMA synchronous = FULL;
+    PRAGMA foreign_keys = ON;
+    -- A deleted session's bytes are overwritten, not just forgotten.
+    PRAGMA secure_delete = ON;
+"""
+
+
+def create_file(path: Path) -> None:
+    """The database file, readable by its owner only, and a directory like it if there is none."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        path.parent.chmod(0o700)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+
+def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
+    """A connection that commits durably; transactions are begun and ended by hand.
+
+    Raises ConfigError for a file of another program, which stays as it is.
+    """
+    connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    try:
+        _refuse_foreign_file(connection, path)
+        connection.executescript(_PRAGMAS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _refuse_foreign_file(connection: sqlite3.Connection, path: Path) -> None:
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application_id != APPLICATION_ID and num_tables:
+        raise ConfigError(f"{path} is a database of another program")
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Brings the file to this build's schema, in one transaction.
+
+    Raises ConfigError for a file of a newer build.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = _schema_version(connection)
+        if found > len(MIGRATIONS):
+            raise ConfigError(
+                f"{path} has schema {found}, this build knows schemas up to {len(MIGRATIONS)}: a newer build wrote it"
+            )
+        for version, script in enumerate(MIGRATIONS[found:], start=found + 1):
+            for statement in script.split(";"):
+                connection.execute(statement)
+            connection.execute("INSERT INTO schema_versions VALUES (?, unixepoch('now'))", (version,))
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _schema_version(connection: sqlite3.Connection) -> int:
+    """The newest schema of the file, 0 for an empty one, which is marked as ours."""
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL)"
+    )
+    (version,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
+    return int(version)

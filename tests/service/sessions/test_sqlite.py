@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+import stat
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import ConfigError, NotFound, SnapshotCorrupt, StorageFull, StoreUnavailable, VersionConflict
+from nsm_core.state.snapshot import Snapshot
+from service.sessions import sqlite_schema
+from service.sessions.base import SessionHead
+from service.sessions.sqlite import SqliteSessionStore
+from tests.counts import scaled
+from tests.service.sessions.writer_process import turn_ids
+from tests.snapshots import make_snapshot
+
+REPOSITORY = Path(__file__).parents[3]
+KEY = {"tenant": "default", "session_id": "s1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "sessions.db"
+
+
+@contextlib.asynccontextmanager
+async def opened(store: SqliteSessionStore) -> AsyncIterator[SqliteSessionStore]:
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def create(store: SqliteSessionStore, session_id: str = "s1") -> SessionHead:
+    return await store.create(tenant="default", session_id=session_id, model_fingerprint="m1", metadata={})
+
+
+async def commit(
+    store: SqliteSessionStore, head: SessionHead, *, num_floats: int = 16, new_ids: tuple[int, ...] = (1, 2, 3)
+) -> SessionHead:
+    snapshot = make_snapshot(session_id=head.session_id, version=head.version + 1, num_floats=num_floats)
+    return await store.commit(
+        tenant=head.tenant,
+        session_id=head.session_id,
+        created_at=head.created_at,
+        expected_version=head.version,
+        snapshot=snapshot.encode(),
+        position=head.position + len(new_ids),
+        model_fingerprint="m1",
+        new_ids=new_ids,
+    )
+
+
+async def start_writer(path: Path, *, num_commits: int, token: int = 0) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "tests.service.sessions.writer_process"]
+    return await asyncio.create_subprocess_exec(
+        *command, str(path), "s1", str(num_commits), str(token), cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def test_sessions_survive_a_restart(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await commit(store, await create(store))
+    async with opened(SqliteSessionStore(path)) as store:
+        stored = await store.load(**KEY)
+        assert stored.head == head
+        assert stored.snapshot == make_snapshot(version=1).encode()
+        assert await store.read_log(**KEY) == (1, 2, 3)
+
+
+async def test_kill_9_in_any_moment_loses_nothing_that_was_acknowledged(path: Path) -> None:
+    rng = random.Random(7)
+    num_acknowledged = 0
+    for _ in range(scaled(5, 200)):
+        writer = await start_writer(path, num_commits=1_000_000)
+        assert writer.stdout is not None
+        for _ in range(rng.randint(1, 6)):
+            num_acknowledged = int(await writer.stdout.readline())
+        await asyncio.sleep(rng.uniform(0, 0.01))  # any moment of the commit that runs now
+        writer.kill()
+        rest = await writer.stdout.read()
+        await writer.wait()
+        num_acknowledged = int(rest.splitlines()[-1]) if rest else num_acknowledged
+        await assert_head_snapshot_and_log_agree(path, num_acknowledged)
+
+
+async def assert_head_snapshot_and_log_agree(path: Path, num_acknowledged: int) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        stored = await store.load(**KEY)
+        log = await store.read_log(**KEY)
+    # The last turn may be durable without its acknowledgement having left the process.
+    assert stored.head.version in (num_acknowledged, num_acknowledged + 1)
+    assert stored.snapshot is not None
+    header = Snapshot.decode(stored.snapshot).header
+    assert (header.version, header.position) == (stored.head.version, stored.head.position)
+    assert log == tuple(token for turn in range(1, header.version + 1) for token in turn_ids(turn))
+    assert stored.head.num_log_tokens == stored.head.position == len(log)
+
+
+async def test_two_processes_on_one_file_never_overwrite_each_other(path: Path) -> None:
+    num_commits = scaled(15, 500)
+    writers = [await start_writer(path, num_commits=num_commits, token=token) for token in (1, 2)]
+    outputs = [(await writer.communicate())[0] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    versions = sorted(int(line) for output in outputs for line in output.splitlines())
+    assert versions == list(range(1, 2 * num_commits + 1))
+    async with opened(SqliteSessionStore(path)) as store:
+        log = await store.read_log(**KEY)
+    assert (log.count(1), log.count(2)) == (num_commits, num_commits)
+
+
+async def fill(store: SqliteSessionStore, heads: list[SessionHead]) -> None:
+    for number in range(100):
+        head = await create(store, f"s{number}")
+        heads.append(await commit(store, head, num_floats=200_000))
+
+
+async def test_a_full_disk_takes_no_new_session_and_keeps_the_old_ones(path: Path) -> None:
+    async with opened(SqliteSessionStore(path, max_bytes=4_000_000)) as store:
+        heads: list[SessionHead] = []
+        with pytest.raises(StorageFull, match="is full"):
+            await fill(store, heads)
+        assert len(heads) >= 2
+        for head in heads:
+            stored = await store.load(tenant="default", session_id=head.session_id)
+            assert stored.head == head
+            assert stored.snapshot == make_snapshot(session_id=head.session_id, num_floats=200_000).encode()
+        half_made = f"s{len(heads)}"
+        assert (await store.load(tenant="default", session_id=half_made)).snapshot is None
+        assert (
+            await commit(store, heads[0], num_floats=200_000)
+        ).version == 2  # it takes the place of its old snapshot
+        await store.delete(tenant="default", session_id=heads[1].session_id)
+        await commit(store, await store.get(tenant="default", session_id=half_made), num_floats=200_000)
+
+
+async def test_deletion_leaves_no_bytes_behind(path: Path) -> None:
+    snapshot = make_snapshot(num_floats=50_000)
+    state, log = snapshot.state[:64], (0xDEADBEEF).to_bytes(4, "little") * 4
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit(store, await create(store), num_floats=50_000, new_ids=(0xDEADBEEF,) * 50)
+        files = [path, path.with_name("sessions.db-wal")]
+        assert any(state in file.read_bytes() for file in files)
+        assert any(log in file.read_bytes() for file in files)
+        await store.delete(**KEY)
+        for file in files:
+            raw = file.read_bytes()
+            assert state not in raw, file
+            assert log not in raw, file
+
+
+async def test_a_damaged_snapshot_is_an_error_never_an_empty_state(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit(store, await create(store))
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("UPDATE snapshots SET snapshot = substr(snapshot, 2)")
+        with pytest.raises(SnapshotCorrupt):
+            await store.load(**KEY)
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("DELETE FROM snapshots")
+        with pytest.raises(SnapshotCorrupt, match="no snapshot of its version 1"):
+            await store.load(**KEY)
+
+
+@pytest.mark.parametrize("ids", ["x'0100'", "x'01000000'"])
+async def test_a_damaged_log_is_an_error(path: Path, ids: str) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit(store, await create(store))
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute(f"UPDATE log_chunks SET ids = {ids}")
+        with pytest.raises(SnapshotCorrupt, match="log"):
+            await store.read_log(**KEY)
+
+
+async def test_a_write_that_waits_for_a_lock_stops_neither_reads_nor_the_event_loop(path: Path) -> None:
+    async with opened(SqliteSessionStore(path, busy_timeout_s=0.3)) as store:
+        head = await create(store)
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            waiting = asyncio.create_task(commit(store, head))
+            assert await store.get(**KEY) == head
+            assert not waiting.done()
+            with pytest.raises(StoreUnavailable, match="locked by another process"):
+                await waiting
+            other.execute("ROLLBACK")
+        assert (await commit(store, head)).version == 1
+
+
+async def test_D1_a_cancelled_call_neither_tears_a_commit_nor_answers_another_call(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store, "other")
+        head = await create(store)
+        for _ in range(scaled(10, 500)):
+            task = asyncio.create_task(commit(store, head))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert (await store.get(tenant="default", session_id="other")).session_id == "other"
+            await store.check_writable()  # behind the commit in the writer's queue
+            stored = await store.load(**KEY)
+            assert stored.head.version - head.version in (0, 1)
+            assert stored.head.num_log_tokens == 3 * stored.head.version == len(await store.read_log(**KEY))
+            head = stored.head
+
+
+async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+        assert modes == {"sessions.db": 0o600, "sessions.db-wal": 0o600, "sessions.db-shm": 0o600}
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+async def test_commits_are_synced_to_the_disk(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        with contextlib.closing(sqlite_schema.connect(path, busy_timeout_s=1.0)) as connection:
+            assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+            assert connection.execute("PRAGMA secure_delete").fetchone() == (1,)
+
+
+async def test_a_file_of_a_newer_schema_is_refused(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("INSERT INTO schema_versions VALUES (99, 0)")
+    with pytest.raises(ConfigError, match="schema 99"):
+        await SqliteSessionStore(path).open()
+
+
+async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await commit(store, await create(store))
+    newer = (*sqlite_schema.MIGRATIONS, "CREATE TABLE labels (name TEXT); INSERT INTO labels VALUES ('new')")
+    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", newer)
+    for _ in range(2):  # the second time nothing is left to do
+        async with opened(SqliteSessionStore(path)) as store:
+            assert await store.get(**KEY) == head
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT version FROM schema_versions").fetchall() == [(1,), (2,)]
+        assert other.execute("SELECT name FROM labels").fetchall() == [("new",)]
+
+
+async def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await create(store)
+    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE probe; ALTER TABLE nowhere ADD COLUMN x")
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_schema, "MIGRATIONS", broken)
+        with pytest.raises(StoreUnavailable, match="nowhere"):
+            await SqliteSessionStore(path).open()
+    async with opened(SqliteSessionStore(path)) as store:
+        assert await store.get(**KEY) == head
+        await store.check_writable()
+
+
+async def test_a_database_of_another_program_is_left_alone(path: Path) -> None:
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(ConfigError, match="another program"):
+        await SqliteSessionStore(path).open()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.fixture
+def no_database(tmp_path: Path) -> Path:
+    file = tmp_path / "notes.txt"
+    file.write_bytes(b"not a database, by far " * 100)
+    return file
+
+
+async def test_a_file_that_is_no_database_is_unavailable(no_database: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="damaged or not a database"):
+        await SqliteSessionStore(no_database).open()
+
+
+async def test_a_place_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnavailable, match="cannot create"):
+        await SqliteSessionStore(tmp_path / "file" / "sessions.db").open()
+
+
+async def test_a_store_that_is_not_open_is_unavailable(path: Path) -> None:
+    store = SqliteSessionStore(path)
+    with pytest.raises(StoreUnavailable, match="not open"):
+        await store.get(**KEY)
+    async with opened(store):
+        await create(store)
+    with pytest.raises(StoreUnavailable, match="not open"):
+        await store.check_writable()
+
+
+async def test_an_error_inside_a_transaction_does_not_hinder_the_next(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await create(store)
+        with pytest.raises(VersionConflict):
+            await create(store)
+        with pytest.raises(NotFound):
+            await store.delete(tenant="default", session_id="nobody")
+        assert (await commit(store, head)).version == 1
