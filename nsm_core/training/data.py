@@ -36,6 +36,7 @@ class TokenizedSplit:
     Document i lies at `ids[offsets[i] : offsets[i + 1]]`.
     """
 
+    name: Split
     ids: npt.NDArray[np.unsignedinteger]  # [num_documents + num_tokens + 1] uint16 or uint32
     offsets: IntArray  # [num_documents + 1]
     num_bytes: int  # UTF-8 bytes of the texts
@@ -69,7 +70,7 @@ def tokenize_split(data_dir: Path, split: Split, tokenizer: Tokenizer, cache_dir
             _publish(partial, entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return _open_entry(entry)
+    return _open_entry(entry, split)
 
 
 def _cache_key(files: list[Path], tokenizer: Tokenizer) -> str:
@@ -121,7 +122,7 @@ def _text_batches(documents: Iterable[Document]) -> Iterator[list[str]]:
         yield batch
 
 
-def _open_entry(entry: Path) -> TokenizedSplit:
+def _open_entry(entry: Path, name: Split) -> TokenizedSplit:
     try:
         meta = json.loads((entry / "meta.json").read_text("utf-8"))
         ids = np.memmap(entry / "ids.bin", dtype=np.dtype(meta["dtype"]), mode="r")
@@ -130,7 +131,7 @@ def _open_entry(entry: Path) -> TokenizedSplit:
             raise ValueError(f"{len(ids)} ids where {offsets[-1] + 1} are due")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the token cache {entry} is damaged ({error}): delete it and try again") from error
-    return TokenizedSplit(ids=ids, offsets=offsets, num_bytes=meta["num_bytes"], num_words=meta["num_words"])
+    return TokenizedSplit(name=name, ids=ids, offsets=offsets, num_bytes=meta["num_bytes"], num_words=meta["num_words"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +188,8 @@ class PackedBatches:
         self.steps_per_epoch: int = int(self._num_chunks.sum()) * chunk_len // self.tokens_per_step
         if not self.steps_per_epoch:
             raise ConfigError(
-                f"the corpus split is too small: one step reads {self.tokens_per_step} tokens (rows x ranks x seq_len) "
-                f"and it has {len(split.ids) - 1}"
+                f"the {split.name} split is too small: one step reads {self.tokens_per_step} tokens "
+                f"(rows x ranks x seq_len), and it has {len(split.ids) - 1}"
             )
         self._layout = self._lay_out(0)
 

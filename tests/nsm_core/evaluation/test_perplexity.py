@@ -101,8 +101,13 @@ def test_logits_in_pieces_give_the_same_losses(
     want = evaluate(model, tiny_tokenizer, documents)
     widths: list[int] = []
     logits = model.logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        widths.append(len(hidden))
+        return logits(hidden)
+
     monkeypatch.setattr("nsm_core.evaluation.perplexity._LOGITS_POSITIONS", 10)
-    monkeypatch.setattr(model, "logits", lambda hidden: (widths.append(len(hidden)), logits(hidden))[1])
+    monkeypatch.setattr(model, "logits", watched)
     assert nats(evaluate(model, tiny_tokenizer, documents)) == pytest.approx(nats(want), rel=1e-6)
     assert max(widths) == 10
 

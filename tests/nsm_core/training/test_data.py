@@ -26,7 +26,7 @@ def make_split(lengths: list[int]) -> TokenizedSplit:
         next_id += length
     ids = np.array([*(token for part in parts for token in part), END], np.uint32)
     offsets = np.cumsum([0, *map(len, parts)])
-    return TokenizedSplit(ids=ids, offsets=offsets, num_bytes=0, num_words=0)
+    return TokenizedSplit(name="train", ids=ids, offsets=offsets, num_bytes=0, num_words=0)
 
 
 # --- tokenize_split
@@ -256,7 +256,7 @@ def test_shapes_and_dtypes_are_what_the_trainer_expects() -> None:
         ({"seq_len": 100}, "multiple of chunk_len"),
         ({"rows": 0}, "rows"),
         ({"rank": 2, "world_size": 2}, r"rank must be in \[0, 2\)"),
-        ({"rows": 64}, "too small: one step reads 8192 tokens .* and it has 750"),
+        ({"rows": 64}, r"train split is too small: one step reads 8192 tokens .*, and it has 750"),
     ],
     ids=["ragged", "no-rows", "rank", "too-small"],
 )
