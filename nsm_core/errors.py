@@ -10,6 +10,7 @@ NsmError
 ├── SnapshotCorrupt      a snapshot's bytes do not match its checksum or layout
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
+├── NumericalError       the model gave values that are not finite for this request
 ├── EngineDead           the engine thread stopped; the process must be replaced
 ├── StoreUnavailable     the session store cannot be reached
 ├── StorageFull          the session store has no room
@@ -76,6 +77,10 @@ class Overloaded(NsmError):
 
 class DeadlineExceeded(NsmError):
     """The request's own deadline passed before it finished."""
+
+
+class NumericalError(NsmError):
+    """The model gave NaN or infinite logits for one request; other requests are not touched."""
 
 
 class EngineDead(NsmError):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # part of this contract, defined where it is made
 
 
 class FinishReason(enum.StrEnum):
@@ -49,15 +50,6 @@ class GenerationRequest:
     keep_state: bool = False
     prompt_logprobs: int | None = None
     deadline: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """Natural-log probability of one token, and of the most likely ones at that place (most likely first)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from nsm_core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of one stop string: what is matched on every token must stay small
 MAX_TOP_LOGPROBS = 20
 SEED_BITS = 64
 
@@ -19,51 +20,100 @@ def _check(condition: bool, param: str, wish: str, given: object) -> None:
         raise InvalidRequest(f"{param} must be {wish}, got {given!r}", param=param)
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Frozen wishes of one request; every value is checked here, once.
+    """Frozen wishes of one request; every value is checked here, once. Raises InvalidRequest.
 
     `seed` is always set by whoever builds the value (drawn once when the client gave none), so that a stored turn can
-    be repeated. A draw depends on (seed, choice_index, absolute position) only.
+    be repeated. A draw depends on (seed, choice_index, absolute position) only. Token ids are checked against a
+    vocabulary by `validate_for_vocab`.
     """
 
     max_tokens: int = 16
-    temperature: float = 1.0                      # 0 means greedy
-    top_p: float = 1.0                            # in (0, 1]
-    top_k: int = 0                                # 0 means all
-    min_p: float = 0.0                            # in [0, 1]
-    repetition_penalty: float = 1.0               # above 0; 1 means none
-    presence_penalty: float = 0.0                 # in [-2, 2]
-    frequency_penalty: float = 0.0                # in [-2, 2]
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 means all
+    min_p: float = 0.0  # in [0, 1]
+    repetition_penalty: float = 1.0  # above 0; 1 means none
+    presence_penalty: float = 0.0  # in [-2, 2]
+    frequency_penalty: float = 0.0  # in [-2, 2]
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
     choice_index: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None                   # None: none; n: the chosen token and the n most likely
+    logprobs: int | None = None  # None: none; n: the chosen token and the n most likely
 
     def __post_init__(self) -> None:
-        _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        for name, low, high in (("temperature", 0.0, 2.0), ("min_p", 0.0, 1.0),
-                                ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0)):
+        self._check_whole_numbers()
+        self._check_real_numbers()
+        self._check_stop()
+        for token_id, bias in self.logit_bias.items():
+            is_good = math.isfinite(bias) and -100.0 <= bias <= 100.0
+            _check(is_good, "logit_bias", "made of values in [-100, 100]", {token_id: bias})
+
+    def _check_whole_numbers(self) -> None:
+        for name, low, high in (
+            ("max_tokens", 1, math.inf),
+            ("top_k", 0, math.inf),
+            ("seed", 0, 2**SEED_BITS - 1),
+            ("choice_index", 0, 2**SEED_BITS - 1),
+            ("logprobs", 0, MAX_TOP_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if name == "logprobs" and value is None:
+                continue
+            wish = f"a whole number of at least {low}" if high == math.inf else f"a whole number in [{low}, {high}]"
+            _check(_is_int(value) and low <= value <= high, name, wish, value)
+
+    def _check_real_numbers(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, 2.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
             value = getattr(self, name)
             _check(math.isfinite(value) and low <= value <= high, name, f"in [{low:g}, {high:g}]", value)
-        _check(math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        _check(self.top_k >= 0, "top_k", "at least 0 (0 means all tokens)", self.top_k)
-        _check(math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 10.0,
-               "repetition_penalty", "in (0, 10]", self.repetition_penalty)
-        _check(0 <= self.seed < 2**SEED_BITS, "seed", f"in [0, 2**{SEED_BITS})", self.seed)
-        _check(self.choice_index >= 0, "choice_index", "at least 0", self.choice_index)
+        for name, high in (("top_p", 1.0), ("repetition_penalty", 10.0)):
+            value = getattr(self, name)
+            _check(math.isfinite(value) and 0.0 < value <= high, name, f"in (0, {high:g}]", value)
+
+    def _check_stop(self) -> None:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
-        _check(all(self.stop), "stop", "made of non-empty strings", list(self.stop))
-        _check(self.logprobs is None or 0 <= self.logprobs <= MAX_TOP_LOGPROBS,
-               "logprobs", f"in [0, {MAX_TOP_LOGPROBS}]", self.logprobs)
-        for token_id, bias in self.logit_bias.items():
-            _check(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "made of values in [-100, 100]",
-                   {token_id: bias})
+        for text in self.stop:
+            _check(text != "", "stop", "made of non-empty strings", list(self.stop))
+            wish = f"made of strings of at most {MAX_STOP_CHARS} characters"
+            _check(len(text) <= MAX_STOP_CHARS, "stop", wish, f"{text[:20]}… of {len(text)} characters")
+            _check(_is_unicode(text), "stop", "made of valid Unicode strings (no unpaired surrogates)", text)
 
     @property
     def is_greedy(self) -> bool:
         """Temperature 0: the most likely token after penalties and bias, no draw."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens sampled before change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
+    """Every token id that `params` names must be in [0, vocab_size). Raises InvalidRequest naming the field."""
+    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in token_ids:
+            is_known = _is_int(token_id) and 0 <= token_id < vocab_size
+            _check(is_known, name, f"made of token ids in [0, {vocab_size - 1}]", token_id)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

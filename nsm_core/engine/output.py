@@ -1,0 +1,131 @@
+"""From sampled tokens to visible text: byte-safe decoding, stop strings, stop ids and end of text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from nsm_core.engine.stop_strings import StopStrings
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StopMatch:
+    """Why and where the output ended.
+
+    `reason`: the stop string or stop id, None for end of text. `num_dropped`: how many of the last tokens are wholly or
+    partly inside the match or after it, and so are not kept. `tail`: the visible bytes of the first dropped token, when
+    the match begins inside it. The bytes of the kept tokens followed by `tail` are exactly the visible text; `tail` may
+    begin or end inside a character, so it is bytes (`Tokenizer.encode_bytes` makes ids of it).
+    """
+
+    reason: str | int | None
+    num_dropped: int
+    tail: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one token brought.
+
+    `text`: newly visible. `stop`: set when the output ends here; then `text` is the last of it. `holding_since`: index
+    (the first token fed is 1) of the first token with text that is held back because it may begin a stop string; None
+    when nothing is held. It never falls, and whoever needs the state before a possible match needs the one before this
+    token was fed to the model.
+    """
+
+    text: str
+    stop: StopMatch | None = None
+    holding_since: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """The bytes of a token that may yet be cut: `start` is where they begin in the whole output."""
+
+    index: int
+    start: int
+    raw: bytes
+
+
+class OutputStream:
+    """The visible output of one request, token by token.
+
+    The texts of all steps and of `finish`, joined, are the decoded kept tokens and tail: nothing of a matched stop
+    string ever shows, and what was held back in vain is released. The stop string that ends first wins, so the result
+    depends neither on where tokens end nor on what comes later; of two that end together, the one that began first.
+    Stop strings match the bytes that tokens stand for: U+FFFD matches itself, not a bad byte shown as U+FFFD.
+
+    Work and memory per token depend on the token's length and the longest stop string, never on the output so far.
+    `max_tokens` is not looked at here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stops = StopStrings(params.stop)
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._ignores_eos = params.ignore_eos
+        self._place = 0
+        self._num_tokens = 0
+        self._num_bytes = 0  # of all tokens so far
+        self._held = b""  # the last bytes, not visible yet
+        self._pieces: deque[_Piece] = deque()  # the tokens that hold them, oldest first
+        self._is_finished = False
+
+    def feed(self, token_id: int) -> Step:
+        """The next sampled token. Raises RuntimeError after the end."""
+        if self._is_finished:
+            raise RuntimeError("the output has ended")
+        self._num_tokens += 1
+        if token_id in self._stop_ids:
+            return self._end(StopMatch(reason=token_id, num_dropped=1))
+        if token_id == self._tokenizer.end_of_text_id and not self._ignores_eos:
+            return self._end(StopMatch(reason=None, num_dropped=1))
+        return self._feed_bytes(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """Ends an output that met no stop: text held back and an unfinished character. Empty after a stop."""
+        if self._is_finished:
+            return ""
+        return self._end(None).text
+
+    def _end(self, stop: StopMatch | None) -> Step:
+        self._is_finished = True
+        text = self._decoder.feed_bytes(self._held) + self._decoder.flush()
+        self._held = b""
+        return Step(text=text, stop=stop)
+
+    def _feed_bytes(self, raw: bytes) -> Step:
+        if raw:
+            self._pieces.append(_Piece(index=self._num_tokens, start=self._num_bytes, raw=raw))
+        for offset, byte in enumerate(raw):
+            self._place = self._stops.advance(self._place, byte)
+            stop = self._stops.match(self._place)
+            if stop is not None:
+                return self._cut(stop, self._num_bytes + offset + 1 - len(stop.encode("utf-8")))
+        self._num_bytes += len(raw)
+        return self._release(self._held + raw)
+
+    def _release(self, waiting: bytes) -> Step:
+        """Shows what cannot belong to a stop string any more."""
+        visible = len(waiting) - self._stops.num_held(self._place)
+        self._held = waiting[visible:]
+        self._drop_pieces_before(self._num_bytes - len(self._held))
+        holding_since = self._pieces[0].index if self._pieces else None
+        return Step(text=self._decoder.feed_bytes(waiting[:visible]), holding_since=holding_since)
+
+    def _cut(self, stop: str, match_start: int) -> Step:
+        """The output ends at byte `match_start` of all."""
+        waiting_start = self._num_bytes - len(self._held)
+        waiting = self._held + self._pieces[-1].raw
+        self._held = waiting[: match_start - waiting_start]
+        self._drop_pieces_before(match_start)
+        first = self._pieces[0]
+        tail = first.raw[: match_start - first.start]
+        return self._end(StopMatch(reason=stop, num_dropped=self._num_tokens + 1 - first.index, tail=tail))
+
+    def _drop_pieces_before(self, start: int) -> None:
+        while self._pieces and self._pieces[0].start + len(self._pieces[0].raw) <= start:
+            self._pieces.popleft()

@@ -1,0 +1,47 @@
+"""How often one sequence has sampled each token: what penalties look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TokenCounts(Mapping[int, int]):
+    """A mapping {token id: count above 0} over a dense array.
+
+    The sampler reads the array as it is, so the cost of a penalty does not grow with the length of the session; any
+    other mapping has to be converted at every token.
+    """
+
+    def __init__(self, vocab_size: int, counts: Mapping[int, int] | None = None) -> None:
+        self._counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
+        for token_id, count in (counts or {}).items():
+            self._counts[token_id] = count
+
+    def add(self, token_id: int) -> None:
+        """The token was sampled once more."""
+        self._counts[token_id] += 1
+
+    def remove(self, token_id: int) -> None:
+        """Takes one `add` back: the token is not kept. Raises KeyError when the count is 0."""
+        if self._counts[token_id] == 0:
+            raise KeyError(token_id)
+        self._counts[token_id] -= 1
+
+    def nonzero(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(ids [N] ascending, counts [N]) of the tokens sampled at least once."""
+        ids = np.flatnonzero(self._counts)
+        return ids, self._counts[ids]
+
+    def __getitem__(self, token_id: int) -> int:
+        if not 0 <= token_id < len(self._counts) or self._counts[token_id] == 0:
+            raise KeyError(token_id)
+        return int(self._counts[token_id])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._counts).tolist())
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._counts))

@@ -1,0 +1,26 @@
+"""What the sampler reports. Plain values: no torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probability of one token, and of the most likely ones at that place (most likely first).
+
+    Always of the model's own distribution: the log-softmax of the raw logits, before bias, penalties, temperature and
+    filters.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One row's choice; `logprob` is set when the row's params ask for it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
