@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -61,8 +61,8 @@ def tokenize_split(data_dir: Path, split: Split, tokenizer: Tokenizer, cache_dir
     files = corpus_files(data_dir, split)
     entry = cache_dir / f"{split}-{_cache_key(files, tokenizer)}"
     if not entry.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=cache_dir))
+        partial = cache_dir / f".{entry.name}-{secrets.token_hex(8)}"
+        partial.mkdir(parents=True)
         try:
             num_stored_bytes = sum(path.stat().st_size for path in files)
             with tqdm(total=num_stored_bytes, unit="B", unit_scale=True, desc=f"tokenize {split}", disable=None) as bar:
