@@ -60,7 +60,8 @@ class ModelConfig:
         )
         _require(
             self.num_memory_slots % self.timescale_groups == 0,
-            f"num_memory_slots ({self.num_memory_slots}) must be a multiple of timescale_groups ({self.timescale_groups})",
+            f"num_memory_slots ({self.num_memory_slots}) must be a multiple of timescale_groups "
+            f"({self.timescale_groups})",
         )
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
 
@@ -111,5 +112,6 @@ class EngineConfig:
         _require(self.queue_limit >= 0, f"queue_limit must be at least 0, got {self.queue_limit}")
         _require(
             self.token_budget >= self.max_slots,
-            f"token_budget ({self.token_budget}) must be at least max_slots ({self.max_slots}): every row decodes one token a step",
+            f"token_budget ({self.token_budget}) must be at least max_slots ({self.max_slots}): "
+            "every row decodes one token a step",
         )

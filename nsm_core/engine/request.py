@@ -1,4 +1,4 @@
-"""The values that go into an engine and come out of it. Plain values: no torch, so a gateway without one can use them."""
+"""The values that go into an engine and come out of it. No torch here, so a gateway without one can use them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # part of thi
 class FinishReason(enum.StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"          # end-of-text token, stop id or stop string
-    LENGTH = "length"      # max_tokens
-    ABORT = "abort"        # cancelled by the caller, or drained
-    ERROR = "error"        # see Finished.error
+    STOP = "stop"  # end-of-text token, stop id or stop string
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"  # cancelled by the caller, or drained
+    ERROR = "error"  # see Finished.error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Resume:
 class GenerationRequest:
     """One call to the engine.
 
-    `prompt_ids`: the tokens to read first, in order (a session's pending token is put in front by the caller); never empty.
+    `prompt_ids`: the tokens to read first, in order (the caller puts a session's pending token in front); never empty.
     `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or how many alternatives to report
     for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with DeadlineExceeded.
     """
@@ -78,7 +78,7 @@ class EndState:
 
     `new_ids`: ids to append to the token log: prompt_ids without a leading pending token the log already has is the
     caller's business; here it is exactly prompt_ids + the kept sampled tokens. Tokens that belong to a stop string or
-    stop id are not kept: they are not visible. `pending`: the last kept sampled token if it has not been fed, else None.
+    stop id are not kept: they are not visible. `pending`: the last kept sampled token if it was not fed, else None.
     `position`: tokens fed to reach `state`; always resumed position + len(new_ids) - (pending is not None).
     """
 

@@ -107,7 +107,7 @@ class Router(nn.Module):
 
     def routing(self, x: Tensor) -> Tensor:
         """x [..., d] -> write distribution [..., H, M], at most top_k non-zeros, summing to 1."""
-        logits = self.logits(x).unflatten(-1, (self.heads, self.slots))
+        logits = torch.unflatten(self.logits(x), -1, (self.heads, self.slots))
         if self.top_k == self.slots:
             return torch.softmax(logits, dim=-1)
         scores = logits + self.selection_bias
@@ -116,7 +116,7 @@ class Router(nn.Module):
         fade = -torch.expm1(-(scores.detach() - threshold).clamp(min=0.0) / self.taper)
         if self.training:
             self._track_load(fade)
-        weights = (logits - logits.detach().amax(dim=-1, keepdim=True)).exp() * fade
+        weights: Tensor = (logits - logits.detach().amax(dim=-1, keepdim=True)).exp() * fade
         return weights / weights.sum(dim=-1, keepdim=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class PulseMixer(nn.Module):
         return self.log_scale.exp() * (2.0 / math.sqrt(self.head_dim))
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = F.silu(qkv).unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
+        q, k, v = torch.unflatten(F.silu(qkv), -1, (3, self.heads, self.head_dim)).unbind(-3)
         normed = (self.head_dim,)
         return F.rms_norm(q, normed, eps=self.eps), F.rms_norm(k, normed, eps=self.eps), v
 

@@ -29,7 +29,7 @@ class NsmModel(nn.Module):
     """A stack of PULSE blocks with tied input and output embeddings.
 
     Three forms agree within the tolerances of docs/model.md: `forward` over any split of a text, `step` token by token,
-    and the recurrent reference in `nsm_core.ops.slot_scan.reference`. All are functional: a given state is never modified.
+    and the recurrent reference in `nsm_core.ops.slot_scan.reference`. All are functional: a given state stays as it was.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -42,12 +42,17 @@ class NsmModel(nn.Module):
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.checkpoint_blocks = False  # training only: recompute blocks in the backward pass
 
+    @property
+    def layers(self) -> list[PulseBlock]:
+        """The blocks, bottom first."""
+        return [block for block in self.blocks if isinstance(block, PulseBlock)]
+
     def initial_state(self, batch_size: int) -> State:
         """The learned start of a sequence, `batch_size` times; position 0, nothing in the convolutions."""
         state = self.state_spec.zeros(batch_size, self.embedding.weight.device)
-        for layer, block in enumerate(self.blocks):
-            initial: Tensor = block.mixer.initial_slots
-            state[f"layers.{layer}.slots"] = initial.to(torch.float32).expand(batch_size, -1, -1, -1).clone()
+        for layer, block in enumerate(self.layers):
+            initial = block.mixer.initial_slots.to(torch.float32)
+            state[f"layers.{layer}.slots"] = initial.expand(batch_size, -1, -1, -1).clone()
         return state
 
     def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
@@ -57,7 +62,7 @@ class NsmModel(nn.Module):
         length 0 keeps its state.
         """
         pieces, start = [], 0
-        for piece in ids.split(SUPER_CHUNK_LEN, dim=1):
+        for piece in torch.split(ids, SUPER_CHUNK_LEN, dim=1):
             segments = Segments()
             if lengths is not None:
                 rest = (lengths - start).clamp(min=0, max=piece.shape[1])
@@ -73,7 +78,7 @@ class NsmModel(nn.Module):
         x = self.embedding(ids) * self.config.d_model**0.5
         num_read = ids.shape[1] if segments.lengths is None else segments.lengths
         new_state: State = {"position": state["position"] + num_read}
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.layers):
             slots, tail = f"layers.{layer}.slots", f"layers.{layer}.conv_tail"
             if self.checkpoint_blocks and self.training:
                 x, *carried = checkpoint(block, x, state[slots], state[tail], segments, use_reentrant=False)
@@ -86,7 +91,7 @@ class NsmModel(nn.Module):
         """One token a row: ids [B] -> hidden [B,d] and the new state."""
         x = self.embedding(ids) * self.config.d_model**0.5
         new_state: State = {"position": state["position"] + 1}
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.layers):
             slots, tail = f"layers.{layer}.slots", f"layers.{layer}.conv_tail"
             x, new_state[slots], new_state[tail] = block.step(x, state[slots], state[tail])
         return self.final_norm(x), new_state

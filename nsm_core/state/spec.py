@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from nsm_core.errors import SnapshotCorrupt
 
-# One sequence's state is a flat dict of these tensors; with a leading batch (or pool row) dimension everywhere in the model.
+# One sequence's state is a flat dict of these tensors; everywhere in the model with a leading batch (or row) dimension.
 State = dict[str, Tensor]
 
-_NUMPY_DTYPES = {torch.float32: np.dtype("<f4"), torch.int64: np.dtype("<i8")}
+# The tensor [] int64 that every state has: the number of tokens fed.
+POSITION = "position"
+
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.int64: np.dtype("<i8")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class StateSpec:
 
     def layout(self) -> list[dict[str, object]]:
         """The layout as plain JSON values, for a snapshot's header."""
-        return [{"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in self.tensors]
+        return [
+            {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in self.tensors
+        ]
 
     def zeros(self, num_rows: int, device: torch.device | str = "cpu") -> State:
         """Storage for `num_rows` states: every tensor [num_rows, *shape]."""
@@ -58,10 +64,16 @@ class StateSpec:
             parts.append(tensor.numpy().astype(_NUMPY_DTYPES[spec.dtype], copy=False).tobytes())
         return b"".join(parts)
 
+    def read_position(self, raw: bytes) -> int:
+        """The position in a packed state, without unpacking the rest. Raises SnapshotCorrupt as `unpack` does."""
+        self._check_length(raw)
+        index = next(index for index, tensor in enumerate(self.tensors) if tensor.name == POSITION)
+        offset = sum(tensor.num_bytes for tensor in self.tensors[:index])
+        return int.from_bytes(raw[offset : offset + self.tensors[index].num_bytes], "little", signed=True)
+
     def unpack(self, raw: bytes) -> State:
-        """The inverse of `pack`: tensors [1, *shape]. Raises SnapshotCorrupt when the length does not fit the layout."""
-        if len(raw) != self.num_bytes:
-            raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")
+        """The inverse of `pack`: tensors [1, *shape]. Raises SnapshotCorrupt when the length does not fit."""
+        self._check_length(raw)
         state: State = {}
         offset = 0
         for spec in self.tensors:
@@ -69,3 +81,7 @@ class StateSpec:
             state[spec.name] = torch.from_numpy(values.copy()).reshape(1, *spec.shape)
             offset += spec.num_bytes
         return state
+
+    def _check_length(self, raw: bytes) -> None:
+        if len(raw) != self.num_bytes:
+            raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")

@@ -126,7 +126,7 @@ def slot_scan_chunked(
     pairs = torch.cat((k, v), dim=-1)
     update = (to_end @ pairs).to(state.dtype)
     starts, state = _chunk_states(update, total.exp(), state, reset, initial)
-    keys, values = starts.split(head_dim, dim=-1)
+    keys, values = torch.split(starts, head_dim, dim=-1)
 
     decay_from_start = cumulative.exp()
     factors = (decay_from_start, chunk, causal)

@@ -37,7 +37,7 @@ def slot_scan_reference(
         pair = torch.cat((k[:, t], v[:, t]), dim=-1).to(state.dtype)
         keep = log_decay[:, t].exp()[..., None]
         state = keep * state + write[:, t][..., None] * pair[:, :, None, :]
-        keys, values = state.split(head_dim, dim=-1)
+        keys, values = torch.split(state, head_dim, dim=-1)
         logits = torch.einsum("bhk,bhmk->bhm", q[:, t].to(state.dtype), keys)
         read = torch.softmax(scale[None, :, None] * logits, dim=-1)
         outputs.append(torch.einsum("bhm,bhmk->bhk", read, values))

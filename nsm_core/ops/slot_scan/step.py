@@ -13,7 +13,7 @@ def slot_step(*, q: Tensor, k: Tensor, v: Tensor, write: Tensor, scale: Tensor, 
     """
     pair = torch.cat((k, v), dim=-1)[:, :, None, :].to(state.dtype)
     state = torch.lerp(state, pair.expand_as(state), write[..., None])
-    keys, values = state.split(k.shape[-1], dim=-1)
+    keys, values = torch.split(state, k.shape[-1], dim=-1)
     logits = (keys @ q[..., None]).squeeze(-1)
     read = torch.softmax(scale[None, :, None] * logits, dim=-1)
     return (read[:, :, None, :] @ values).squeeze(-2), state

@@ -1,0 +1,58 @@
+"""From a directory of model files to something an engine can run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from nsm_core.config import ModelConfig
+from nsm_core.model import storage
+from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "checkpoints" / "pulse-books"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, with everything that identifies it.
+
+    `fingerprint`: hash over config, weights and tokenizer. `numerics`: the class within which equal input gives equal
+    bits. `created`: unix seconds of the weights file.
+    """
+
+    model: NsmModel
+    tokenizer: Tokenizer
+    config: ModelConfig
+    fingerprint: str
+    numerics: str
+    name: str
+    created: int
+    num_parameters: int
+    weight_format: str
+
+
+def numerics_class(device: torch.device) -> str:
+    """Device kind, dtype and kernel build, e.g. `cpu/fp32/torch-2.13.0+cpu/AVX2`."""
+    build = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return f"{device.type}/fp32/torch-{torch.__version__}/{build}"
+
+
+def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedModel:
+    """Loads a model directory (None: the bundled one). Raises CheckpointError or ConfigError with the file's name."""
+    directory = BUNDLED if path is None else path
+    model, tokenizer, form = storage.read_model(directory)
+    target = torch.device(device)
+    return LoadedModel(
+        model=model.to(target),
+        tokenizer=tokenizer,
+        config=model.config,
+        fingerprint=storage.fingerprint(directory),
+        numerics=numerics_class(target),
+        name=directory.resolve().name,
+        created=int((directory / storage.WEIGHTS_FILE).stat().st_mtime),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weight_format=form.value,
+    )

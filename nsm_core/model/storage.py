@@ -1,0 +1,127 @@
+"""Model files: `config.json`, `weights.safetensors`, `tokenizer.json` in one directory.
+
+Weights are stored as fp32, bf16 or int8. In int8 files the large matrices hold one int8 per weight and one fp32 scale
+per row; what is sensitive to rounding (router, learned states) stays fp16, and vectors stay fp32.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nsm_core.config import ModelConfig
+from nsm_core.errors import CheckpointError
+from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "weights.safetensors"
+SCALE_SUFFIX = ".row_scale"
+# Rounding these moves slot choices or the start of every session: they keep more bits than the other matrices.
+SENSITIVE = ("router.", "initial_slots")
+
+
+class WeightFormat(enum.StrEnum):
+    """How the large matrices are stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, C] float -> int8 [R, C] and fp32 scale [R]: symmetric, absolute maximum of each row."""
+    scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127.0
+    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _encode(name: str, value: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+    value = value.detach().cpu().float().contiguous()
+    if form is WeightFormat.FP32 or value.ndim < 2:
+        return {name: value}
+    if form is WeightFormat.BF16:
+        return {name: value.to(torch.bfloat16)}
+    if any(part in name for part in SENSITIVE):
+        return {name: value.half()}
+    if "conv." in name:
+        return {name: value}
+    quantized, scale = quantize_rows(value)
+    return {name: quantized, name + SCALE_SUFFIX: scale}
+
+
+def _decode(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = {}
+    for name, value in stored.items():
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        scale = stored.get(name + SCALE_SUFFIX)
+        weights[name] = value.float() if scale is None else value.float() * scale[:, None]
+    return weights
+
+
+def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, form: WeightFormat) -> None:
+    """Writes the three files; each appears whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        tensors.update(_encode(name, value, form))
+    partial = directory / (WEIGHTS_FILE + ".partial")
+    save_file(tensors, str(partial), metadata={"format": form.value})
+    partial.chmod(0o644)  # the library creates it readable by its owner only
+    os.replace(partial, directory / WEIGHTS_FILE)
+    (directory / CONFIG_FILE).write_text(model.config.to_json(), "utf-8")
+    tokenizer.save(directory / TOKENIZER_FILE)
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, WeightFormat(metadata.get("format", "fp32"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"cannot read weights {path}: {error}") from error
+
+
+def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
+    """The model in fp32 on the CPU, in eval mode. Raises CheckpointError or ConfigError naming the file."""
+    if not directory.is_dir():
+        raise CheckpointError(f"no model directory {directory}")
+    config = ModelConfig.load(directory / CONFIG_FILE)
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
+        )
+    stored, form = _read_tensors(directory / WEIGHTS_FILE)
+    with torch.device("meta"):
+        model = NsmModel(config)
+    model.to_empty(device="cpu")
+    try:
+        model.load_state_dict(_decode(stored))
+    except RuntimeError as error:
+        summary = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error
+    return model.eval().requires_grad_(False), tokenizer, form
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 over config, weights and tokenizer: two models with equal fingerprints give equal logits."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE):
+        file = directory / name
+        try:
+            # The config is hashed by meaning, so that its layout on disk does not matter.
+            raw = ModelConfig.load(file).to_json().encode() if name == CONFIG_FILE else file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+        digest.update(json.dumps([name, len(raw)]).encode())
+        digest.update(raw)
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Command line of a training run: `python -m nsm_core.training`, also under torchrun; `nsm train` calls the same."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsm_core.config import ModelConfig
+from nsm_core.errors import NsmError
+from nsm_core.training.config import PRESETS, TrainConfig
+from nsm_core.training.loop import train
+
+MODEL_FIELDS = (
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_memory_slots",
+    "write_top_k",
+    "mlp_hidden",
+    "timescale_groups",
+)
+HELP = {
+    "data": "directory with *-train*.jsonl.zst and *-val.jsonl.zst",
+    "out": "directory for the model, the log and what a resumed run needs",
+    "tokenizer": "tokenizer.json to use; without it one is learned from the training split",
+    "resume": "go on from the last save in --out",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One option for each field of TrainConfig and for each size of the model."""
+    parser = argparse.ArgumentParser("nsm train", description="Train a model on a corpus directory.")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="base", help="model size to start from")
+    for name in MODEL_FIELDS:
+        parser.add_argument(_flag(name), type=int, help="overrides the preset")
+    for field in dataclasses.fields(TrainConfig):
+        if field.name == "model":
+            continue
+        required = field.default is dataclasses.MISSING
+        default = None if required else field.default
+        text = HELP.get(field.name, f"default {default}")
+        if isinstance(default, bool):
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(_flag(field.name), action=action, default=default, help=text)
+        else:
+            kind = Path if required or field.name == "tokenizer" else type(default)
+            parser.add_argument(_flag(field.name), type=kind, required=required, default=default, help=text)
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """The run that `argv` asks for. Raises ConfigError for values that cannot be used."""
+    options = vars(build_parser().parse_args(argv))
+    model = dataclasses.asdict(PRESETS[options.pop("preset")])
+    model.update({name: value for name in MODEL_FIELDS if (value := options.pop(name)) is not None})
+    return TrainConfig(model=ModelConfig.from_dict(model), **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, or 1 after one line on stderr."""
+    try:
+        out = train(parse(sys.argv[1:] if argv is None else argv))
+    except NsmError as error:
+        print(f"nsm train: {error}", file=sys.stderr)
+        return 1
+    if os.environ.get("RANK", "0") == "0":
+        print(f"model written to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

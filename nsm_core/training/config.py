@@ -1,0 +1,67 @@
+"""Everything a training run depends on, in one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from nsm_core.config import ModelConfig
+from nsm_core.errors import ConfigError
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        vocab_size=2048, d_model=128, num_layers=4, num_heads=4, num_memory_slots=32, write_top_k=4, mlp_hidden=384
+    ),
+    "base": ModelConfig(timescale_groups=4),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One run. `rows` are sequences a process reads at once; `carry` is the share of steps whose rows go on from the
+    state of the step before (gradients stop there), which teaches the model to use texts longer than `seq_len`.
+    """
+
+    data: Path
+    out: Path
+    model: ModelConfig
+    tokenizer: Path | None = None  # None: learn one from the training split
+    steps: int = 1000
+    seq_len: int = 1024  # tokens
+    rows: int = 32
+    accumulate: int = 1  # each step's rows are split into this many parts
+    muon_lr: float = 0.02  # matrices inside the blocks
+    adam_lr: float = 2e-3  # embeddings, gates, norms, learned states
+    weight_decay: float = 0.1  # matrices only
+    warmup: float = 0.02  # share of the steps
+    schedule: str = "linear"  # linear: constant, then to zero over `decay`; cosine: over all steps
+    decay: float = 0.4  # share of the steps
+    clip: float = 1.0
+    dropout: float = 0.0
+    carry: float = 0.5
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU
+    compile: bool = True
+    checkpoint_blocks: bool = False  # recompute activations: less memory, about a third slower
+    eval_every: int = 250  # steps
+    eval_batches: int = 8
+    save_every: int = 500  # steps
+    weight_format: str = "bf16"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "seq_len", "rows", "accumulate", "eval_every", "eval_batches", "save_every"):
+            self._require(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("warmup", "decay", "dropout", "carry"):
+            self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
+        for name in ("muon_lr", "adam_lr", "clip"):
+            self._require(getattr(self, name) > 0.0, name, "above 0")
+        self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
+        self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")
+        self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
+        self._require(self.weight_format in ("fp32", "bf16", "int8"), "weight_format", "fp32, bf16 or int8")
+
+    def _require(self, condition: bool, name: str, wish: str) -> None:
+        if not condition:
+            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")
