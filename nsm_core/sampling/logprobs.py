@@ -20,10 +20,14 @@ _CHUNK_ROWS = 256  # rows that are on the host at once
 def token_logprob(logits: Row, token_id: int, num_top: int) -> TokenLogprob:
     """logits [V], finite. `num_top` alternatives, most likely first, the lower id first among equals."""
     largest = logits.max()
-    total = np.exp(logits - largest).sum(dtype=np.float64)
-    log_total = float(largest) + math.log(total)
-    top = [(int(top_id), float(logits[top_id]) - log_total) for top_id in _most_likely(logits, num_top)]
-    return TokenLogprob(token_id=token_id, logprob=float(logits[token_id]) - log_total, top=tuple(top))
+    with np.errstate(over="ignore"):  # a logit too far below the largest adds nothing
+        log_total = math.log(np.exp(logits - largest).sum(dtype=np.float64))
+
+    def logprob(of: int) -> float:
+        return float(logits[of]) - float(largest) - log_total
+
+    top = tuple((top_id, logprob(top_id)) for top_id in _most_likely(logits, num_top))
+    return TokenLogprob(token_id=token_id, logprob=logprob(token_id), top=top)
 
 
 def prompt_logprobs(logits: Tensor, ids: Tensor | Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
@@ -50,11 +54,12 @@ def to_numpy(logits: Tensor) -> npt.NDArray[np.float32]:
     return array
 
 
-def _most_likely(logits: Row, num: int) -> npt.NDArray[np.int64]:
-    num = min(num, logits.shape[0])
+def _most_likely(logits: Row, num: int) -> list[int]:
+    num = min(num, len(logits))
     if num == 0:
-        return np.empty(0, dtype=np.int64)
+        return []
     threshold = torch.from_numpy(logits).topk(num).values[-1].item()
     candidates = np.flatnonzero(logits >= threshold)
     order = np.argsort(-logits[candidates], kind="stable")  # stable: ids ascend among equals
-    return candidates[order[:num]]
+    ids: list[int] = candidates[order[:num]].tolist()
+    return ids
