@@ -38,7 +38,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def feed_state(state: bytes, ids: tuple[int, ...]) -> bytes:
-    """The fake's recurrence: a hash chain over the ids, then the position. It tells any wrong, lost or repeated token."""
+    """The fake's recurrence: a hash chain over the ids, then the position. Any wrong, lost or repeated token shows."""
     digest, position = state[:32], int.from_bytes(state[32:], "little")
     for token_id in ids:
         digest = hashlib.blake2b(digest + token_id.to_bytes(4, "little"), digest_size=32).digest()
@@ -126,16 +126,22 @@ class FakeBackend:
         for _ in range(num_tokens):
             self._permits.release()
 
+    def forget_permits(self) -> None:
+        """Take back what `release` gave and nobody used."""
+        self._permits = asyncio.Semaphore(0)
+
     def release_all(self) -> None:
         """Hold nothing from now on; requests that wait go on."""
         self._hold = False
         self.release(len(self.running))
 
     async def wait_for_permit(self) -> None:
-        if self._hold:
+        if not self._hold:
+            return
+        if self._permits.locked():
             self.held.set()
-            await self._permits.acquire()
-            self.held.clear()
+        await self._permits.acquire()
+        self.held.clear()
 
     def count(self, finished: Finished) -> None:
         self._stats.tokens_generated += finished.completion_tokens
@@ -217,7 +223,7 @@ class FakeGeneration:
         )
 
     def _end_state(self, kept: tuple[int, ...], reason: FinishReason) -> EndState:
-        """After end of text every kept token was fed (that is how end of text was found); otherwise the last was not."""
+        """After end of text every kept token was fed (so it was found); otherwise the last was not."""
         request = self._request
         before = request.resume.state if request.resume else bytes(STATE_BYTES)
         counts = Counter(request.resume.generated_counts if request.resume else {})

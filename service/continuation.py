@@ -1,0 +1,169 @@
+"""What a turn starts from and what it leaves behind: a session's head and snapshot, checked against each other.
+
+A state is used only if it is the right one: of this tenant and session, at the head's version and position, made by the
+model that runs. Anything else is an error that says so; a session never goes on from an empty state by accident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsm_core.engine.request import EndState, GenerationRequest, Resume
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.tokenizer import Tokenizer
+from service.backends.base import ModelInfo
+from service.sessions.base import SessionHead, StoredSession
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One wish to continue a session.
+
+    `is_verbatim`: the ids were given as ids, and nothing is put in front of a first turn. `has_own_seed`: whether the
+    client named `sampling.seed`; otherwise the session's own is used once it has one. `expected_version`: None or the
+    version the client believes the session is at. `deadline`: a `time.monotonic()` reading.
+    """
+
+    request_id: str
+    tenant: str
+    session_id: str
+    input_ids: tuple[int, ...]
+    is_verbatim: bool
+    sampling: SamplingParams
+    has_own_seed: bool
+    expected_version: int | None = None
+    deadline: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """A session at the start of a turn; `snapshot` is None when it has had none. Built by `resume`, which checks."""
+
+    head: SessionHead
+    snapshot: Snapshot | None
+    model: ModelInfo
+    tokenizer: Tokenizer
+
+    @property
+    def pending_id(self) -> int | None:
+        """The token sampled last and not fed yet."""
+        return self.snapshot.header.pending_id if self.snapshot else None
+
+    @property
+    def other_numerics(self) -> str | None:
+        """The numerics class that made the state, if not the one that runs: bits may differ from an unbroken run."""
+        if self.snapshot is None or self.snapshot.header.numerics == self.model.numerics:
+            return None
+        return self.snapshot.header.numerics
+
+    def generation_request(self, turn: TurnRequest) -> GenerationRequest:
+        """The engine's request for `turn`; raises InvalidRequest when there is nothing to read."""
+        return GenerationRequest(
+            request_id=turn.request_id,
+            prompt_ids=self._prompt_ids(turn),
+            sampling=self._sampling(turn),
+            resume=self._resume(),
+            keep_state=True,
+            deadline=turn.deadline,
+        )
+
+    def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:
+        if self.pending_id is not None:
+            return (self.pending_id, *turn.input_ids)
+        if not turn.input_ids:
+            raise InvalidRequest(
+                "input must not be empty: this session has no sampled token that waits to be read", param="input"
+            )
+        if self.snapshot is None and not turn.is_verbatim:
+            return (self.tokenizer.end_of_text_id, *turn.input_ids)
+        return turn.input_ids
+
+    def _sampling(self, turn: TurnRequest) -> SamplingParams:
+        if self.snapshot is None or turn.has_own_seed:
+            return turn.sampling
+        return dataclasses.replace(turn.sampling, seed=self.snapshot.header.sampler.seed)
+
+    def _resume(self) -> Resume | None:
+        if self.snapshot is None:
+            return None
+        header = self.snapshot.header
+        return Resume(
+            state=self.snapshot.state,
+            position=header.position,
+            fingerprint=header.model_fingerprint,
+            generated_counts=header.sampler.generated_counts,
+        )
+
+    def new_log_ids(self, end: EndState) -> tuple[int, ...]:
+        """What the turn adds to the token log, which has the pending token already. Raises StateMismatch."""
+        new_ids = end.new_ids if self.pending_id is None else end.new_ids[1:]
+        num_log_tokens = self.head.num_log_tokens + len(new_ids)
+        _require_log(num_log_tokens, end.position, end.pending)
+        return new_ids
+
+    def next_snapshot(self, end: EndState, *, seed: int, created_at: float) -> Snapshot:
+        """The state after the turn, as the session's next version. `seed` is the one the turn drew with."""
+        header = SnapshotHeader(
+            model_fingerprint=self.model.fingerprint,
+            numerics=self.model.numerics,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            layout=parse_layout(self.model.state_layout),
+            position=end.position,
+            pending_id=end.pending,
+            sampler=SamplerState(seed=seed, generated_counts=end.generated_counts),
+            tenant=self.head.tenant,
+            session_id=self.head.session_id,
+            version=self.head.version + 1,
+            parent=self.head.version,
+            created_at=created_at,
+        )
+        return Snapshot(header, end.state)
+
+
+def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation:
+    """Decodes and checks what the store gave. Raises SnapshotCorrupt or StateMismatch."""
+    head = stored.head
+    if stored.snapshot is None:
+        if head.version or head.position or head.num_log_tokens:
+            raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
+        return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+    snapshot = Snapshot.decode(stored.snapshot)
+    _require_owner(snapshot.header, head)
+    _require_model(snapshot.header, model, tokenizer)
+    _require_log(head.num_log_tokens, snapshot.header.position, snapshot.header.pending_id)
+    return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer)
+
+
+def require_version(head: SessionHead, expected_version: int | None) -> None:
+    """Raises VersionConflict when the client named a version and the session is at another."""
+    if expected_version is not None and head.version != expected_version:
+        raise VersionConflict(
+            f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
+        )
+
+
+def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:
+    for name in ("tenant", "session_id", "version", "position"):
+        found, expected = getattr(header, name), getattr(head, name)
+        if found != expected:
+            # neither value of a tenant or id is shown: the stored one may be somebody else's
+            raise StateMismatch(f"the state stored for session {head.session_id!r} has another {name}; it is not used")
+
+
+def _require_model(header: SnapshotHeader, model: ModelInfo, tokenizer: Tokenizer) -> None:
+    if header.model_fingerprint != model.fingerprint or header.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise StateMismatch(
+            f"session {header.session_id!r} was made by model {header.model_fingerprint[:12]}, "
+            f"this server runs {model.fingerprint[:12]}"
+        )
+    if header.layout != parse_layout(model.state_layout):
+        raise StateMismatch(f"the state of session {header.session_id!r} has another layout than this model's")
+
+
+def _require_log(num_log_tokens: int, position: int, pending_id: int | None) -> None:
+    """The log holds everything fed and the pending token: otherwise a token was lost or read twice."""
+    expected = position + (pending_id is not None)
+    if num_log_tokens != expected:
+        raise StateMismatch(f"the token log has {num_log_tokens} tokens where the state says {expected}")
