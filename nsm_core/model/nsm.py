@@ -29,7 +29,7 @@ class NsmModel(nn.Module):
     """A stack of PULSE blocks with tied input and output embeddings.
 
     Three forms agree within the tolerances of docs/model.md: `forward` over any split of a text, `step` token by token,
-    and the recurrent reference in `nsm_core.ops.slot_scan.reference`. All are functional: a given state stays as it was.
+    and the recurrent reference in `nsm_core.ops.slot_scan.reference`. All are functional: a given state stays as is.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,0 +1,249 @@
+"""Two ways, one truth: any split, any batch, padded or not, resumed or not, the logits and the state are the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.layers import Segments
+from nsm_core.model.nsm import NsmModel
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+from nsm_core.state.spec import State
+from tests.counts import scaled
+
+FP32_TOLERANCE = 2e-4  # docs/model.md, "Tolerances"
+FP64_TOLERANCE = 1e-10
+CONFIG = ModelConfig(
+    vocab_size=300, d_model=32, num_layers=3, num_heads=2, num_memory_slots=16, write_top_k=4, mlp_hidden=64,
+    timescale_groups=4,
+)  # fmt: skip
+
+
+def make_model(config: ModelConfig = CONFIG) -> NsmModel:
+    """Random weights everywhere: projections that start at zero would hide the mixer."""
+    torch.manual_seed(7)
+    model = NsmModel(config).eval().requires_grad_(False)
+    for block in model.layers:
+        for weight in (block.mixer.out.weight, block.mlp.down.weight):
+            weight.normal_(std=weight.shape[1] ** -0.5)
+        block.mixer.initial_slots.normal_()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> NsmModel:
+    return make_model()
+
+
+def random_ids(batch: int, num_tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (batch, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def read(model: NsmModel, parts: list[Tensor], state: State) -> tuple[Tensor, State]:
+    """Logits of all parts, read one after the other; single tokens go through `step`."""
+    logits = []
+    for part in parts:
+        if part.shape[1] == 1:
+            hidden, state = model.step(part[:, 0], state)
+            hidden = hidden[:, None]
+        else:
+            hidden, state = model(part, state)
+        logits.append(model.logits(hidden))
+    return torch.cat(logits, dim=1), state
+
+
+def assert_same(got: tuple[Tensor, State], want: tuple[Tensor, State], tolerance: float = FP32_TOLERANCE) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("split", [1, 7, 64, 96])
+def test_R7_R8_any_even_split_gives_the_same_logits_and_state(model: NsmModel, split: int) -> None:
+    ids = random_ids(2, 200)
+    want = read(model, [ids], model.initial_state(2))
+    assert_same(read(model, list(ids.split(split, dim=1)), model.initial_state(2)), want)
+
+
+@settings(max_examples=scaled(15, 300))
+@given(cuts=st.sets(st.integers(1, 149), max_size=8), seed=st.integers(0, 99))
+def test_R7_any_split_gives_the_same_logits_and_state(model: NsmModel, cuts: set[int], seed: int) -> None:
+    ids = random_ids(1, 150, seed)
+    edges = [0, *sorted(cuts), 150]
+    parts = [ids[:, start:end] for start, end in itertools.pairwise(edges)]
+    assert_same(read(model, parts, model.initial_state(1)), read(model, [ids], model.initial_state(1)))
+
+
+def test_splits_agree_to_rounding_in_fp64() -> None:
+    model = make_model().double()
+    ids = random_ids(1, 130)
+    state = {
+        name: value.double() if value.is_floating_point() else value for name, value in model.initial_state(1).items()
+    }
+    hidden, end = model(ids, state)
+    pieces, running = [], state
+    for part in ids.split(13, dim=1):
+        piece, running = model(part, running)
+        pieces.append(piece)
+    torch.testing.assert_close((torch.cat(pieces, 1), running), (hidden, end), rtol=FP64_TOLERANCE, atol=FP64_TOLERANCE)
+
+
+@settings(max_examples=scaled(15, 300))
+@given(lengths=st.lists(st.integers(0, 100), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_R9_right_padded_rows_equal_their_solo_runs(model: NsmModel, lengths: list[int], seed: int) -> None:
+    if max(lengths) == 0:
+        lengths = [*lengths, 1]
+    warm = random_ids(len(lengths), 5, seed + 1000)
+    _, start = model(warm, model.initial_state(len(lengths)))
+    ids = random_ids(len(lengths), max(lengths), seed)
+    hidden, state = model(ids, start, torch.tensor(lengths))
+    for row, length in enumerate(lengths):
+        own_start = {name: value[row : row + 1] for name, value in start.items()}
+        own_state = {name: value[row : row + 1] for name, value in state.items()}
+        if length == 0:
+            assert all(torch.equal(own_state[name], own_start[name]) for name in own_state)
+            continue
+        want = model(ids[row : row + 1, :length], own_start)
+        assert_same((hidden[row : row + 1, :length], own_state), want)
+
+
+def test_R9_a_row_does_not_see_its_neighbours(model: NsmModel) -> None:
+    """Not even a neighbour whose state is NaN: rows of a freed slot may hold anything."""
+    ids, state = random_ids(3, 70), model.initial_state(3)
+    for name, value in state.items():
+        if value.is_floating_point():
+            value[1] = torch.nan
+            state[name] = value
+    hidden, after = model(ids, state)
+    stepped, _ = model.step(ids[:, 0], state)
+    for row in (0, 2):
+        want_hidden, want_state = model(ids[row : row + 1], model.initial_state(1))
+        assert_same((hidden[row : row + 1], {n: v[row : row + 1] for n, v in after.items()}), (want_hidden, want_state))
+        assert stepped[row].isfinite().all()
+
+
+def test_R10_resume_from_packed_bytes_goes_on_exactly(model: NsmModel) -> None:
+    ids = random_ids(2, 90)
+    _, state = model(ids[:, :60], model.initial_state(2))
+    want = read(model, [ids[1:2, 60:]], {name: value[1:2] for name, value in state.items()})
+    unpacked = model.state_spec.unpack(model.state_spec.pack(state, row=1))
+    got = read(model, [ids[1:2, 60:]], unpacked)
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+def test_long_prompts_are_read_in_pieces(model: NsmModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, lengths = random_ids(2, 200), torch.tensor([200, 70])
+    want = model(ids, model.initial_state(2), lengths)
+    monkeypatch.setattr("nsm_core.model.nsm.SUPER_CHUNK_LEN", 64)
+    got = model(ids, model.initial_state(2), lengths)
+    assert_same((got[0][:1], got[1]), (want[0][:1], want[1]))
+
+
+def test_the_given_state_is_not_modified(model: NsmModel) -> None:
+    state = model.initial_state(1)
+    before = {name: value.clone() for name, value in state.items()}
+    model(random_ids(1, 40), state)
+    model.step(random_ids(1, 1)[:, 0], state)
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_packed_documents_do_not_leak_into_each_other(model: NsmModel) -> None:
+    """The second document of a packed row reads as if it stood alone, whatever was before it."""
+    second = random_ids(1, CHUNK_LEN, 5)
+    alone = model.read(second, model.initial_state(1), Segments())
+    for seed in (1, 2):
+        first = random_ids(1, CHUNK_LEN, seed)
+        packed = torch.cat((first, second), dim=1)
+        reset = torch.tensor([[True, True]])
+        valid = torch.ones_like(packed, dtype=torch.bool)
+        valid[:, 50:CHUNK_LEN] = False  # padding between the two
+        hidden, state = model.read(packed, model.initial_state(1), Segments(valid=valid, reset=reset))
+        assert_same((hidden[:, CHUNK_LEN:], {**state, "position": alone[1]["position"]}), alone)
+
+
+def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
+    _, state = model(random_ids(2, 50), model.initial_state(2), torch.tensor([50, 3]))
+    _, state = model.step(random_ids(2, 1)[:, 0], state)
+    assert state["position"].tolist() == [51, 4]
+
+
+def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
+    state = model.initial_state(3)
+    assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
+    per_layer = 4 * (2 * CONFIG.num_memory_slots * CONFIG.d_model + 9 * CONFIG.d_model)
+    assert model.state_spec.num_bytes == 8 + CONFIG.num_layers * per_layer
+    assert len(model.state_spec.pack(state)) == model.state_spec.num_bytes
+
+
+def test_slots_stay_in_the_hull_of_what_was_written(model: NsmModel) -> None:
+    """Convex writes: no value of a bank grows past the largest one that was ever written or there at the start."""
+    state = model.initial_state(1)
+    for seed in range(20):
+        _, state = model(random_ids(1, 100, seed), state)
+    head_dim = CONFIG.head_dim
+    for layer in range(CONFIG.num_layers):
+        keys = state[f"layers.{layer}.slots"][..., :head_dim]
+        start = model.layers[layer].mixer.initial_slots[..., :head_dim].abs().max()
+        assert keys.abs().max() <= max(float(start), head_dim**0.5) + 1e-4  # a normed key is at most sqrt(K) long
+
+
+def test_routing_is_continuous_at_a_tie(model: NsmModel) -> None:
+    """Noise of a GEMM's last bits must not move the written slots: the marginal slot fades in from zero."""
+    router = model.layers[0].mixer.router
+    x = torch.randn(4096, CONFIG.d_model)
+    moved = (router.routing(x) - router.routing(x * (1 + 1e-6))).abs().max()
+    assert moved < 1e-4
+    routing = router.routing(x)
+    assert ((routing > 0).sum(-1) <= CONFIG.write_top_k).all()
+    torch.testing.assert_close(routing.sum(-1), torch.ones(4096, CONFIG.num_heads))
+
+
+def test_all_slots_written_means_plain_softmax() -> None:
+    model = make_model(ModelConfig.from_dict({**_fields(CONFIG), "write_top_k": CONFIG.num_memory_slots}))
+    router = model.layers[0].mixer.router
+    x = torch.randn(5, CONFIG.d_model)
+    want = torch.softmax(router.logits(x).unflatten(-1, (CONFIG.num_heads, -1)), dim=-1)
+    torch.testing.assert_close(router.routing(x), want)
+    ids = random_ids(1, 80)
+    assert_same(
+        read(model, list(ids.split(9, dim=1)), model.initial_state(1)), read(model, [ids], model.initial_state(1))
+    )
+
+
+def _fields(config: ModelConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in config.__slots__}
+
+
+@pytest.mark.parametrize("num_prompts", [scaled(8, 64)])
+def test_R8_greedy_tokens_are_the_same_in_every_form(model: NsmModel, num_prompts: int) -> None:
+    """A fixed suite: prompts read whole, in pieces, and in one batch continue with the same tokens."""
+    prompts = random_ids(num_prompts, 48, seed=11)
+
+    def greedy(parts: list[Tensor], batch: int) -> Tensor:
+        logits, state = read(model, parts, model.initial_state(batch))
+        tokens = [logits[:, -1].argmax(-1)]
+        for _ in range(31):
+            hidden, state = model.step(tokens[-1], state)
+            tokens.append(model.logits(hidden).argmax(-1))
+        return torch.stack(tokens, dim=1)
+
+    batched = greedy([prompts], num_prompts)
+    for row in range(num_prompts):
+        prompt = prompts[row : row + 1]
+        assert torch.equal(greedy([prompt], 1)[0], batched[row])
+        assert torch.equal(greedy([prompt[:, :17], prompt[:, 17:18], prompt[:, 18:]], 1)[0], batched[row])
+
+
+@pytest.mark.slow
+def test_R8_state_delta_stays_bounded_after_ten_thousand_tokens(model: NsmModel) -> None:
+    ids = random_ids(1, 10_000)
+    _, chunked = model(ids, model.initial_state(1))
+    stepped = model.initial_state(1)
+    for t in range(ids.shape[1]):
+        _, stepped = model.step(ids[:, t], stepped)
+    torch.testing.assert_close(chunked, stepped, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)

@@ -1,0 +1,142 @@
+"""Model files: what is written is what is read, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsm_core.config import ModelConfig
+from nsm_core.errors import CheckpointError, ConfigError, NsmError
+from nsm_core.model.loader import BUNDLED, load_checkpoint
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.storage import WeightFormat, fingerprint, quantize_rows, read_model, save_model
+from nsm_core.tokenizer import Tokenizer
+
+CONFIG = ModelConfig(
+    vocab_size=512, d_model=32, num_layers=2, num_heads=2, num_memory_slots=8, write_top_k=2, mlp_hidden=64
+)
+
+
+@pytest.fixture
+def model() -> NsmModel:
+    torch.manual_seed(3)
+    model = NsmModel(CONFIG).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize(("form", "tolerance"), [("fp32", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127 + 1e-3)])
+def test_weights_survive_within_their_format(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path, form: str, tolerance: float
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat(form))
+    read, tokenizer, read_form = read_model(tmp_path)
+    assert read_form == form
+    assert tokenizer.fingerprint == tiny_tokenizer.fingerprint
+    assert read.config == CONFIG
+    for name, want in model.state_dict().items():
+        got = read.state_dict()[name]
+        limit = tolerance * want.abs().amax() if want.ndim >= 2 else 0.0
+        assert (got - want).abs().max() <= limit, name
+
+
+def test_sensitive_parts_keep_more_bits_in_int8_files(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.INT8)
+    read, _, _ = read_model(tmp_path)
+    for name in ("blocks.0.mixer.router.logits.weight", "blocks.1.mixer.initial_slots"):
+        want = model.state_dict()[name]
+        assert torch.equal(read.state_dict()[name], want.half().float())
+
+
+def test_row_scales_keep_a_small_row_beside_a_large_one() -> None:
+    weight = torch.tensor([[1000.0, -500.0], [1e-3, 5e-4]])
+    quantized, scale = quantize_rows(weight)
+    torch.testing.assert_close(quantized.float() * scale[:, None], weight, rtol=0.01, atol=0.0)
+    zero, zero_scale = quantize_rows(torch.zeros(1, 4))
+    assert (zero.float() * zero_scale == 0).all()
+
+
+def test_the_fingerprint_covers_config_weights_and_tokenizer(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.FP32)
+    first = fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text())))
+    assert fingerprint(tmp_path) == first  # the same config, laid out differently
+    seen = {first}
+    for name in ("config.json", "weights.safetensors", "tokenizer.json"):
+        file, kept = tmp_path / name, (tmp_path / name).read_bytes()
+        file.write_bytes(kept.replace(b'"taper": 0.1', b'"taper": 0.2') if name == "config.json" else kept + b" ")
+        seen.add(fingerprint(tmp_path))
+        file.write_bytes(kept)
+    assert len(seen) == 4
+    assert fingerprint(tmp_path) == first
+
+
+def break_config(directory: Path) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "num_slots": 3}))
+
+
+def widen_config(directory: Path) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "mlp_hidden": 128}))
+
+
+def shrink_vocabulary(directory: Path) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "vocab_size": 100}))
+
+
+def cut_weights(directory: Path) -> None:
+    file = directory / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def remove(name: str):  # type: ignore[no-untyped-def]
+    return lambda directory: (directory / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (break_config, ConfigError, "num_slots"),
+        (widen_config, CheckpointError, "does not fit"),
+        (shrink_vocabulary, CheckpointError, "512 tokens"),
+        (cut_weights, CheckpointError, "weights.safetensors"),
+        (remove("config.json"), ConfigError, "config.json"),
+        (remove("weights.safetensors"), CheckpointError, "weights.safetensors"),
+        (remove("tokenizer.json"), CheckpointError, "tokenizer.json"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path, damage, error: type[NsmError], words: str
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.INT8)
+    damage(tmp_path)
+    with pytest.raises(error, match=words):
+        load_checkpoint(tmp_path)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model directory"):
+        load_checkpoint(tmp_path / "nowhere")
+
+
+def test_the_bundled_model_is_whole_and_small_enough() -> None:
+    loaded = load_checkpoint()
+    assert loaded.name == "pulse-books"
+    assert loaded.weight_format == "int8"
+    assert sum(file.stat().st_size for file in BUNDLED.iterdir()) <= 45_000_000
+    assert loaded.tokenizer.vocab_size == loaded.config.vocab_size
+    assert all(value.isfinite().all() for value in loaded.model.state_dict().values())
+    prompt = loaded.tokenizer.encode("It was the best of times, it was the worst of")
+    hidden, _ = loaded.model(torch.tensor([[loaded.tokenizer.end_of_text_id, *prompt]]), loaded.model.initial_state(1))
+    best = loaded.model.logits(hidden[0, -1]).topk(5).indices
+    assert " times" in [loaded.tokenizer.decode([token]) for token in best.tolist()]
