@@ -31,6 +31,7 @@ from nsm_core.errors import (
     StateMismatch,
     StorageFull,
     StoreUnavailable,
+    TurnCancelled,
     VersionConflict,
 )
 
@@ -61,6 +62,8 @@ RULES: Mapping[type[NsmError], Rule] = {
     NotFound: Rule(404, NOT_FOUND, "not_found"),
     BodyTooLarge: Rule(413, INVALID, "body_too_large"),
     SessionBusy: Rule(409, INVALID, "session_busy"),
+    # somebody wanted it to stop
+    TurnCancelled: Rule(409, INVALID, "turn_cancelled", retry=False),
     # the same request again meets the same version, the same model, the same bytes
     VersionConflict: Rule(409, INVALID, "version_conflict", retry=False),
     StateMismatch: Rule(409, INVALID, "state_mismatch", retry=False),
@@ -97,9 +100,8 @@ class ErrorAnswer:
         return {"error": error}
 
     def response(self) -> Response:
-        return Response(
-            orjson.dumps(self.body()), self.status, headers=dict(self.headers), media_type="application/json"
-        )
+        body = orjson.dumps(self.body())
+        return Response(body, self.status, headers=dict(self.headers), media_type="application/json")
 
 
 def answer(error: Exception, *, request_id: str | None = None) -> ErrorAnswer:
@@ -126,6 +128,8 @@ def report(error: Exception, *, request_id: str | None) -> None:
 async def handle(request: Request, error: Exception) -> Response:
     """The exception handler of the whole application."""
     request_id = request.scope.get("state", {}).get("request_id")
+    if isinstance(error, HTTPException) and error.detail == "Not Found":
+        error = HTTPException(404, f"nothing is served at {request.method} {request.url.path}")
     report(error, request_id=request_id)
     return answer(error, request_id=request_id).response()
 

@@ -1,4 +1,4 @@
-"""JSON bodies, read strictly: UTF-8, no NaN or Infinity, no unpaired surrogates, bounded nesting."""
+"""JSON in and out. Bodies are read strictly: UTF-8, no NaN or Infinity, no unpaired surrogates, bounded nesting."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class JsonRoute(APIRoute):
             return await handler(request)
 
         return parse_then_handle
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """`value` as an answer."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def parse(raw: bytes) -> Any:

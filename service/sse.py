@@ -15,6 +15,8 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.errors import answer, report
+
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 PING_INTERVAL_S = 15.0
@@ -27,6 +29,20 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
     if event is not None:
         head += b"event: %s\n" % event.encode()
     return b"%sdata: %s\n\n" % (head, orjson.dumps(data))
+
+
+async def json_stream(
+    chunks: AsyncGenerator[dict[str, Any], None], *, request_id: str | None
+) -> AsyncGenerator[bytes, None]:
+    """Chunks as frames, then [DONE]. An error on the way becomes one frame before it: the status is out already."""
+    try:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield frame(chunk)
+    except Exception as error:
+        report(error, request_id=request_id)
+        yield frame(answer(error, request_id=request_id).body())
+    yield DONE
 
 
 class EventStream(Response):

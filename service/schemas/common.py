@@ -20,7 +20,7 @@ MAX_TIMEOUT_S = 86_400.0
 # Fields of other servers' bodies that change nothing in the answer: accepted and dropped.
 HARMLESS = frozenset(
     {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "parallel_tool_calls"}
+     "prompt_cache_options", "parallel_tool_calls"}
 )  # fmt: skip
 # Wishes that this server cannot grant, with the values that wish for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -35,6 +35,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "prediction": (),
     "web_search_options": (),
+    "moderation": (),
     "reasoning_effort": ("none",),
     "verbosity": (),
 }
@@ -168,3 +169,12 @@ def _check_token_id(token_id: int, vocab_size: int, param: str) -> int:
     if not 0 <= token_id < vocab_size:
         raise InvalidRequest(f"{param} must hold token ids in [0, {vocab_size - 1}], got {token_id}", param=param)
     return token_id
+
+
+def check_n(n: int, num_prompts: int, max_choices: int) -> None:
+    """How many choices one body may ask for in all: more could never be admitted at once. Raises InvalidRequest."""
+    if n < 1:
+        raise InvalidRequest(f"n must be at least 1, got {n}", param="n")
+    if n * num_prompts > max_choices:
+        message = f"n times the number of prompts must be at most {max_choices}, got {n} times {num_prompts}"
+        raise InvalidRequest(message, param="n" if num_prompts == 1 else "prompt")

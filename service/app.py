@@ -1,0 +1,78 @@
+"""Wiring only: the parts of one application and its life."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from nsm_core.errors import NsmError
+from service.backends.base import InferenceBackend
+from service.deps import Services
+from service.documentation import add_docs_page
+from service.errors import handle
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
+from service.middleware import Body, CatchErrors, Gate, RequestContext
+from service.prompts import PromptEncoder
+from service.routes import chat, completions, health, metrics, models, tokenize
+from service.sessions.base import SessionStore
+from service.settings import Settings
+from service.turns import Turns
+
+DISTRIBUTION = "nsm-serve"
+ROUTES = (completions, chat, models, tokenize, health, metrics)
+
+
+def create_app(settings: Settings, backend: InferenceBackend, store: SessionStore) -> FastAPI:
+    """An application that starts and stops `backend` and `store` with itself. Its parts are at `app.state.services`."""
+    services = Services(
+        settings=settings,
+        backend=backend,
+        store=store,
+        metrics=Metrics(backend),
+        lifecycle=Lifecycle(),
+        prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
+        turns=Turns(backend, store, detached_s=settings.detached_s),
+    )
+    app = FastAPI(
+        title="nsm",
+        summary="Recurrent language models whose conversations are small, durable states.",
+        version=importlib.metadata.version(DISTRIBUTION),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+        exception_handlers={NsmError: handle, RequestValidationError: handle, HTTPException: handle},
+        middleware=[
+            Middleware(RequestContext, metrics=services.metrics),
+            Middleware(CatchErrors),
+            Middleware(Gate, lifecycle=services.lifecycle),
+            Middleware(Body, max_bytes=settings.max_body_bytes),
+        ],
+        # The metrics are our own; nothing of a request goes to whatever provider the process may have.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    app.state.services = services
+    for route in ROUTES:
+        app.include_router(route.router)
+    add_docs_page(app)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(services.store.close)
+        await services.store.open()
+        stack.push_async_callback(services.backend.stop)
+        await services.backend.start()
+        # turns commit before the engine and the store are gone; a graceful stop has drained them long before
+        stack.push_async_callback(services.turns.drain, 0.0)
+        yield

@@ -1,0 +1,118 @@
+"""POST /v1/chat/completions as a use case: messages -> engine requests -> chat completion objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from nsm_core.chat_template import ChatTemplate, get_template
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.tokenizer import Tokenizer
+from service.choices import Delta, ScoredToken
+from service.deps import Arrival, Services
+from service.generation import Run, choice_limit, ends_of
+from service.openai_format import Envelope, chat_logprobs, finish_reason, usage
+from service.schemas.chat import ChatBody
+from service.schemas.common import check_n
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+
+class Chat:
+    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `run.cancel`."""
+
+    def __init__(
+        self, run: Run, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
+    ) -> None:
+        self.run = run
+        self._body = body
+        self._tokenizer = tokenizer
+        self._envelope = envelope
+        self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
+        for index in range(self._body.n):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        async with contextlib.aclosing(self.run.deltas()) as deltas:
+            async for index, delta in deltas:
+                if delta.finished is not None:
+                    yield self._chunk(index, {}, reason=finish_reason(delta.finished))
+                    continue
+                text = self._prefixes[index].cut(delta)
+                if text or self._body.logprobs:
+                    yield self._chunk(index, {"content": text}, tokens=delta.tokens)
+        if self._body.has_usage_chunk:
+            yield self._envelope.wrap(CHUNK_KIND, [], usage=usage(ends_of(self.run), choices_per_prompt=self._body.n))
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        texts: list[list[str]] = [[] for _ in range(self._body.n)]
+        tokens: list[list[ScoredToken]] = [[] for _ in range(self._body.n)]
+        async with contextlib.aclosing(self.run.deltas()) as deltas:
+            async for index, delta in deltas:
+                texts[index].append(self._prefixes[index].cut(delta))
+                tokens[index].extend(delta.tokens)
+        ends = ends_of(self.run)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                "logprobs": self._logprobs(tokens[index]),
+                "finish_reason": finish_reason(ends[index]),
+            }
+            for index in range(self._body.n)
+        ]
+        return self._envelope.wrap(KIND, choices, usage=usage(ends, choices_per_prompt=self._body.n))
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._envelope.wrap(CHUNK_KIND, [choice], **({"usage": None} if self._body.has_usage_chunk else {}))
+
+    def _logprobs(self, tokens: tuple[ScoredToken, ...] | list[ScoredToken]) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None
+
+
+class PrefixCutter:
+    """Drops the template's own first characters from an answer, if the model wrote them."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def cut(self, delta: Delta) -> str:
+        """The delta's text, less the prefix at the very beginning; the prefix is one character or none."""
+        if not delta.text:
+            return ""
+        prefix, self._prefix = self._prefix, ""
+        return delta.text.removeprefix(prefix)
+
+
+async def open_chat(services: Services, body: ChatBody, arrival: Arrival) -> Chat:
+    """Checks everything and submits; raises what the client shall get as a status."""
+    services.check_model(body.model)
+    check_n(body.n, 1, choice_limit(services.settings))
+    tokenizer, settings = services.backend.tokenizer, services.settings
+    template = get_template(services.backend.model.chat_template)
+    sampling = body.sampling(
+        template, max_tokens_limit=settings.max_tokens_limit, vocab_size=tokenizer.vocab_size
+    )  # fmt: skip
+    prompt = await services.prompts.fresh(body.text(template), param="messages")
+    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    requests = [
+        GenerationRequest(
+            request_id=f"{envelope.id}-{choice_index}",
+            prompt_ids=prompt.ids,
+            sampling=dataclasses.replace(sampling, choice_index=choice_index),
+            deadline=arrival.time + (body.timeout or settings.request_timeout_s),
+        )
+        for choice_index in range(body.n)
+    ]
+    services.metrics.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
+    run = Run(services.backend, services.metrics, requests, arrival=arrival.time, is_stream=body.stream)
+    return Chat(run, body, template, tokenizer, envelope)

@@ -1,0 +1,160 @@
+"""POST /v1/completions as a use case: prompts and choices -> engine requests -> completion objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from nsm_core.engine.request import GenerationRequest, TokenLogprob
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.tokenizer import Tokenizer
+from service.choices import Delta, ScoredToken
+from service.deps import Arrival, Services
+from service.generation import Run, choice_limit, ends_of
+from service.openai_format import Envelope, LegacyLogprobs, finish_reason, usage
+from service.prompts import Prompt
+from service.schemas.common import check_n
+from service.schemas.completions import CompletionBody
+
+KIND = "text_completion"
+
+
+class Completion:
+    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `run.cancel`."""
+
+    def __init__(self, run: Run, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope) -> None:
+        self.run = run
+        self._body = body
+        self._views = views
+        self._envelope = envelope
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
+        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        for index, view in enumerate(self._views):
+            if view.echo_text:
+                yield self._chunk(index, view.take_echo(), fields)
+        async with contextlib.aclosing(self.run.deltas()) as deltas:
+            async for index, delta in deltas:
+                for piece in self._views[index].pieces(delta):
+                    yield self._chunk(index, piece, fields)
+        if self._body.has_usage_chunk:
+            yield self._envelope.wrap(KIND, [], usage=self._usage())
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        parts: list[list[dict[str, Any]]] = [[view.take_echo()] if view.echo_text else [] for view in self._views]
+        async with contextlib.aclosing(self.run.deltas()) as deltas:
+            async for index, delta in deltas:
+                parts[index].extend(self._views[index].pieces(delta))
+        choices = [{"index": index, **_join(pieces)} for index, pieces in enumerate(parts)]
+        return self._envelope.wrap(KIND, choices, usage=self._usage())
+
+    def _chunk(self, index: int, piece: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        return self._envelope.wrap(KIND, [{"index": index, **piece}], **fields)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(ends_of(self.run), choices_per_prompt=self._body.n)
+
+
+class ChoiceText:
+    """One choice as the client sees it: the echoed prompt first, if asked for, then what was generated.
+
+    `echo_text` is what to send before anything is known of the prompt's logprobs; with logprobs it waits for them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompt: Prompt, prompt_text: str) -> None:
+        self._logprobs = LegacyLogprobs(tokenizer) if body.logprobs is not None else None
+        self._prompt = prompt
+        self._prompt_text = prompt_text if body.echo else ""
+        self.echo_text = self._prompt_text if self._logprobs is None else ""
+
+    def take_echo(self) -> dict[str, Any]:
+        text, self.echo_text = self.echo_text, ""
+        return _piece(text)
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """The pieces a delta gives, without their index."""
+        if delta.prompt is not None:
+            return self._echo_scored(delta.prompt)
+        if delta.finished is not None:
+            return [_piece("", reason=finish_reason(delta.finished))]
+        return [_piece(delta.text, logprobs=self._render(delta.tokens))]
+
+    def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
+        if self._logprobs is None:  # scored only so that the run ends there
+            return []
+        start = self._prompt.num_start
+        tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
+        logprobs = self._render(tokens)
+        self._logprobs.end_prompt()
+        return [_piece(self._prompt_text, logprobs=logprobs)]
+
+    def _render(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.render(tokens)
+
+
+async def open_completion(services: Services, body: CompletionBody, arrival: Arrival) -> Completion:
+    """Checks everything and submits; raises what the client shall get as a status."""
+    services.check_model(body.model)
+    texts = body.texts()
+    check_n(body.n, len(texts), choice_limit(services.settings))
+    sampling = body.sampling(
+        max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
+    )
+    encoder = services.prompts
+    prompts = [await encoder.fresh(text) if isinstance(text, str) else encoder.verbatim(text) for text in texts]
+    envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
+    requests = _requests(body, prompts, sampling, envelope.id, deadline)
+    services.metrics.body_accepted(n=body.n, max_tokens=body.max_tokens)
+    run = Run(
+        services.backend,
+        services.metrics,
+        requests,
+        arrival=arrival.time,
+        is_stream=body.stream,
+        is_score_only=body.is_score_only,
+    )
+    return Completion(run, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
+
+
+def _requests(
+    body: CompletionBody, prompts: Sequence[Prompt], sampling: SamplingParams, request_id: str, deadline: float
+) -> list[GenerationRequest]:
+    """Every prompt's choices in turn: choice k of prompt p has index p * n + k."""
+    wants_scores = body.echo and (body.logprobs is not None or body.is_score_only)
+    return [
+        GenerationRequest(
+            request_id=f"{request_id}-{number}-{choice_index}",
+            prompt_ids=prompt.ids,
+            sampling=dataclasses.replace(sampling, choice_index=choice_index),
+            prompt_logprobs=(body.logprobs or 0) if wants_scores else None,
+            deadline=deadline,
+        )
+        for number, prompt in enumerate(prompts)
+        for choice_index in range(body.n)
+    ]
+
+
+def _views(
+    tokenizer: Tokenizer, body: CompletionBody, texts: Sequence[str | list[int]], prompts: Sequence[Prompt]
+) -> list[ChoiceText]:
+    views = []
+    for text, prompt in zip(texts, prompts, strict=True):
+        prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
+        views += [ChoiceText(tokenizer, body, prompt, prompt_text) for _ in range(body.n)]
+    return views
+
+
+def _piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _join(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
+    joined = {key: [item for part in logprobs for item in part[key]] for key in logprobs[0]} if logprobs else None
+    text = "".join(piece["text"] for piece in pieces)
+    return _piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])

@@ -1,0 +1,80 @@
+"""What a handler may ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from nsm_core.errors import NotFound
+from service.backends.base import InferenceBackend
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
+from service.prompts import PromptEncoder
+from service.sessions.base import SessionStore
+from service.settings import Settings
+from service.turns import Turns
+
+prompt_logger = logging.getLogger("nsm.prompts")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """The parts of one application, wired once by `create_app`."""
+
+    settings: Settings
+    backend: InferenceBackend
+    store: SessionStore
+    metrics: Metrics
+    lifecycle: Lifecycle
+    prompts: PromptEncoder
+    turns: Turns
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.settings.served_model_name or self.backend.model.name
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Equal input gives equal text under an equal value: the model, shortened, and its numerics class."""
+        model = self.backend.model
+        return f"fp_{model.fingerprint[:12]}_{model.numerics}"
+
+    def log_prompt(self, arrival: Arrival, prompt: object) -> None:
+        """Writes what a client sent to the log, if and only if the operator asked for it."""
+        if self.settings.log_prompts:
+            prompt_logger.info("request_id=%s prompt=%s", arrival.request_id, json.dumps(prompt))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound for a model that is not served here; None means the served one."""
+        if name is not None and name != self.model_name:
+            message = f"the model {name[:80]!r} does not exist; this server serves {self.model_name!r}"
+            raise NotFound(message, param="model", code="model_not_found")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One HTTP request as the gateway met it: its id, and when (`time.monotonic()`)."""
+
+    request_id: str
+    time: float
+
+
+async def get_services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+async def get_arrival(request: Request) -> Arrival:
+    state = request.scope.get("state", {})
+    return Arrival(request_id=state.get("request_id", "none"), time=state.get("arrival", time.monotonic()))
+
+
+ServicesDep = Annotated[Services, Depends(get_services)]
+ArrivalDep = Annotated[Arrival, Depends(get_arrival)]

@@ -1,0 +1,163 @@
+"""Runs the engine requests of one HTTP request together: admitted together, merged, counted, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, PromptScored
+from nsm_core.errors import NsmError, Overloaded
+from service.backends.base import Generation, InferenceBackend
+from service.choices import ChoiceView, Delta
+from service.metrics import Metrics, RequestRecord
+from service.settings import Settings
+
+MAX_CHOICES = 128
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """One admitted request."""
+
+    generation: Generation
+    record: RequestRecord
+    is_score_only: bool
+    is_scored: bool = False
+    finished: Finished | None = None
+
+
+class Run:
+    """The choices of one HTTP request, in order.
+
+    Iterate `deltas` once. Call `cancel` whenever the run is left, also when it ended well: it is idempotent and stops
+    what still runs, and it is the only clean-up there is.
+    """
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        metrics: Metrics,
+        requests: Sequence[GenerationRequest],
+        *,
+        arrival: float,
+        is_stream: bool,
+        is_score_only: bool = False,
+    ) -> None:
+        """Submits all requests or none. Raises what `submit` raises.
+
+        `is_score_only`: end each request when its prompt is scored, before any token is sampled.
+        """
+        self.choices: list[Choice] = []
+        self._is_stream = is_stream
+        try:
+            for request in requests:
+                generation = backend.submit(request)
+                self.choices.append(Choice(generation, metrics.start_request(arrival=arrival), is_score_only))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Stop what has not ended; never blocks."""
+        for choice in self.choices:
+            if choice.finished is None:
+                choice.generation.cancel()
+            choice.record.finish("abort")
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice index, delta) as they come, each choice's in order. Raises the first error of any choice."""
+        first_text_at: dict[int, float] = {}
+        async with contextlib.aclosing(self._merged()) as merged:
+            async for index, delta in merged:
+                if delta.text:
+                    first_text_at.setdefault(index, time.monotonic())
+                yield index, delta
+                if delta.text and self._is_stream:  # the consumer is back: the piece was handed to the connection
+                    self.choices[index].record.delivered()
+                if delta.finished is not None:
+                    self._record_end(index, delta.finished, first_text_at.get(index))
+
+    def _record_end(self, index: int, finished: Finished, first_text_at: float | None) -> None:
+        record = self.choices[index].record
+        if first_text_at is not None:
+            record.delivered(at=first_text_at)
+        record.finish(
+            "stop" if finished.reason is FinishReason.STOP else "length",
+            prompt_tokens=finished.prompt_tokens,
+            completion_tokens=finished.completion_tokens,
+        )
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        if len(self.choices) == 1:
+            async with contextlib.aclosing(self._view(self.choices[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        # One item for each choice: a slow reader holds the others back, and their events wait in the engine's queues.
+        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=len(self.choices))
+        pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.choices))]
+        try:
+            num_open = len(pumps)
+            while num_open:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item.finished is not None
+                yield index, item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, Delta | Exception]]) -> None:
+        try:
+            async with contextlib.aclosing(self._view(self.choices[index])) as deltas:
+                async for delta in deltas:
+                    await queue.put((index, delta))
+        except Exception as error:  # raised where the deltas are read
+            await queue.put((index, error))
+
+    async def _view(self, choice: Choice) -> AsyncGenerator[Delta, None]:
+        """One choice's deltas; the last one carries Finished."""
+        view = ChoiceView()
+        async for event in choice.generation.events():
+            if isinstance(event, Finished):
+                choice.finished = event = settle(event, choice)
+            elif isinstance(event, PromptScored):
+                choice.is_scored = True
+                if choice.is_score_only:
+                    choice.generation.cancel()
+            elif choice.is_score_only:
+                continue
+            else:
+                choice.record.token()
+            for delta in view.feed(event):
+                yield delta
+
+
+def ends_of(run: Run) -> list[Finished]:
+    """How each choice ended; to be asked when all deltas were read."""
+    return [choice.finished for choice in run.choices if choice.finished is not None]
+
+
+def choice_limit(settings: Settings) -> int:
+    """Most choices of one body: more than the engine can hold would be refused each time they are tried."""
+    return min(MAX_CHOICES, settings.max_slots + settings.queue_limit)
+
+
+def settle(event: Finished, choice: Choice) -> Finished:
+    """The end as the client shall see it. Raises when there is no good end."""
+    choice.finished = event
+    if event.reason is FinishReason.ERROR:
+        choice.record.finish("error")
+        raise event.error or NsmError("the engine failed on this request")
+    if choice.is_score_only and choice.is_scored:
+        return dataclasses.replace(
+            event, reason=FinishReason.LENGTH, text="", num_dropped_tokens=0, completion_tokens=0, stop_reason=None
+        )
+    if event.reason is FinishReason.ABORT:
+        # nobody here asked for it: whoever cancels a run no longer reads it
+        raise Overloaded("the server is stopping; this request was not finished")
+    return event

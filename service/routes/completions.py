@@ -1,0 +1,23 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from service.answers import send
+from service.completions import open_completion
+from service.deps import ArrivalDep, ServicesDep
+from service.documentation import GENERATION_RESPONSES
+from service.json_body import JsonRoute
+from service.schemas.completions import CompletionBody
+
+router = APIRouter(route_class=JsonRoute, tags=["completions"])
+
+
+@router.post("/v1/completions", response_class=Response, responses=GENERATION_RESPONSES)
+async def create_completion(body: CompletionBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+    """Continue a text. With `stream: true` the answer is server-sent events, the last of them `[DONE]`."""
+    services.log_prompt(arrival, body.prompt)
+    completion = await open_completion(services, body, arrival)
+    return await send(completion, is_stream=body.stream, request_id=arrival.request_id)

@@ -1,0 +1,52 @@
+"""GET /v1/models and GET /v1/models/{model_id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from service.deps import Services, ServicesDep
+from service.documentation import ERROR_RESPONSES
+from service.json_body import json_response
+
+router = APIRouter(tags=["models"], responses=ERROR_RESPONSES)
+
+
+@router.get("/v1/models", response_class=Response)
+async def list_models(services: ServicesDep) -> Response:
+    """The one model this server serves."""
+    return json_response({"object": "list", "data": [model_object(services)]})
+
+
+@router.get("/v1/models/{model_id:path}", response_class=Response)
+async def get_model(model_id: str, services: ServicesDep) -> Response:
+    """One model; 404 when it is not served here."""
+    services.check_model(model_id)
+    return json_response(model_object(services))
+
+
+def model_object(services: Services) -> dict[str, Any]:
+    """OpenAI's model object and, beyond it, what is special here: a state of constant size and no longest context."""
+    model = services.backend.model
+    return {
+        "id": services.model_name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "nsm",
+        "root": model.name,
+        "max_model_len": None,
+        "fingerprint": model.fingerprint,
+        "system_fingerprint": services.system_fingerprint,
+        "numerics": model.numerics,
+        "state_bytes": model.state_bytes,
+        "vocab_size": model.vocab_size,
+        "num_parameters": model.num_parameters,
+        "chat_template": model.chat_template,
+        "limits": {
+            "max_prompt_tokens": services.settings.max_prompt_tokens,
+            "max_tokens": services.settings.max_tokens_limit,
+            "max_body_bytes": services.settings.max_body_bytes,
+        },
+    }

@@ -1,0 +1,41 @@
+"""POST /tokenize and POST /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nsm_core.chat_template import get_template
+from service.deps import ServicesDep
+from service.documentation import ERROR_RESPONSES
+from service.json_body import JsonRoute, json_response
+from service.openai_format import token_text
+from service.schemas.chat import render_chat
+from service.schemas.tokenize import DetokenizeBody, TokenizeBody
+
+router = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=ERROR_RESPONSES)
+
+
+@router.post("/tokenize", response_class=Response)
+async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
+    """The ids a prompt or a chat is read as; `count` equals `usage.prompt_tokens` of a completion on it."""
+    services.check_model(body.model)
+    text, param = body.prompt, "prompt"
+    if text is None:
+        text, param = render_chat(get_template(services.backend.model.chat_template), body.messages or []), "messages"
+    prompt = await services.prompts.fresh(text, param=param)
+    tokens = prompt.ids if body.add_special_tokens else prompt.ids[prompt.num_start :]
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": None, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(services.backend.tokenizer, token_id) for token_id in tokens]
+    return json_response(answer)
+
+
+@router.post("/detokenize", response_class=Response)
+async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
+    """The text of ids; bytes that are not valid UTF-8 become U+FFFD, special tokens nothing."""
+    services.check_model(body.model)
+    services.prompts.check_ids(body.tokens, param="tokens")
+    return json_response({"prompt": services.backend.tokenizer.decode(body.tokens)})

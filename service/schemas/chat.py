@@ -1,0 +1,140 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
+
+from nsm_core.chat_template import ChatMessage, ChatTemplate
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from service.errors import shown
+from service.schemas.common import (
+    HARMLESS,
+    UNSUPPORTED,
+    RequestBody,
+    SamplingFields,
+    StreamOptions,
+    check_max_tokens,
+)
+
+DEFAULT_MAX_TOKENS = 256
+CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+
+
+class Message(RequestBody):
+    """One message. Fields that an assistant's message carries when a client sends it back are accepted if empty."""
+
+    unsupported: ClassVar = {
+        "name": (),
+        "refusal": (),
+        "tool_calls": ([],),
+        "function_call": (),
+        "audio": (),
+        "annotations": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
+
+    @field_validator("content", mode="after")
+    @classmethod
+    def _text_only(cls, content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        if isinstance(content, list) and content:
+            return "\n".join(_text_of(part) for part in content)
+        raise InvalidRequest(
+            f"content must be a string or a list of text parts, got {shown(content)}", param="messages"
+        )
+
+    def to_core(self) -> ChatMessage:
+        """A developer's message is a system message by its older name."""
+        return ChatMessage(role="system" if self.role == "developer" else self.role, content=self.content)
+
+
+class ChatBody(SamplingFields):
+    """Messages in, the assistant's next message out."""
+
+    harmless = HARMLESS
+    unsupported = UNSUPPORTED
+
+    model: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
+    max_tokens: int | None = Field(default=None, description="older name of max_completion_tokens")
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}; needs logprobs: true")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> ChatBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+                message = f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}"
+                raise InvalidRequest(message, param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = f"max_tokens and max_completion_tokens differ: {self.max_tokens}, {self.max_completion_tokens}"
+            raise InvalidRequest(message, param="max_tokens")
+        return self
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def text(self, template: ChatTemplate) -> str:
+        """The chat as the model reads it."""
+        return render_chat(template, self.messages)
+
+    def sampling(self, template: ChatTemplate, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
+        """Of choice 0; raises InvalidRequest."""
+        most_stops = MAX_STOP_STRINGS - len(template.stop)
+        if len(self.stop) > most_stops:
+            raise InvalidRequest(f"stop must be at most {most_stops} strings, got {len(self.stop)}", param="stop")
+        return self.to_sampling(
+            max_tokens=self._max_tokens(max_tokens_limit),
+            vocab_size=vocab_size,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            extra_stop=template.stop,
+        )
+
+    def _max_tokens(self, limit: int) -> int:
+        for name in ("max_completion_tokens", "max_tokens"):
+            given: int | None = getattr(self, name)
+            if given is not None:
+                return check_max_tokens(given, limit, param=name)
+        return min(DEFAULT_MAX_TOKENS, limit)
+
+
+def render_chat(template: ChatTemplate, messages: Sequence[Message]) -> str:
+    """The text that the assistant's next message continues."""
+    return template.render([message.to_core() for message in messages])
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text":
+        text = part["text"]
+        if isinstance(text, str):
+            return text
+    wish = 'content parts must be {"type": "text", "text": "..."}'
+    raise InvalidRequest(f"{wish}, got {shown(part)}", param="messages")

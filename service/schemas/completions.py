@@ -1,0 +1,90 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from service.errors import shown
+from service.schemas.common import HARMLESS, UNSUPPORTED, SamplingFields, StreamOptions, check_max_tokens
+
+DEFAULT_MAX_TOKENS = 16
+PROMPT_SCHEMA = {
+    "description": "a text, token ids, or a list of either",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ],
+}
+
+
+class CompletionBody(SamplingFields):
+    """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
+
+    harmless = HARMLESS
+    unsupported = UNSUPPORTED
+
+    model: str | None = None
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, description="0 is allowed with echo: score the prompt only")
+    n: int = 1
+    best_of: int | None = Field(default=None, description="must equal n")
+    echo: bool = False
+    logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _prompt_kind(cls, prompt: Any) -> Any:
+        if isinstance(prompt, str) or _is_list_of(prompt, str) or _is_ids(prompt):
+            return prompt
+        if isinstance(prompt, list) and prompt and all(_is_ids(item) for item in prompt):
+            return prompt
+        wish = "a string, a list of strings, a list of token ids, or a list of such lists"
+        given = "an empty list" if prompt == [] else shown(prompt)
+        raise InvalidRequest(f"prompt must be {wish}, got {given}", param="prompt")
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}", param="best_of")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}", param="logprobs")
+        return self
+
+    @property
+    def is_score_only(self) -> bool:
+        """The prompt is scored and nothing is generated."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def texts(self) -> list[str | list[int]]:
+        """The prompts, one by one."""
+        many = isinstance(self.prompt, list) and not _is_ids(self.prompt)
+        return list(self.prompt) if many else [self.prompt]
+
+    def sampling(self, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
+        """Of choice 0; raises InvalidRequest."""
+        check_max_tokens(self.max_tokens, max_tokens_limit, at_least=0 if self.echo else 1)
+        max_tokens = max(1, self.max_tokens)  # score only: the run ends before a token is sampled
+        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, logprobs=self.logprobs)
+
+
+def _is_ids(value: Any) -> bool:
+    return _is_list_of(value, int)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    """A list that is not empty and holds exactly `kind`: true is no token id."""
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)

@@ -1,0 +1,34 @@
+"""The bodies of POST /tokenize and POST /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import FailFast, Field, model_validator
+
+from nsm_core.errors import InvalidRequest
+from service.schemas.chat import Message
+from service.schemas.common import RequestBody
+
+
+class TokenizeBody(RequestBody):
+    """A prompt or a chat. With `add_special_tokens` the start token that a fresh text begins with is counted."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+        return self
+
+
+class DetokenizeBody(RequestBody):
+    """Token ids, special ones included: they stand for no text."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
