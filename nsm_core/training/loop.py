@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nsm_core.errors import CheckpointError, ConfigError
+from nsm_core.errors import ConfigError
 from nsm_core.model.layers import Segments
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_core.training import checkpointing
 from nsm_core.training.config import TrainConfig
 from nsm_core.training.data import IGNORED_TARGET, Batch, PackedBatches, tokenize_split
 from nsm_core.training.data_files import read_documents
 from nsm_core.training.distributed import World, join_world, leave_world, mean_over_world
 from nsm_core.training.log import TrainLog
 from nsm_core.training.optim import Optimizers
-
-RESUME_FILE = "resume.safetensors"
 
 
 class LossModule(nn.Module):
@@ -61,6 +56,10 @@ class BatchSource:
         batch = ready.result()
         self._next = (step + 1, self._pool.submit(self._batches.batch, step + 1))
         return batch_to(batch, self._device)
+
+    def close(self) -> None:
+        """Gives up the batch that was being prepared."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:
@@ -94,6 +93,24 @@ def _load_tokenizer(config: TrainConfig, world: World) -> Tokenizer:
     return Tokenizer.load(file)
 
 
+class Interval:
+    """Mean loss and speed since the last row of the log."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step, self._started = tokens_per_step, time.monotonic()
+        self._loss, self._steps = 0.0, 0
+
+    def add(self, loss: float) -> None:
+        self._loss += loss
+        self._steps += 1
+
+    def numbers(self, done: int) -> dict[str, float]:
+        """Fields of the log at step `done`."""
+        speed = self._steps * self._tokens_per_step / (time.monotonic() - self._started)
+        tokens = done * self._tokens_per_step
+        return {"tokens": tokens, "train_loss": self._loss / self._steps, "tokens_per_s": speed}
+
+
 class Trainer:
     """One run on one process; the other processes of the world do the same with other rows."""
 
@@ -110,7 +127,7 @@ class Trainer:
         self.train_batches = self._batches("train")
         self.val_batches = self._batches("val")
         self.optimizers = Optimizers(self.model, config)
-        self.first_step = self._resume() if config.resume else 0
+        self.first_step = checkpointing.load(config.out, self.model, self.optimizers) if config.resume else 0
         self.module = self._build_module()
 
     def _batches(self, split: str) -> PackedBatches:
@@ -142,37 +159,28 @@ class Trainer:
 
     def run(self) -> Path:
         """Trains to the last step; returns the model directory."""
-        config, source = self.config, BatchSource(self.train_batches, self.world.device)
-        state = self._zero_states(self.config.rows)
+        config, states = self.config, self._zero_states(self.config.rows)
         log = TrainLog(config.out, total_steps=config.steps, first_step=self.first_step, enabled=self.world.is_main)
-        with log:
-            since, losses = time.monotonic(), 0.0
+        with log, contextlib.closing(BatchSource(self.train_batches, self.world.device)) as source:
+            interval = Interval(self.train_batches.tokens_per_step)
             for step in range(self.first_step, config.steps):
-                loss, state = self._forward_backward(source.get(step), state, step)
+                loss, states = self._forward_backward(source.get(step), states, step)
                 factor, norm = self.optimizers.step(step)
-                for block in self.model.layers:
-                    block.mixer.router.rescue_dead_slots()
-                losses += loss
+                self._rescue_dead_slots()
+                interval.add(loss)
                 log.advance(loss)
                 done = step + 1
                 if done % config.eval_every == 0 or done == config.steps:
-                    num_steps = (done - self.first_step - 1) % config.eval_every + 1
-                    spent = time.monotonic() - since
-                    log.write(
-                        {
-                            "step": done,
-                            "tokens": done * self.train_batches.tokens_per_step,
-                            "train_loss": losses / num_steps,
-                            "val_loss": self.validate(),
-                            "lr_factor": factor,
-                            "grad_norm": norm,
-                            "tokens_per_s": num_steps * self.train_batches.tokens_per_step / spent,
-                        }
-                    )
-                    since, losses = time.monotonic(), 0.0
+                    row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": norm}
+                    log.write({**row, "val_loss": self.validate()})
+                    interval = Interval(self.train_batches.tokens_per_step)
                 if done % config.save_every == 0 or done == config.steps:
                     self._save(done)
         return config.out
+
+    def _rescue_dead_slots(self) -> None:
+        for block in self.model.layers:
+            block.mixer.router.rescue_dead_slots()
 
     def _zero_states(self, rows: int) -> list[State]:
         """One state a part of the batch; the first step resets every row, so the values do not matter."""
@@ -221,40 +229,9 @@ class Trainer:
         return inner
 
     def _save(self, step: int) -> None:
-        if not self.world.is_main:
-            return
-        save_model(self.model, self.tokenizer, self.config.out, WeightFormat(self.config.weight_format))
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors.update({f"optimizer.{name}": value for name, value in self.optimizers.tensors().items()})
-        partial = self.config.out / (RESUME_FILE + ".partial")
-        save_file(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
-            str(partial),
-            metadata={"step": str(step), "config": self.config.model.to_json()},
-        )
-        os.replace(partial, self.config.out / RESUME_FILE)
-
-    def _resume(self) -> int:
-        """Loads the run's own checkpoint; returns the step to go on with."""
-        file = self.config.out / RESUME_FILE
-        if not file.exists():
-            raise CheckpointError(f"nothing to resume: {file} does not exist")
-        with safe_open(str(file), framework="pt") as stored:
-            metadata = stored.metadata()
-            if metadata["config"] != self.config.model.to_json():
-                raise CheckpointError(f"{file} was made with another model configuration")
-            tensors = dict(_prefixed(stored.keys(), stored.get_tensor))
-        device = self.world.device
-        self.model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
-        self.optimizers.load_tensors(
-            {k.removeprefix("optimizer."): v.to(device) for k, v in tensors.items() if k.startswith("optimizer.")}
-        )
-        return int(metadata["step"])
-
-
-def _prefixed(names: list[str], get: object) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        yield name, get(name)  # type: ignore[operator]
+        if self.world.is_main:
+            checkpointing.save(self.config.out, step, self.model, self.optimizers)
+            save_model(self.model, self.tokenizer, self.config.out, WeightFormat(self.config.weight_format))
 
 
 def train(config: TrainConfig) -> Path:
