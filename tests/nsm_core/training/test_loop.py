@@ -102,8 +102,9 @@ def test_two_processes_train_one_model(config: TrainConfig, tmp_path: Path) -> N
     flags = [
         "--data", str(BOOKS_DIR), "--out", str(tmp_path / "pair"), "--tokenizer", str(config.tokenizer),
         "--device", "cpu", "--vocab-size", "512", "--d-model", "32", "--num-layers", "2", "--num-heads", "2",
-        "--num-memory-slots", "8", "--write-top-k", "2", "--mlp-hidden", "64", "--steps", "2", "--rows", "2", "--seq-len", "128",
-        "--carry", "0", "--eval-batches", "2", "--weight-format", "fp32", "--timescale-groups", "1",
+        "--num-memory-slots", "8", "--write-top-k", "2", "--mlp-hidden", "64", "--timescale-groups", "1",
+        "--steps", "2", "--rows", "2", "--seq-len", "128", "--carry", "0", "--eval-batches", "2",
+        "--weight-format", "fp32",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
