@@ -1,0 +1,50 @@
+"""What a request must be before it may enter the queue. Reads only; any thread may call it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsm_core.engine.request import GenerationRequest, Resume
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
+from nsm_core.state.spec import StateSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionCheck:
+    """The model's side of the check."""
+
+    vocab_size: int
+    spec: StateSpec
+    fingerprint: str
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
+        self._check_prompt(request.prompt_ids)
+        validate_for_vocab(request.sampling, self.vocab_size)
+        num_top = request.prompt_logprobs
+        if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(
+                f"prompt_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {num_top}", param="prompt_logprobs"
+            )
+        if request.resume is not None:
+            self._check_resume(request.resume)
+
+    def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
+        if not prompt_ids:
+            raise InvalidRequest("the prompt must have at least 1 token, got 0", param="prompt")
+        for token_id in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"prompt token ids must be in [0, {self.vocab_size - 1}], got {token_id}", param="prompt"
+                )
+
+    def _check_resume(self, resume: Resume) -> None:
+        if resume.fingerprint != self.fingerprint:
+            raise StateMismatch(f"the state was made by model {resume.fingerprint}, this is model {self.fingerprint}")
+        position = self.spec.read_position(resume.state)
+        if position != resume.position:
+            raise StateMismatch(f"the state stands at position {position}, expected {resume.position}")
+        for token_id in resume.generated_counts:
+            if not 0 <= token_id < self.vocab_size:
+                raise SnapshotCorrupt(f"generated_counts names token {token_id}, the vocabulary has {self.vocab_size}")

@@ -1,0 +1,210 @@
+"""The engine: owns scheduler, runner and running sequences, and advances them step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from nsm_core.config import EngineConfig
+from nsm_core.engine.admission import AdmissionCheck
+from nsm_core.engine.end_state import make_end_state
+from nsm_core.engine.output import StopMatch
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    TokenEvent,
+)
+from nsm_core.engine.runner import Runner, SequenceModel, StepResult
+from nsm_core.engine.scheduler import Plan, Scheduler
+from nsm_core.engine.sequence import RunningSequence
+from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
+from nsm_core.sampling.result import SampledToken
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+
+# Events of one step, each with the id of its request.
+Events = list[tuple[str, Event]]
+
+
+class Engine:
+    """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
+
+    `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state with NaN.
+    """
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        tokenizer: Tokenizer,
+        *,
+        fingerprint: str,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        poison: bool = False,
+    ) -> None:
+        self.config = config
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._admission = AdmissionCheck(
+            vocab_size=tokenizer.vocab_size, spec=model.state_spec, fingerprint=fingerprint
+        )
+        self._scheduler = Scheduler(
+            max_slots=config.max_slots, token_budget=config.token_budget, queue_limit=config.queue_limit
+        )
+        self._runner = Runner(model, num_rows=config.max_slots, poison=poison)
+        self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
+        self._running: dict[int, RunningSequence] = {}  # by slot
+        self._cancelled: set[str] = set()
+        self._stats = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._sequences)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
+        self._admission.check(request)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises what `check` raises, or Overloaded."""
+        self.check(request)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        self._scheduler.add(request.request_id, prompt_len=len(request.prompt_ids))
+        self._sequences[request.request_id] = RunningSequence(request, self._tokenizer)
+
+    def cancel(self, request_id: str) -> None:
+        """The request ends with `abort` before the next step; one that is over already is left alone."""
+        if request_id in self._sequences:
+            self._cancelled.add(request_id)
+
+    def abort_all(self) -> Events:
+        """End every request now."""
+        self._cancelled.update(self._sequences)
+        return self._end_early()
+
+    def step(self) -> Events:
+        """Advance every scheduled request once; return what became visible."""
+        events = self._end_early()
+        plan = self._scheduler.plan()
+        if plan.is_empty:
+            return events
+        started = time.monotonic()
+        self._open(plan)
+        result = self._runner.run(plan, self._running)
+        self._scheduler.apply(plan)
+        events += self._apply(plan, result)
+        self._count_step(plan, result, time.monotonic() - started)
+        return events
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters."""
+        stats = dataclasses.replace(self._stats)
+        stats.num_running, stats.num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
+        return stats
+
+    def _end_early(self) -> Events:
+        """Between steps: what was cancelled, and whose deadline passed."""
+        events: Events = []
+        now = self._clock()
+        for request_id, sequence in list(self._sequences.items()):
+            deadline = sequence.request.deadline
+            if request_id in self._cancelled:
+                events += self._finish(sequence, FinishReason.ABORT)
+            elif deadline is not None and now >= deadline:
+                error = DeadlineExceeded(f"the deadline passed after {len(sequence.sampled)} tokens")
+                events += self._finish(sequence, FinishReason.ERROR, error=error)
+        self._cancelled.clear()
+        return events
+
+    def _open(self, plan: Plan) -> None:
+        for admission in plan.admitted:
+            sequence = self._sequences[admission.request_id]
+            self._runner.open(admission.slot, sequence.request.resume)
+            self._running[admission.slot] = sequence
+            sequence.slot = admission.slot
+            self._stats.tokens_resumed += sequence.resumed_position
+
+    def _apply(self, plan: Plan, result: StepResult) -> Events:
+        for slot, scores in result.scored.items():
+            self._running[slot].prompt_scores += scores
+        events: Events = []
+        for slot, sampled in result.sampled.items():
+            if isinstance(sampled, SampledToken):
+                events += self._take(slot, sampled)
+            else:
+                events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
+        return events
+
+    def _take(self, slot: int, sampled: SampledToken) -> Events:
+        """One more token of a request, and its end if that was the last."""
+        events: Events = []
+        sequence = self._running[slot]
+        request = sequence.request
+        if request.prompt_logprobs is not None and not sequence.sampled:
+            events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
+        step = sequence.take(sampled.token_id)
+        index = len(sequence.sampled)
+        # The token that stops is not visible itself: what it released comes with Finished
+        text = step.text if step.stop is None else ""
+        token = TokenEvent(index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob)
+        events.append((request.request_id, token))
+        if step.stop is not None:
+            events += self._finish(sequence, FinishReason.STOP, text=step.text, stop=step.stop)
+        elif index == request.sampling.max_tokens:
+            events += self._finish(sequence, FinishReason.LENGTH)
+        elif sequence.may_be_taken_back:
+            sequence.rewind_points.update(
+                num_fed=index - 1,  # the token sampled last is not fed yet
+                holding_since=step.holding_since,
+                copy=lambda: self._runner.pool.copy(slot),
+            )
+        return events
+
+    def _finish(
+        self,
+        sequence: RunningSequence,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        stop: StopMatch | None = None,
+        error: NsmError | None = None,
+    ) -> Events:
+        """The only way a request ends: its last event, its slot or its place in the queue free again."""
+        request = sequence.request
+        finished = Finished(
+            reason=reason,
+            text=text + sequence.output.finish(),
+            stop_reason=None if stop is None else stop.reason,
+            num_dropped_tokens=0 if stop is None else stop.num_dropped,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=sequence.resumed_position,
+            completion_tokens=len(sequence.sampled),
+            end_state=self._end_state(sequence, reason, stop),
+            error=error,
+        )
+        self._scheduler.remove(request.request_id)
+        del self._sequences[request.request_id]
+        if sequence.slot is not None:
+            self._runner.close(sequence.slot)
+            del self._running[sequence.slot]
+        return [(request.request_id, finished)]
+
+    def _end_state(self, sequence: RunningSequence, reason: FinishReason, stop: StopMatch | None) -> EndState | None:
+        """None where nothing is kept: not asked for, aborted or failed."""
+        slot = sequence.slot
+        if not sequence.request.keep_state or slot is None or reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return None
+        return make_end_state(self._runner, sequence, slot, stop, self._tokenizer)
+
+    def _count_step(self, plan: Plan, result: StepResult, seconds: float) -> None:
+        self._stats.num_steps += 1
+        self._stats.step_seconds += seconds
+        self._stats.tokens_computed += sum(chunk.length for chunk in plan.prefill)
+        self._stats.tokens_generated += sum(isinstance(item, SampledToken) for item in result.sampled.values())

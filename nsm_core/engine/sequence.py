@@ -1,0 +1,56 @@
+"""One running request: what was asked, what was sampled, what is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nsm_core.engine.output import OutputStream, Step
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.rewind import RewindPoints
+from nsm_core.sampling.counts import TokenCounts
+from nsm_core.sampling.result import TokenLogprob
+from nsm_core.tokenizer import Tokenizer
+
+
+class RunningSequence:
+    """A request from the moment it is queued; its state lives in the slot of the pool that it gets later."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.slot: int | None = None
+        self.sampled: list[int] = []
+        self.prompt_scores: list[TokenLogprob] = []
+        self.output = OutputStream(tokenizer, request.sampling)
+        self.rewind_points = RewindPoints()
+        self.counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts)
+
+    @property
+    def resumed_counts(self) -> Mapping[int, int]:
+        """How often the session had sampled each token before this turn."""
+        return {} if self.request.resume is None else self.request.resume.generated_counts
+
+    @property
+    def resumed_position(self) -> int:
+        """Tokens fed before this request."""
+        return 0 if self.request.resume is None else self.request.resume.position
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All tokens of context the request stands on, resumed ones included."""
+        return self.resumed_position + len(self.request.prompt_ids)
+
+    @property
+    def sample_position(self) -> int:
+        """Absolute position of the next token to sample: the number of tokens fed before it."""
+        return self.prompt_tokens + len(self.sampled)
+
+    @property
+    def may_be_taken_back(self) -> bool:
+        """Whether the state at the end may be older than the newest one: a stop string took tokens back."""
+        return self.request.keep_state and bool(self.request.sampling.stop)
+
+    def take(self, token_id: int) -> Step:
+        """One more sampled token."""
+        self.sampled.append(token_id)
+        self.counts.add(token_id)
+        return self.output.feed(token_id)

@@ -1,0 +1,250 @@
+"""Small models and drivers for engine tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nsm_core.config import EngineConfig, ModelConfig
+from nsm_core.engine.engine import Engine
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    GenerationRequest,
+    PromptScored,
+    Resume,
+    TokenEvent,
+)
+from nsm_core.engine.runner import SequenceModel
+from nsm_core.model.nsm import NsmModel
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.spec import State, StateSpec, TensorSpec
+from nsm_core.tokenizer import Tokenizer
+
+FINGERPRINT = "test-model"
+# fp32: what different splits, batches and kernels may differ by, relative to states of size about 1
+TOLERANCE = 2e-4
+
+
+class RandomModel(NsmModel):
+    """A small model with random weights everywhere (a fresh one has zeros, so its state changes nothing) and an output
+    head of its own (with tied embeddings a random model repeats one token for ever).
+    """
+
+    def __init__(self, vocab_size: int = 512, seed: int = 1) -> None:
+        super().__init__(
+            ModelConfig(
+                vocab_size=vocab_size,
+                d_model=32,
+                num_layers=2,
+                num_heads=2,
+                num_memory_slots=8,
+                write_top_k=2,
+                mlp_hidden=64,
+            )
+        )
+        self.requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+        self.head = torch.randn(vocab_size, 32, generator=generator)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.head)
+
+
+@functools.cache
+def small_model() -> RandomModel:
+    """Shared: nothing changes it."""
+    return RandomModel()
+
+
+class ScriptedModel:
+    """A SequenceModel that says a script: token i is sampled after `prompt_len` + i tokens were fed, then `end_id` for
+    ever. Its state is a hash chain over the ids fed, so that any wrong, lost or repeated token shows exactly.
+    """
+
+    state_spec = StateSpec((TensorSpec("position", (), torch.int64), TensorSpec("trace", (), torch.int64)))
+
+    def __init__(self, script: Sequence[int], *, vocab_size: int, prompt_len: int = 1, end_id: int = 0) -> None:
+        self._script = torch.tensor([*script, end_id])
+        self._prompt_len = prompt_len
+        self._vocab_size = vocab_size
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.state_spec.zeros(batch_size)
+
+    def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
+        if lengths is None:
+            lengths = torch.full((ids.shape[0],), ids.shape[1])
+        hidden = []
+        for index in range(ids.shape[1]):
+            _, fed = self.step(ids[:, index], state)
+            state = {name: torch.where(index < lengths, fed[name], state[name]) for name in fed}
+            hidden.append(state["position"].float()[:, None])
+        return torch.stack(hidden, dim=1), state
+
+    def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
+        trace = state["trace"] * 6364136223846793005 + ids + 1442695040888963407
+        position = state["position"] + 1
+        return position.float()[:, None], {"position": position, "trace": trace}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        place = (hidden[..., 0].long() - self._prompt_len).clamp(0, len(self._script) - 1)
+        return torch.nn.functional.one_hot(self._script[place], self._vocab_size).float() * 10
+
+
+@dataclasses.dataclass
+class Outcome:
+    """All that one request gave."""
+
+    events: list[Event] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[TokenEvent]:
+        return [event for event in self.events if isinstance(event, TokenEvent)]
+
+    @property
+    def ids(self) -> list[int]:
+        return [event.token_id for event in self.tokens]
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Finished)
+
+    @property
+    def finished(self) -> Finished:
+        (finished,) = [event for event in self.events if isinstance(event, Finished)]
+        assert self.events[-1] is finished
+        return finished
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.tokens) + self.finished.text
+
+    @property
+    def scored(self) -> PromptScored:
+        first = self.events[0]
+        assert isinstance(first, PromptScored)
+        return first
+
+    @property
+    def end_state(self) -> EndState:
+        assert self.finished.end_state is not None
+        return self.finished.end_state
+
+
+def make_engine(
+    model: SequenceModel,
+    tokenizer: Tokenizer,
+    *,
+    max_slots: int = 4,
+    token_budget: int = 64,
+    queue_limit: int = 64,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Engine:
+    """An engine whose free rows are NaN."""
+    config = EngineConfig(max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit)
+    return Engine(model, tokenizer, fingerprint=FINGERPRINT, config=config, clock=clock, poison=True)
+
+
+def make_request(
+    name: str = "a",
+    prompt_ids: Sequence[int] = (0,),
+    *,
+    resume: Resume | None = None,
+    keep_state: bool = True,
+    prompt_logprobs: int | None = None,
+    deadline: float | None = None,
+    temperature: float = 0.0,
+    max_tokens: int = 8,
+    ignore_eos: bool = True,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    seed: int = 0,
+    repetition_penalty: float = 1.0,
+    logprobs: int | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+) -> GenerationRequest:
+    """Greedy, 8 tokens, state kept."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        logprobs=logprobs,
+        logit_bias=logit_bias or {},
+    )
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt_ids),
+        sampling=sampling,
+        resume=resume,
+        keep_state=keep_state,
+        prompt_logprobs=prompt_logprobs,
+        deadline=deadline,
+    )
+
+
+def random_ids(seed: int, length: int, vocab_size: int = 512) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocab_size, (length,), generator=generator).tolist())
+
+
+def run_all(
+    engine: Engine, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = ()
+) -> dict[str, Outcome]:
+    """Runs requests to their end; request i is added before step arrivals[i] (0 when not given)."""
+    outcomes = {request.request_id: Outcome() for request in requests}
+    waiting = sorted(zip([*arrivals, *[0] * (len(requests) - len(arrivals))], range(len(requests)), strict=True))
+    num_steps = 0
+    while waiting or engine.has_work:
+        while waiting and (waiting[0][0] <= num_steps or not engine.has_work):
+            engine.add(requests[waiting.pop(0)[1]])
+        for request_id, event in engine.step():
+            outcomes[request_id].events.append(event)
+        num_steps += 1
+    return outcomes
+
+
+def run_one(engine: Engine, request: GenerationRequest) -> Outcome:
+    return run_all(engine, [request])[request.request_id]
+
+
+def resume_from(end: EndState) -> tuple[Resume, tuple[int, ...]]:
+    """The next turn's resumed state, and the pending token it must begin with."""
+    resume = Resume(
+        state=end.state, position=end.position, fingerprint=FINGERPRINT, generated_counts=end.generated_counts
+    )
+    return resume, () if end.pending is None else (end.pending,)
+
+
+@torch.inference_mode()
+def replay(model: SequenceModel, ids: Sequence[int]) -> State:
+    """The state of one unbroken run over `ids`."""
+    return model.forward(torch.tensor([list(ids)]), model.initial_state(1))[1]
+
+
+def assert_same_state(model: SequenceModel, got: bytes, want: State) -> None:
+    """Within the tolerance; the position exactly."""
+    state = model.state_spec.unpack(got)
+    assert state["position"].tolist() == want["position"].tolist()
+    torch.testing.assert_close(state, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_log_and_state_agree(model: SequenceModel, end: EndState, log_before: Sequence[int] = ()) -> None:
+    """R12: the state is that of one run over all ids of the log but a pending one."""
+    log = [*log_before, *end.new_ids]
+    fed = log if end.pending is None else log[:-1]
+    assert end.pending is None or end.pending == log[-1]
+    assert end.position == len(fed)
+    assert_same_state(model, end.state, replay(model, fed))
