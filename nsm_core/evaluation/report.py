@@ -137,7 +137,9 @@ def _sample_lines(sample: Sample) -> str:
 
 def command_line() -> str:
     """How this process was started, without the place it is installed at."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    spec = sys.modules["__main__"].__spec__  # set when started by `python -m`
+    program = [Path(sys.argv[0]).name] if spec is None else ["python", "-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def source_commit() -> str | None:

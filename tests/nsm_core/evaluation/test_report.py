@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,16 @@ def test_save_writes_both_files(report: Report, tmp_path: Path) -> None:
     assert (tmp_path / "quality" / "tiny-1.5.md").read_text("utf-8") == report.to_markdown()
 
 
-def test_the_command_is_shown_without_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "program"), [(None, "nsm"), ("nsm_core.evaluation.__main__", "python -m nsm_core.evaluation")]
+)
+def test_the_command_is_shown_without_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, module: str | None, program: str
+) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/nsm", "eval", "--data", "my books"])
-    assert command_line() == "nsm eval --data 'my books'"
+    spec = None if module is None else ModuleSpec(module, loader=None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert command_line() == f"{program} eval --data 'my books'"
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -1,0 +1,68 @@
+"""Command line of an evaluation: `python -m nsm_core.evaluation`; `nsm eval` calls the same."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsm_core.errors import NsmError
+from nsm_core.evaluation.run import EvalConfig, run_evaluation
+from nsm_core.training.data_files import SPLITS
+
+HELP = {
+    "data": "directory with *-val.jsonl.zst or *-test.jsonl.zst",
+    "checkpoint": "model directory (default: the bundled model)",
+    "max_documents": "read the first so many documents only (default: all)",
+    "max_tokens_per_document": "read no further than this in any document (default: to the end)",
+    "segment_len": "tokens a forward call; speed and memory only (default %(default)s)",
+    "batch_documents": "documents side by side; speed and memory only (default %(default)s)",
+    "device": "auto, cpu, cuda, cuda:1 (default %(default)s)",
+    "precision": "auto, bf16 or fp32; auto is bf16 on a GPU (default %(default)s)",
+    "sample_tokens": "most tokens of a sample (default %(default)s)",
+    "seed": "of the drawn samples (default %(default)s)",
+    "output": "write OUTPUT.json and OUTPUT.md as well",
+}
+PATHS = ("data", "checkpoint", "output")
+WORDS = ("device", "precision")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One option for each field of EvalConfig; `--prompt` may be repeated, `--buckets` takes several values."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EvalConfig)}
+    parser = argparse.ArgumentParser(
+        "nsm eval", description="Bits per byte and word-level perplexity by position, on the documents of a corpus."
+    )
+    for name, text in HELP.items():
+        kind = Path if name in PATHS else str if name in WORDS else int
+        is_required = defaults[name] is dataclasses.MISSING
+        default = None if is_required else defaults[name]
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, required=is_required, default=default, help=text)
+    parser.add_argument("--split", choices=SPLITS, default=defaults["split"], help="default %(default)s")
+    parser.add_argument("--prompt", action="append", default=[], help="show a greedy and a drawn continuation of it")
+    parser.add_argument("--buckets", type=int, nargs="+", default=defaults["buckets"], help="edges in tokens, from 0")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> EvalConfig:
+    """The evaluation that `argv` asks for. Raises ConfigError for values that cannot be used."""
+    options = vars(build_parser().parse_args(argv))
+    return EvalConfig(prompts=tuple(options.pop("prompt")), buckets=tuple(options.pop("buckets")), **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; exit status 0, or 1 after one line on stderr."""
+    try:
+        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv))
+    except NsmError as error:
+        print(f"nsm eval: {error}", file=sys.stderr)
+        return 1
+    print(report.to_markdown(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
