@@ -20,25 +20,26 @@ from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.middleware import Body, CatchErrors, Gate, RequestContext
 from service.prompts import PromptEncoder
-from service.routes import chat, completions, health, metrics, models, tokenize
+from service.routes import chat, completions, health, metrics, models, sessions, tokenize
 from service.sessions.base import SessionStore
 from service.settings import Settings
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
-ROUTES = (completions, chat, models, tokenize, health, metrics)
+ROUTES = (completions, chat, sessions, models, tokenize, health, metrics)
 
 
 def create_app(settings: Settings, backend: InferenceBackend, store: SessionStore) -> FastAPI:
     """An application that starts and stops `backend` and `store` with itself. Its parts are at `app.state.services`."""
+    collected, lifecycle = Metrics(backend), Lifecycle()
     services = Services(
         settings=settings,
         backend=backend,
         store=store,
-        metrics=Metrics(backend),
-        lifecycle=Lifecycle(),
+        metrics=collected,
+        lifecycle=lifecycle,
         prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
-        turns=Turns(backend, store, detached_s=settings.detached_s),
+        turns=Turns(backend, store, metrics=collected, lifecycle=lifecycle, detached_s=settings.detached_s),
     )
     app = FastAPI(
         title="nsm",

@@ -22,7 +22,7 @@ CHUNK_KIND = "chat.completion.chunk"
 
 
 class Chat:
-    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `run.cancel`."""
+    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
         self, run: Run, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
@@ -32,6 +32,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._envelope = envelope
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
+
+    def leave(self) -> None:
+        self.run.cancel()
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""

@@ -22,13 +22,16 @@ KIND = "text_completion"
 
 
 class Completion:
-    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `run.cancel`."""
+    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(self, run: Run, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope) -> None:
         self.run = run
         self._body = body
         self._views = views
         self._envelope = envelope
+
+    def leave(self) -> None:
+        self.run.cancel()
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
@@ -49,7 +52,7 @@ class Completion:
         async with contextlib.aclosing(self.run.deltas()) as deltas:
             async for index, delta in deltas:
                 parts[index].extend(self._views[index].pieces(delta))
-        choices = [{"index": index, **_join(pieces)} for index, pieces in enumerate(parts)]
+        choices = [{"index": index, **join_pieces(pieces)} for index, pieces in enumerate(parts)]
         return self._envelope.wrap(KIND, choices, usage=self._usage())
 
     def _chunk(self, index: int, piece: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -65,10 +68,13 @@ class ChoiceText:
     `echo_text` is what to send before anything is known of the prompt's logprobs; with logprobs it waits for them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompt: Prompt, prompt_text: str) -> None:
-        self._logprobs = LegacyLogprobs(tokenizer) if body.logprobs is not None else None
+    def __init__(
+        self, tokenizer: Tokenizer, *, has_logprobs: bool, prompt: Prompt | None = None, prompt_text: str = ""
+    ) -> None:
+        """`prompt`: needed to show its logprobs; `prompt_text`: what is echoed."""
+        self._logprobs = LegacyLogprobs(tokenizer) if has_logprobs else None
         self._prompt = prompt
-        self._prompt_text = prompt_text if body.echo else ""
+        self._prompt_text = prompt_text
         self.echo_text = self._prompt_text if self._logprobs is None else ""
 
     def take_echo(self) -> dict[str, Any]:
@@ -84,7 +90,7 @@ class ChoiceText:
         return [_piece(delta.text, logprobs=self._render(delta.tokens))]
 
     def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
-        if self._logprobs is None:  # scored only so that the run ends there
+        if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
             return []
         start = self._prompt.num_start
         tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
@@ -145,7 +151,11 @@ def _views(
     views = []
     for text, prompt in zip(texts, prompts, strict=True):
         prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
-        views += [ChoiceText(tokenizer, body, prompt, prompt_text) for _ in range(body.n)]
+        has_logprobs = body.logprobs is not None
+        views += [
+            ChoiceText(tokenizer, has_logprobs=has_logprobs, prompt=prompt, prompt_text=prompt_text)
+            for _ in range(body.n)
+        ]
     return views
 
 
@@ -153,7 +163,8 @@ def _piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | N
     return {"text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _join(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_pieces(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pieces of one choice as one."""
     logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     joined = {key: [item for part in logprobs for item in part[key]] for key in logprobs[0]} if logprobs else None
     text = "".join(piece["text"] for piece in pieces)

@@ -23,7 +23,7 @@ class TurnRequest:
 
     `is_verbatim`: the ids were given as ids, and nothing is put in front of a first turn. `has_own_seed`: whether the
     client named `sampling.seed`; otherwise the session's own is used once it has one. `expected_version`: None or the
-    version the client believes the session is at. `deadline`: a `time.monotonic()` reading.
+    version the client believes the session is at. `arrival`, `deadline`: `time.monotonic()` readings.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class TurnRequest:
     is_verbatim: bool
     sampling: SamplingParams
     has_own_seed: bool
+    arrival: float
     expected_version: int | None = None
     deadline: float | None = None
 

@@ -22,6 +22,8 @@ from service.turns import Turns
 
 prompt_logger = logging.getLogger("nsm.prompts")
 
+DEFAULT_TENANT = "default"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
@@ -76,5 +78,11 @@ async def get_arrival(request: Request) -> Arrival:
     return Arrival(request_id=state.get("request_id", "none"), time=state.get("arrival", time.monotonic()))
 
 
+async def get_tenant() -> str:
+    """Whose sessions a request may see. One tenant until there are API keys; never a field that a client sends."""
+    return DEFAULT_TENANT
+
+
 ServicesDep = Annotated[Services, Depends(get_services)]
 ArrivalDep = Annotated[Arrival, Depends(get_arrival)]
+TenantDep = Annotated[str, Depends(get_tenant)]

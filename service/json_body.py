@@ -40,8 +40,10 @@ class JsonRoute(APIRoute):
 
         async def parse_then_handle(request: Request) -> Response:
             if self.body_field is not None:
-                check_content_type(request.headers.get("content-type", ""))
-                request = JsonRequest(request, await request.body())
+                raw = await request.body()
+                if raw or self.body_field.field_info.is_required():
+                    check_content_type(request.headers.get("content-type", ""))
+                    request = JsonRequest(request, raw)
             return await handler(request)
 
         return parse_then_handle

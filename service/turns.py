@@ -7,89 +7,33 @@ A turn runs in a task of its own, so that a client that leaves does not end it: 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 
-from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, PromptScored, TokenEvent
-from nsm_core.errors import NsmError, Overloaded, SessionBusy
+from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest
+from nsm_core.errors import (
+    NotFound,
+    NsmError,
+    SessionBusy,
+    SnapshotCorrupt,
+    StateMismatch,
+    TurnCancelled,
+    VersionConflict,
+)
 from service.backends.base import Generation, InferenceBackend
 from service.continuation import Continuation, TurnRequest, require_version, resume
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
 from service.sessions.base import SessionHead, SessionStore
+from service.turn import Turn, TurnEnd, stopping
 
 logger = logging.getLogger("nsm.turns")
 
 RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
 
 Key = tuple[str, str]  # tenant, session id
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TurnEnd:
-    """The last event of every turn. `head` is the session's after it: moved on if and only if the turn was committed.
-
-    `finished.error` is set when the turn failed, at the commit as well: then nothing of it was kept.
-    """
-
-    finished: Finished
-    head: SessionHead
-
-
-TurnEvent = PromptScored | TokenEvent | TurnEnd
-
-
-class Turn:
-    """A turn that was admitted. Made by `Turns.open_turn`."""
-
-    def __init__(self, *, detached_s: float) -> None:
-        self.ended = asyncio.Event()
-        self.end: TurnEnd | None = None
-        self.other_numerics: str | None = None
-        self._detached_s = detached_s
-        self._generation: Generation | None = None
-        self._is_cancelled = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._events: asyncio.Queue[TurnEvent] = asyncio.Queue()
-
-    async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Each event once, in order, the last a TurnEnd; to be iterated by one consumer. Closing it early detaches."""
-        try:
-            while True:
-                event = await self._events.get()
-                yield event
-                if isinstance(event, TurnEnd):
-                    return
-        finally:
-            self.detach()
-
-    def detach(self) -> None:
-        """The client left: the turn may go on for `detached_s` seconds. Idempotent; nothing after the end."""
-        if not self.ended.is_set() and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._detached_s, self.cancel)
-
-    def cancel(self) -> None:
-        """Stop within a step; the session stays at its last commit. Idempotent; too late once the commit has begun."""
-        self._is_cancelled = True
-        if self._generation is not None:
-            self._generation.cancel()
-
-    def _begin(self, generation: Generation, start: Continuation) -> None:
-        self._generation = generation
-        self.other_numerics = start.other_numerics
-        if self._is_cancelled:  # while the session was being loaded
-            generation.cancel()
-
-    def _put(self, event: TokenEvent | PromptScored) -> None:
-        self._events.put_nowait(event)
-
-    def _finish(self, end: TurnEnd | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self.end = end
-        self.ended.set()
-        if end is not None:
-            self._events.put_nowait(end)
 
 
 class Turns:
@@ -100,11 +44,15 @@ class Turns:
         backend: InferenceBackend,
         store: SessionStore,
         *,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
         detached_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._store = store
+        self._metrics = metrics
+        self._lifecycle = lifecycle
         self._detached_s = detached_s
         self._clock = clock
         self._running: dict[Key, Turn] = {}
@@ -122,7 +70,7 @@ class Turns:
         Overloaded or EngineDead.
         """
         if self._is_draining:
-            raise Overloaded("the server is shutting down")
+            raise stopping()
         key = (request.tenant, request.session_id)
         turn = self._claim(key)
         try:
@@ -132,7 +80,7 @@ class Turns:
         except BaseException:
             self._release(key)
             raise
-        turn._begin(generation, start)
+        turn.begin(generation, start, self._metrics.start_request(arrival=request.arrival))
         self._track(self._run(turn, generation, start, generation_request))
         return turn
 
@@ -141,7 +89,7 @@ class Turns:
         turn = self._running.get((tenant, session_id))
         if turn is None:
             return False
-        turn.cancel()
+        turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
         await turn.ended.wait()
         return turn.end is not None and turn.end.finished.reason is FinishReason.ABORT
 
@@ -163,7 +111,7 @@ class Turns:
             waits = [asyncio.ensure_future(turn.ended.wait()) for turn in self._running.values()]
             await asyncio.wait(waits, timeout=grace_s)
             for turn in self._running.values():
-                turn.cancel()
+                turn.stop(stopping())
             await asyncio.wait(waits)
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -171,11 +119,11 @@ class Turns:
     def _claim(self, key: Key) -> Turn:
         if key in self._running:
             raise SessionBusy(f"session {key[1]!r} is busy: another turn is running", retry_after_s=RETRY_AFTER_S)
-        turn = self._running[key] = Turn(detached_s=self._detached_s)
+        turn = self._running[key] = Turn(self._metrics, detached_s=self._detached_s)
         return turn
 
     def _release(self, key: Key, end: TurnEnd | None = None) -> None:
-        self._running.pop(key)._finish(end)
+        self._running.pop(key).finish(end)
 
     def _track(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -183,52 +131,67 @@ class Turns:
         task.add_done_callback(self._tasks.discard)
 
     async def _load(self, request: TurnRequest) -> Continuation:
-        stored = await self._store.load(tenant=request.tenant, session_id=request.session_id)
-        require_version(stored.head, request.expected_version)
-        model, tokenizer = self._backend.model, self._backend.tokenizer
-        # in a thread: a checksum over megabytes would hold up every other stream
-        return await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+        with _count_outcomes(self._metrics):
+            started = time.monotonic()
+            stored = await self._store.load(tenant=request.tenant, session_id=request.session_id)
+            self._metrics.state_fetched(time.monotonic() - started)
+            require_version(stored.head, request.expected_version)
+            model, tokenizer = self._backend.model, self._backend.tokenizer
+            # in a thread: a checksum over megabytes would hold up every other stream
+            start = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+        if start.snapshot is not None:
+            self._metrics.session_resume("hit")
+        return start
 
     async def _run(self, turn: Turn, generation: Generation, start: Continuation, request: GenerationRequest) -> None:
         """The turn's task. Whatever happens in it, the session is released and the turn has an end."""
-        end = TurnEnd(finished=Finished(reason=FinishReason.ABORT), head=start.head)  # if this task itself is cancelled
+        aborted = Finished(reason=FinishReason.ABORT)
+        end = TurnEnd(finished=aborted, head=start.head, error=stopping())  # if this task itself is cancelled
         try:
-            finished = await _forward(generation, turn)
-            end = await self._commit(finished, start, seed=request.sampling.seed)
-        except Exception as error:
-            if not isinstance(error, NsmError):
-                logger.exception("request %s failed", request.request_id)
-                error = NsmError(f"internal error; the server's log tells more under request id {request.request_id}")
-            end = TurnEnd(finished=Finished(reason=FinishReason.ERROR, error=error), head=start.head)
+            with self._lifecycle.track():
+                finished = await _forward(generation, turn)
+                end = await self._settle(turn, finished, start, seed=request.sampling.seed)
+        except Exception:
+            logger.exception("request %s failed", request.request_id)
+            error = NsmError(f"internal error; the server's log tells more under request id {request.request_id}")
+            end = TurnEnd(finished=Finished(reason=FinishReason.ERROR), head=start.head, error=error)
         finally:
             self._release((start.head.tenant, start.head.session_id), end)
 
-    async def _commit(self, finished: Finished, start: Continuation, *, seed: int) -> TurnEnd:
+    async def _settle(self, turn: Turn, finished: Finished, start: Continuation, *, seed: int) -> TurnEnd:
         """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
-        if finished.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return TurnEnd(finished=finished, head=start.head)
+        error = turn.error_of(finished)
+        if error is not None:
+            return TurnEnd(finished=finished, head=start.head, error=error)
         if finished.end_state is None:
             raise RuntimeError("the engine ended a session's turn without its state")
         try:
-            head = await self._store_turn(finished.end_state, start, seed=seed)
-        except NsmError as error:
-            failed = dataclasses.replace(finished, reason=FinishReason.ERROR, end_state=None, error=error)
-            return TurnEnd(finished=failed, head=start.head)
+            head = await self._commit(finished.end_state, start, seed=seed)
+        except NsmError as commit_error:
+            return TurnEnd(finished=finished, head=start.head, error=commit_error)
         return TurnEnd(finished=finished, head=head)
 
-    async def _store_turn(self, end: EndState, start: Continuation, *, seed: int) -> SessionHead:
+    async def _commit(self, end: EndState, start: Continuation, *, seed: int) -> SessionHead:
+        started = time.monotonic()
         new_ids = start.new_log_ids(end)
         snapshot = start.next_snapshot(end, seed=seed, created_at=self._clock())
-        return await self._store.commit(
-            tenant=start.head.tenant,
-            session_id=start.head.session_id,
-            created_at=start.head.created_at,
-            expected_version=start.head.version,
-            snapshot=await asyncio.to_thread(snapshot.encode),
-            position=end.position,
-            model_fingerprint=start.model.fingerprint,
-            new_ids=new_ids,
-        )
+        raw = await asyncio.to_thread(snapshot.encode)
+        try:
+            head = await self._store.commit(
+                tenant=start.head.tenant,
+                session_id=start.head.session_id,
+                created_at=start.head.created_at,
+                expected_version=start.head.version,
+                snapshot=raw,
+                position=end.position,
+                model_fingerprint=start.model.fingerprint,
+                new_ids=new_ids,
+            )
+        except VersionConflict:
+            self._metrics.commit_conflict()
+            raise
+        self._metrics.state_committed(time.monotonic() - started, num_bytes=len(raw))
+        return head
 
 
 async def _forward(generation: Generation, turn: Turn) -> Finished:
@@ -237,8 +200,20 @@ async def _forward(generation: Generation, turn: Turn) -> Finished:
         async for event in generation.events():
             if isinstance(event, Finished):
                 return event
-            turn._put(event)
+            turn.put(event)
     except BaseException:
         generation.cancel()
         raise
     raise RuntimeError("the engine ended a request without Finished")
+
+
+@contextlib.contextmanager
+def _count_outcomes(metrics: Metrics) -> Iterator[None]:
+    try:
+        yield
+    except StateMismatch:
+        metrics.session_resume("fingerprint_mismatch")
+        raise
+    except (NotFound, SnapshotCorrupt):
+        metrics.session_resume("miss")
+        raise

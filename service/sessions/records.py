@@ -14,7 +14,7 @@ _TOKEN_BYTES = 4
 
 def not_found(session_id: str) -> NotFound:
     """The same answer for an id that never was, is deleted, or is another tenant's."""
-    return NotFound(f"session {session_id!r} does not exist", param="session_id", code="session_not_found")
+    return NotFound(f"session {session_id[:80]!r} does not exist", param="session_id", code="session_not_found")
 
 
 def already_exists(session_id: str) -> VersionConflict:

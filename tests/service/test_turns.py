@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,14 +22,18 @@ from nsm_core.errors import (
     StateMismatch,
     StorageFull,
     StoreUnavailable,
+    TurnCancelled,
     VersionConflict,
 )
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import Snapshot
 from service.continuation import TurnRequest
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
 from service.sessions.base import SessionHead
 from service.sessions.memory import MemorySessionStore
-from service.turns import Turn, TurnEnd, Turns
+from service.turn import Turn, TurnEnd
+from service.turns import Turns
 from tests.fakes import FakeBackend, FakeGeneration, state_after
 
 KEY = {"tenant": "default", "session_id": "s1"}
@@ -59,7 +64,19 @@ class House:
     def __init__(self, backend: FakeBackend, *, detached_s: float = 60.0) -> None:
         self.backend = backend
         self.store = FaultyStore()
-        self.turns = Turns(backend, self.store, detached_s=detached_s, clock=lambda: 5.0)
+        self.metrics = Metrics(backend)
+        self.lifecycle = Lifecycle()
+        self.turns = self.make_turns(backend, detached_s=detached_s)
+
+    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0) -> Turns:
+        return Turns(
+            backend,
+            self.store,
+            metrics=self.metrics,
+            lifecycle=self.lifecycle,
+            detached_s=detached_s,
+            clock=lambda: 5.0,
+        )
 
     async def create(self, session_id: str = "s1") -> SessionHead:
         return await self.store.create(
@@ -71,6 +88,9 @@ class House:
 
     async def say(self, *input_ids: int, **changes: Any) -> TurnEnd:
         return (await collect(await self.open(*input_ids, **changes)))[1]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
 
     async def snapshot(self, session_id: str = "s1") -> Snapshot:
         stored = await self.store.load(tenant="default", session_id=session_id)
@@ -88,6 +108,7 @@ def make_request(*input_ids: int, max_tokens: int = 4, seed: int | None = None, 
         "is_verbatim": False,
         "sampling": sampling,
         "has_own_seed": seed is not None,
+        "arrival": time.monotonic(),
     }
     return TurnRequest(**{**fields, **changes})
 
@@ -121,7 +142,7 @@ async def test_a_first_turn_starts_with_end_of_text_and_is_committed() -> None:
         assert [token.token_id for token in tokens] == list(house.backend.script_ids[:4])
         assert house.backend.requests[0].prompt_ids == (EOT, 5, 6)
         assert house.backend.requests[0].resume is None
-        assert (end.finished.reason, end.finished.error) == (FinishReason.LENGTH, None)
+        assert (end.finished.reason, end.error) == (FinishReason.LENGTH, None)
         assert (end.head.version, end.head.position, end.head.num_log_tokens) == (1, 6, 7)
         assert await house.store.get(**KEY) == end.head
         assert await house.store.read_log(**KEY) == (EOT, 5, 6, *house.backend.script_ids[:4])
@@ -184,7 +205,7 @@ async def test_M5_the_first_seed_is_the_sessions_until_a_turn_brings_its_own() -
         await house.say(5)  # seed 77 was drawn, not given
         await house.open(6, sampling=SamplingParams(max_tokens=2, seed=1234))
         await house.turns.drain(grace_s=5.0)
-        house.turns = Turns(house.backend, house.store, detached_s=60.0)
+        house.turns = house.make_turns(house.backend)
         await house.say(7, seed=5)
         await house.say(8, sampling=SamplingParams(max_tokens=2, seed=4321))
         assert [request.sampling.seed for request in house.backend.requests] == [77, 77, 5, 5]
@@ -296,7 +317,7 @@ async def test_a_state_of_another_numerics_class_is_used_and_said() -> None:
         await house.turns.drain(grace_s=5.0)
         backend = FakeBackend()
         backend.model = dataclasses.replace(backend.model, numerics="other")
-        turn = await Turns(backend, house.store, detached_s=60.0).open_turn(make_request(6))
+        turn = await house.make_turns(backend).open_turn(make_request(6))
         assert turn.other_numerics == "fake"
         assert (await collect(turn))[1].head.version == 2
 
@@ -311,6 +332,7 @@ async def test_S8_a_cancelled_turn_leaves_the_session_at_its_last_commit() -> No
         assert await house.turns.cancel(**KEY)
         tokens, end = await collect(turn)
         assert (len(tokens), end.finished.reason, end.head) == (2, FinishReason.ABORT, before)
+        assert isinstance(end.error, TurnCancelled)
         assert await house.store.get(**KEY) == before
         assert house.backend.num_cancels == 1
         house.backend.release_all()
@@ -353,7 +375,8 @@ async def test_an_error_of_the_engine_ends_the_turn_without_a_commit() -> None:
         tokens, end = await collect(await house.open(5))
         assert len(tokens) == 2
         assert (end.finished.reason, end.head.version) == (FinishReason.ERROR, 0)
-        assert isinstance(end.finished.error, DeadlineExceeded)
+        assert isinstance(end.error, DeadlineExceeded)
+        assert house.sample("nsm_request_success_total", finished_reason="error") == 1
         house.backend.fail_after = None
         assert (await house.say(5)).head.version == 1
 
@@ -364,7 +387,7 @@ async def test_a_commit_that_fails_is_the_turns_error(error: Exception) -> None:
         house.store.commit_error = error
         tokens, end = await collect(await house.open(5))
         assert len(tokens) == 4
-        assert (end.finished.reason, end.finished.error, end.head.version) == (FinishReason.ERROR, error, 0)
+        assert (end.error, end.head.version) == (error, 0)
         house.store.commit_error = None
         assert (await house.say(5)).head.version == 1
 
@@ -376,7 +399,7 @@ async def test_a_fault_of_our_own_ends_the_turn_with_an_error_that_tells_no_deta
         house.store.commit_error = ZeroDivisionError("secret detail")
         end = await house.say(5)
         assert end.finished.reason is FinishReason.ERROR
-        assert str(end.finished.error) == "internal error; the server's log tells more under request id r1"
+        assert str(end.error) == "internal error; the server's log tells more under request id r1"
         assert "secret detail" in caplog.text
 
 
@@ -407,6 +430,34 @@ async def test_S6_a_client_that_leaves_does_not_stop_its_turn() -> None:
         assert house.backend.num_cancels == 0
 
 
+async def test_a_turn_that_goes_on_without_its_client_keeps_the_server_from_stopping() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        await house.backend.held.wait()
+        turn.detach()
+        assert house.sample("nsm_turns_detached") == 1
+        assert not await house.lifecycle.wait_idle(0.0)
+        house.backend.release_all()
+        assert await house.lifecycle.wait_idle(5.0)
+        assert house.sample("nsm_turns_detached") == 0
+
+
+async def test_what_was_resumed_and_committed_is_counted() -> None:
+    async with make_house() as house:
+        await house.say(5)
+        await house.say(6)
+        with pytest.raises(NotFound):
+            await house.open(6, session_id="nobody")
+        house.store.commit_error = VersionConflict("moved on")
+        await house.say(7)
+        resumed = [house.sample("nsm_session_resume_total", outcome=outcome) for outcome in ("hit", "miss")]
+        assert resumed == [2, 1]
+        assert house.sample("nsm_state_commit_seconds_count") == house.sample("nsm_state_bytes_count") == 2
+        assert house.sample("nsm_state_fetch_seconds_count") == 3
+        assert house.sample("nsm_commit_conflict_total") == 1
+        assert house.sample("nsm_request_success_total", finished_reason="length") == 2
+
+
 async def test_a_turn_without_its_client_is_stopped_after_detached_s() -> None:
     async with make_house(FakeBackend(hold=True), detached_s=0.01) as house:
         turn = await house.open(5)
@@ -417,6 +468,7 @@ async def test_a_turn_without_its_client_is_stopped_after_detached_s() -> None:
         await turn.ended.wait()
         assert turn.end is not None
         assert turn.end.finished.reason is FinishReason.ABORT
+        assert isinstance(turn.end.error, TurnCancelled)
         assert house.backend.num_cancels == 1
         assert (await house.store.get(**KEY)).version == 0
 
@@ -499,7 +551,7 @@ async def test_draining_lets_turns_finish_within_the_grace_time() -> None:
         turn = await house.open(5)
         draining = asyncio.create_task(house.turns.drain(grace_s=30.0))
         await house.backend.held.wait()
-        with pytest.raises(Overloaded, match="shutting down"):
+        with pytest.raises(Overloaded, match="stopping"):
             await house.open(6, session_id="s2")
         assert not draining.done()
         house.backend.release_all()
@@ -516,6 +568,7 @@ async def test_draining_stops_what_outlasts_the_grace_time_with_a_proper_end() -
         tokens, end = await collect(turn)
         assert len(tokens) <= 1
         assert (end.finished.reason, end.head.version) == (FinishReason.ABORT, 0)
+        assert isinstance(end.error, Overloaded)
         assert house.turns.num_running == 0
 
 

@@ -1,0 +1,112 @@
+"""/v1/sessions: create, list, get, delete; generate and cancel."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query
+from starlette.responses import Response
+
+from service.answers import send
+from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
+from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.json_body import JsonRoute, json_response
+from service.schemas.sessions import SESSION_ID, CreateSessionBody, GenerateBody
+from service.session_turns import open_session_turn
+from service.sessions.base import SessionHead
+from service.sessions.records import not_found
+
+MAX_PAGE = 100
+
+router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
+
+
+async def get_session_id(session_id: Annotated[str, Path()]) -> str:
+    """What could never be an id is an id that does not exist."""
+    if not SESSION_ID.fullmatch(session_id):
+        raise not_found(session_id)
+    return session_id
+
+
+SessionIdDep = Annotated[str, Depends(get_session_id)]
+
+
+@router.post("/v1/sessions", response_class=Response)
+async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateSessionBody | None = None) -> Response:
+    """A new, empty session; 409 when the id is taken. The body may be left out. Answers 200, like OpenAI's."""
+    body = body or CreateSessionBody()
+    services.check_model(body.model)
+    head = await services.store.create(
+        tenant=tenant,
+        session_id=body.id or f"sess_{uuid.uuid4().hex}",
+        model_fingerprint=services.backend.model.fingerprint,
+        metadata=body.metadata,
+    )
+    return json_response(session_object(services, head))
+
+
+@router.get("/v1/sessions", response_class=Response)
+async def list_sessions(
+    services: ServicesDep,
+    tenant: TenantDep,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    after: Annotated[str | None, Query(description="next_cursor of the page before")] = None,
+) -> Response:
+    """Newest first."""
+    page = await services.store.list(tenant=tenant, limit=limit, cursor=after)
+    data = [session_object(services, head) for head in page.heads]
+    has_more = page.next_cursor is not None
+    return json_response({"object": "list", "data": data, "has_more": has_more, "next_cursor": page.next_cursor})
+
+
+@router.get("/v1/sessions/{session_id}", response_class=Response)
+async def get_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Where the session is: its version and its position, the number of tokens read so far."""
+    return json_response(session_object(services, await services.store.get(tenant=tenant, session_id=session_id)))
+
+
+@router.delete("/v1/sessions/{session_id}", response_class=Response)
+async def delete_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Stops a running turn; head, state and token log are gone when this answers."""
+    await services.turns.delete(tenant=tenant, session_id=session_id)
+    return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
+
+
+@router.post("/v1/sessions/{session_id}/generate", response_class=Response, responses=GENERATION_RESPONSES)
+async def generate(
+    session_id: SessionIdDep, body: GenerateBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
+) -> Response:
+    """One turn: reads `input` after all that the session has read, then samples.
+
+    It is committed before the finish reason is sent, and goes on to that when its client leaves. While another turn is
+    running the answer is 409 `session_busy`, with `Retry-After`.
+    """
+    services.log_prompt(arrival, body.input)
+    turn = await open_session_turn(services, tenant, session_id, body, arrival)
+    return await send(turn, is_stream=body.stream, request_id=arrival.request_id)
+
+
+@router.post("/v1/sessions/{session_id}/cancel", response_class=Response)
+async def cancel(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Stops the running turn, if there is one; `cancelled` tells. The session stays at its last commit."""
+    was_cancelled = await services.turns.cancel(tenant=tenant, session_id=session_id)
+    head = await services.store.get(tenant=tenant, session_id=session_id)
+    return json_response({**session_object(services, head), "cancelled": was_cancelled})
+
+
+def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
+    """`model` is null for a session of a model that is not served here."""
+    is_served = head.model_fingerprint == services.backend.model.fingerprint
+    return {
+        "id": head.session_id,
+        "object": "session",
+        "version": head.version,
+        "position": head.position,
+        "created_at": int(head.created_at),
+        "updated_at": int(head.updated_at),
+        "model": services.model_name if is_served else None,
+        "model_fingerprint": head.model_fingerprint,
+        "snapshot_bytes": head.snapshot_bytes,
+        "metadata": dict(head.metadata),
+    }

@@ -1,0 +1,105 @@
+"""The bodies under /v1/sessions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from service.errors import shown
+from service.schemas.common import HARMLESS, UNSUPPORTED, RequestBody, SamplingFields, StreamOptions, check_max_tokens
+from service.schemas.completions import DEFAULT_MAX_TOKENS
+
+SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+INPUT_SCHEMA = {
+    "description": "a text or token ids; may be empty when the session's last token waits to be read",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}],
+}
+
+
+class CreateSessionBody(RequestBody):
+    """All of it is optional, the body as a whole too."""
+
+    id: str | None = Field(default=None, description="1 to 64 of A-Z a-z 0-9 _ and -; made up when absent")
+    model: str | None = None
+    metadata: dict[str, str] = Field(
+        default={},
+        description=f"at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
+        f"{MAX_METADATA_VALUE_CHARS} characters",
+    )
+
+    @field_validator("id", mode="after")
+    @classmethod
+    def _plain_id(cls, session_id: str) -> str:
+        if not SESSION_ID.fullmatch(session_id):
+            raise InvalidRequest(
+                f"id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {shown(session_id)}", param="id"
+            )
+        return session_id
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _small_metadata(cls, metadata: dict[str, str]) -> dict[str, str]:
+        if len(metadata) > MAX_METADATA_PAIRS:
+            raise InvalidRequest(
+                f"metadata must have at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}", param="metadata"
+            )
+        for key, value in metadata.items():
+            _check_chars("keys", key, MAX_METADATA_KEY_CHARS)
+            _check_chars("values", value, MAX_METADATA_VALUE_CHARS)
+        return metadata
+
+
+def _check_chars(what: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        message = f"metadata must have {what} of at most {limit} characters, got {len(text)}: {shown(text)}"
+        raise InvalidRequest(message, param="metadata")
+
+
+class GenerateBody(SamplingFields):
+    """One turn: read `input`, then sample."""
+
+    harmless = HARMLESS
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED, "n": (1,), "best_of": (1,), "echo": (False,), "prompt": ()
+    }  # fmt: skip
+
+    model: str | None = None
+    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = ""
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    expected_version: int | None = Field(
+        default=None, description="the version this turn continues; 409 when the session is at another"
+    )
+
+    @field_validator("input", mode="after")
+    @classmethod
+    def _input_kind(cls, value: Any) -> Any:
+        is_ids = isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
+        if not (isinstance(value, str) or is_ids):
+            raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
+        return value
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> GenerateBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        return self
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
+        """Raises InvalidRequest."""
+        max_tokens = check_max_tokens(self.max_tokens, max_tokens_limit)
+        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, logprobs=self.logprobs)
