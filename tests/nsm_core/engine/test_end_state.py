@@ -1,4 +1,4 @@
-"""What a session keeps: however a turn ends, its state is that of one run over the log, and the log is what was seen."""
+"""What a session keeps: however a turn ends, its state is that of one run over the log, and the log is what showed."""
 
 from __future__ import annotations
 

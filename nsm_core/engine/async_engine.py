@@ -1,0 +1,205 @@
+"""One thread that steps the engine, and its asyncio face.
+
+Who owns what: the thread owns the `Engine`; the event loop owns the table of handles. Commands go in through one inbox,
+the events of a step come out in one call to the loop. No lock is held while a step runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+
+from nsm_core.engine.engine import Engine, Events
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
+from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.stats import EngineStats
+
+logger = logging.getLogger("nsm.engine")
+
+# An idle thread turns over this often, so that its heartbeat stays fresh.
+IDLE_TURN_S = 1.0
+# A thread that has not turned over for this long hangs.
+HEARTBEAT_LIMIT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+class GenerationHandle:
+    """A request in the engine. Its events end with exactly one Finished."""
+
+    def __init__(self, request: GenerationRequest, inbox: _Inbox) -> None:
+        self.request = request
+        self._inbox = inbox
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Each event once, in order; for one consumer."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    def cancel(self) -> None:
+        """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
+        self._inbox.put(_Cancel(self.request.request_id))
+
+    def deliver(self, event: Event) -> None:
+        """On the event loop's thread."""
+        self._events.put_nowait(event)
+
+    def fail(self, error: NsmError) -> None:
+        """The engine has no more to say about this request."""
+        request = self.request
+        cached = 0 if request.resume is None else request.resume.position
+        prompt_tokens = cached + len(request.prompt_ids)
+        self.deliver(
+            Finished(reason=FinishReason.ERROR, prompt_tokens=prompt_tokens, cached_tokens=cached, error=error)
+        )
+
+
+class _Inbox:
+    """Commands for the engine's thread, in order."""
+
+    def __init__(self) -> None:
+        self._commands: list[GenerationRequest | _Cancel] = []
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def put(self, command: GenerationRequest | _Cancel) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def take(self, *, wait_s: float) -> tuple[list[GenerationRequest | _Cancel], bool]:
+        """All commands, and whether the inbox was closed. Waits up to `wait_s` when there is nothing to tell."""
+        with self._changed:
+            if not self._commands and not self._is_closed:
+                self._changed.wait(wait_s)
+            commands, self._commands = self._commands, []
+            return commands, self._is_closed
+
+
+class AsyncEngine:
+    """Runs an engine in a thread. All methods but `GenerationHandle.cancel` belong to the loop that called `start`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._limit = engine.config.max_slots + engine.config.queue_limit
+        self._queue_limit = engine.config.queue_limit
+        self._inbox = _Inbox()
+        self._handles: dict[str, GenerationHandle] = {}
+        self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: EngineDead | None = EngineDead("the engine was not started")
+        # Written by the thread as whole values, read by anybody
+        self._heartbeat = time.monotonic()
+        self._stats = engine.stats()
+
+    async def start(self) -> None:
+        """Start the thread; once."""
+        self._loop = asyncio.get_running_loop()
+        self._end = None
+        self._heartbeat = time.monotonic()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Every request ends with `abort` after the step that runs now; then the thread ends. Idempotent."""
+        self._end = self._end or EngineDead("the engine is stopping")
+        self._inbox.close()
+        if self._loop is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle:
+        """Queue a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
+        if self._end is not None:
+            raise EngineDead(str(self._end))
+        if request.request_id in self._handles:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        if len(self._handles) >= self._limit:
+            raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
+        self._engine.check(request)
+        handle = GenerationHandle(request, self._inbox)
+        self._handles[request.request_id] = handle
+        self._inbox.put(request)
+        return handle
+
+    def is_ready(self) -> bool:
+        """Whether requests are taken and the thread's heartbeat is fresh."""
+        return self._end is None and time.monotonic() - self._heartbeat < HEARTBEAT_LIMIT_S
+
+    def stats(self) -> EngineStats:
+        """The counters as they were after one step."""
+        return dataclasses.replace(self._stats)
+
+    def _run(self) -> None:
+        """The thread's whole life. However it ends, every request gets its last event."""
+        end = EngineDead("the engine was stopped")
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            logger.exception("the engine's thread failed")
+            end = EngineDead(f"the engine failed: {type(error).__name__}")
+        self._call_loop_end(end)
+
+    def _turn(self) -> bool:
+        """Take commands, run one step, hand out its events. False, and everything ended, when the inbox was closed."""
+        commands, is_closed = self._inbox.take(wait_s=0.0 if self._engine.has_work else IDLE_TURN_S)
+        self._heartbeat = time.monotonic()
+        events: Events = []
+        for command in commands:
+            if isinstance(command, _Cancel):
+                self._engine.cancel(command.request_id)
+            else:
+                events += self._add(command)
+        events += self._engine.abort_all() if is_closed else self._engine.step()
+        self._stats = self._engine.stats()
+        self._post(events)
+        return not is_closed
+
+    def _add(self, request: GenerationRequest) -> Events:
+        try:
+            self._engine.add(request)
+        except NsmError as error:
+            return [(request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
+        return []
+
+    def _post(self, events: Events) -> None:
+        if events and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _call_loop_end(self, end: EngineDead) -> None:
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._close, end)
+        except RuntimeError:
+            # The loop was closed before us: nobody is left to be told
+            logger.warning("the engine's event loop ended before the engine")
+
+    def _deliver(self, events: Events) -> None:
+        """On the loop."""
+        for request_id, event in events:
+            self._handles[request_id].deliver(event)
+            if isinstance(event, Finished):
+                del self._handles[request_id]
+
+    def _close(self, end: EngineDead) -> None:
+        """On the loop, after the last events: what the engine did not end itself ends here."""
+        self._end = end
+        for handle in self._handles.values():
+            handle.fail(end)
+        self._handles.clear()

@@ -1,0 +1,61 @@
+"""The model in this process, on an engine thread of its own."""
+
+from __future__ import annotations
+
+from nsm_core.config import EngineConfig
+from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
+from nsm_core.engine.engine import Engine
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.model.loader import LoadedModel
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+from service.backends.base import ModelInfo
+
+
+class LocalBackend:
+    """An InferenceBackend on an AsyncEngine."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._tokenizer = loaded.tokenizer
+        self._model = _describe(loaded)
+        self._engine = AsyncEngine(
+            Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config)
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle:
+        return self._engine.submit(request)
+
+    def is_ready(self) -> bool:
+        return self._engine.is_ready()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+
+def _describe(loaded: LoadedModel) -> ModelInfo:
+    spec = loaded.model.state_spec
+    return ModelInfo(
+        name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        numerics=loaded.numerics,
+        created=loaded.created,
+        vocab_size=loaded.tokenizer.vocab_size,
+        num_parameters=loaded.num_parameters,
+        state_bytes=spec.num_bytes,
+        state_layout=tuple(spec.layout()),
+        chat_template=loaded.config.chat_template,
+    )
