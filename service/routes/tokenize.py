@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     services.check_model(body.model)
     text, param = body.prompt, "prompt"
     if text is None:
-        text, param = render_chat(get_template(services.backend.model.chat_template), body.messages or []), "messages"
+        text, param = render_chat(get_template(services.backend.model.chat_template), body.messages), "messages"
     prompt = await services.prompts.fresh(text, param=param)
     tokens = prompt.ids if body.add_special_tokens else prompt.ids[prompt.num_start :]
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": None, "tokens": tokens}

@@ -16,13 +16,13 @@ class TokenizeBody(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(default=[], min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
+        if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         return self
 

@@ -1,0 +1,158 @@
+"""Runs the application under uvicorn: what is loaded, where it listens, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from nsm_core.errors import ConfigError
+from nsm_core.model.loader import load_checkpoint
+from service.app import create_app
+from service.backends.base import InferenceBackend
+from service.backends.local import LocalBackend
+from service.deps import Services
+from service.sessions.base import SessionStore
+from service.sessions.memory import MemorySessionStore
+from service.sessions.sqlite import SqliteSessionStore
+from service.settings import Settings
+
+logger = logging.getLogger("nsm.server")
+
+KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
+FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
+EXIT_INTERRUPTED = 130
+
+
+def run(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
+    configure_logging(settings.log_level)
+    with bind(settings.host, settings.port) as sock:
+        app = create_app(settings, make_backend(settings), make_store(settings))
+        config = uvicorn_config(app)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(serve(app, config, sock))
+
+
+async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> None:
+    """The application's whole life; errors of its start are raised, not logged."""
+    services: Services = app.state.services
+    async with app.router.lifespan_context(app):
+        host, port = sock.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d", services.model_name, f"[{host}]" if ":" in host else host, port)
+        try:
+            await GracefulServer(config, services).serve(sockets=[sock])
+        except OSError as error:  # another process began to listen after we had bound
+            raise cannot_listen(host, port, error) from error
+    logger.info("stopped")
+
+
+def make_backend(settings: Settings) -> InferenceBackend:
+    """The model in this process. Raises CheckpointError or ConfigError."""
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    return LocalBackend(load_checkpoint(settings.model), settings.engine_config())
+
+
+def make_store(settings: Settings) -> SessionStore:
+    """The store that the settings name; a new kind of store is a new case here."""
+    path = settings.database_path()
+    return MemorySessionStore() if path is None else SqliteSessionStore(path)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the address before the model is loaded; nothing is accepted yet. Raises ConfigError."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise cannot_listen(host, port, error) from error
+    return sock
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {host} is already in use; choose another with --port or NSM_PORT")
+    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+
+
+def uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    """uvicorn without its own log, its own environment variables and its own lifespan."""
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",  # `serve` runs it
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        workers=1,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(FINAL_FRAMES_S),
+    )
+
+
+class GracefulServer(uvicorn.Server):
+    """On the first signal: no new work, running work may finish, then what is left is cut off in good order.
+
+    uvicorn alone would close its sockets at once, and so would never tell anybody that it is not ready.
+    """
+
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+        super().__init__(config)
+        self._services = services
+        self._loop = asyncio.get_running_loop()
+        self._stopping: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""
+        if self._services.lifecycle.is_draining:
+            if sig == signal.SIGINT:
+                os._exit(EXIT_INTERRUPTED)
+            return
+        self._services.lifecycle.begin_drain()
+        self._loop.call_soon_threadsafe(self._begin_stop)
+
+    def _begin_stop(self) -> None:
+        self._stopping = asyncio.create_task(self._stop())
+        self._stopping.add_done_callback(self._exit)
+
+    async def _stop(self) -> None:
+        services = self._services
+        grace_s = services.settings.grace_s
+        logger.info("stopping: what runs may finish within %g s", grace_s)
+        is_idle, _ = await asyncio.gather(services.lifecycle.wait_idle(grace_s), services.turns.drain(grace_s))
+        if not is_idle:
+            logger.warning("cutting off what did not finish within %g s", grace_s)
+        await services.backend.stop()  # what still runs ends with abort, and its client gets an error frame
+        await services.lifecycle.wait_idle(FINAL_FRAMES_S)
+
+    def _exit(self, stopping: asyncio.Task[None]) -> None:
+        self.should_exit = True
+        if not stopping.cancelled() and stopping.exception() is not None:
+            logger.error("the graceful stop failed", exc_info=stopping.exception())
+
+
+def configure_logging(level: str) -> None:
+    """One line for each record, on standard error."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    logging.getLogger("nsm").setLevel(level.upper())
