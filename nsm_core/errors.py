@@ -5,6 +5,7 @@ NsmError
 ├── BodyTooLarge         the request body is over the limit
 ├── NotFound             no such model, session or route object
 ├── SessionBusy          another turn of this session is running
+├── TurnCancelled        a session's turn was stopped on request; nothing of it was kept
 ├── VersionConflict      the session moved on since it was read
 ├── StateMismatch        a snapshot belongs to another model, session, tenant or position
 ├── SnapshotCorrupt      a snapshot's bytes do not match its checksum or layout
@@ -53,6 +54,10 @@ class SessionBusy(NsmError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TurnCancelled(NsmError):
+    """Somebody stopped the turn; its session stays at its last commit."""
 
 
 class VersionConflict(NsmError):
