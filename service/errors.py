@@ -40,6 +40,17 @@ logger = logging.getLogger("nsm.errors")
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
 SERVER = "server_error"
+# pydantic's kinds of error whose own words speak of Python
+KINDS = {
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be a boolean (true or false)",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a JSON object",
+    "model_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object",
+}
 MAX_SHOWN_CHARS = 80  # of a bad value, in a message
 
 
@@ -189,8 +200,7 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"
     else:
-        wish = item["msg"].removeprefix("Value error, ")
-        wish = wish.replace("Input should", "must", 1).replace("a valid dictionary or object", "a JSON object")
+        wish = KINDS.get(item["type"]) or item["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
         message = f"{param or 'the body'} {wish}, got {shown(item.get('input'))}"
     return ErrorAnswer(status=400, type=INVALID, message=message, param=param)
 

@@ -10,7 +10,6 @@ from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_val
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
-from service.errors import shown
 from service.schemas.common import (
     HARMLESS,
     UNSUPPORTED,
@@ -58,9 +57,7 @@ class Message(RequestBody):
             return content
         if isinstance(content, list) and content:
             return "\n".join(_text_of(part) for part in content)
-        raise InvalidRequest(
-            f"content must be a string or a list of text parts, got {shown(content)}", param="messages"
-        )
+        raise ValueError("must be a string or a list of text parts")
 
     def to_core(self) -> ChatMessage:
         """A developer's message is a system message by its older name."""
@@ -136,5 +133,4 @@ def _text_of(part: Any) -> str:
         text = part["text"]
         if isinstance(text, str):
             return text
-    wish = 'content parts must be {"type": "text", "text": "..."}'
-    raise InvalidRequest(f"{wish}, got {shown(part)}", param="messages")
+    raise ValueError('must have no parts but {"type": "text", "text": "..."}')

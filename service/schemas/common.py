@@ -102,7 +102,11 @@ class SamplingFields(RequestBody):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_many(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
+        if isinstance(stop, str):
+            return [stop]
+        if not isinstance(stop, list):
+            raise ValueError("must be a string or a list of strings")
+        return stop
 
     @field_validator("logit_bias", mode="after")
     @classmethod

@@ -1,0 +1,70 @@
+"""An application on a fake backend: in process for plain answers, on a real socket for streams and for leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+
+from service.app import create_app
+from service.backends.base import InferenceBackend
+from service.deps import Services
+from service.sessions.memory import MemorySessionStore
+from service.settings import Settings
+from tests.live_server import serving
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gateway:
+    """`client` speaks HTTP; `openai` is the stock client, which never tries again by itself here."""
+
+    app: FastAPI
+    services: Services
+    client: httpx.AsyncClient
+    openai: AsyncOpenAI
+    url: str
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample; 0 when there is none yet."""
+        value = self.services.metrics.registry.get_sample_value(name, labels)
+        return 0.0 if value is None else value
+
+
+@contextlib.asynccontextmanager
+async def gateway(backend: InferenceBackend, *, is_live: bool = False, **settings: Any) -> AsyncIterator[Gateway]:
+    """`is_live`: behind a real uvicorn. Settings that tests do not name are the defaults."""
+    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, MemorySessionStore())
+    async with contextlib.AsyncExitStack() as stack:
+        if is_live:
+            url = await stack.enter_async_context(serving(app))
+            client = httpx.AsyncClient(base_url=url, timeout=30)
+        else:
+            await stack.enter_async_context(app.router.lifespan_context(app))
+            url = "http://gateway"
+            client = httpx.AsyncClient(base_url=url, transport=httpx.ASGITransport(app))
+        await stack.enter_async_context(client)
+        openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stack.push_async_callback(openai.close)
+        yield Gateway(app, app.state.services, client, openai, url)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The standard error body, checked for its shape."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+def frames_of(text: str) -> list[dict[str, Any]]:
+    """The JSON frames of a stream, which must end with [DONE]; comments are left out."""
+    parts = [part for part in text.split("\n\n") if not part.startswith(":")]
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]

@@ -1,0 +1,318 @@
+"""Bad input gets a 4xx that names the field, the limit and what was given; nothing of it disturbs the next request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, gateway
+from tests.samples import json_parsing_cases, utf8_byte_cases
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+HELLO = [{"role": "user", "content": "hello"}]
+
+# a field with its bad value, and the words that the message must have
+BAD_SAMPLING: list[tuple[dict[str, Any], list[str]]] = [
+    ({"temperature": "0.5"}, ["number", '"0.5"']),
+    ({"temperature": True}, ["number", "true"]),
+    ({"temperature": -0.1}, ["[0, 2]", "-0.1"]),
+    ({"temperature": 2.1}, ["[0, 2]", "2.1"]),
+    ({"temperature": [1]}, ["number", "[1]"]),
+    ({"top_p": 0}, ["(0, 1]", "0"]),
+    ({"top_p": 1.5}, ["(0, 1]", "1.5"]),
+    ({"top_k": -2}, ["0", "-2"]),
+    ({"top_k": 1.5}, ["integer", "1.5"]),
+    ({"min_p": 2}, ["[0, 1]", "2"]),
+    ({"repetition_penalty": 0}, ["(0, 10]", "0"]),
+    ({"presence_penalty": 3}, ["[-2, 2]", "3"]),
+    ({"frequency_penalty": -3}, ["[-2, 2]", "-3"]),
+    ({"logit_bias": {"5": 101}}, ["[-100, 100]", "101"]),
+    ({"logit_bias": {"5": "1"}}, ["number", '"1"']),
+    ({"logit_bias": {"five": 1}}, ["token ids", '"five"']),
+    ({"logit_bias": {"99999": 1}}, ["token ids in [0, ", "99999"]),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, ["1024", "1025"]),
+    ({"logit_bias": [1]}, ["object", "[1]"]),
+    ({"seed": 1.5}, ["integer", "1.5"]),
+    ({"seed": 10**40}, ["integer", "1e+40"]),
+    ({"stop": 5}, ["string or a list", "5"]),
+    ({"stop": ""}, ["non-empty"]),
+    ({"stop": ["a"] * 17}, ["at most", "17"]),
+    ({"stop": ["x" * 1025]}, ["1024", "1025"]),
+    ({"stop_token_ids": [-1]}, ["[0, ", "-1"]),
+    ({"stop_token_ids": [10**6]}, ["[0, ", "1000000"]),
+    ({"stop_token_ids": ["1"]}, ["integer", '"1"']),
+    ({"ignore_eos": 1}, ["boolean", "1"]),
+    ({"timeout": 0}, ["(0, 86400]", "0"]),
+    ({"timeout": -5}, ["(0, 86400]", "-5"]),
+    ({"timeout": "5"}, ["number", '"5"']),
+    ({"n": 0}, ["at least 1", "0"]),
+    ({"n": 129}, ["128", "129"]),
+    ({"n": "2"}, ["integer", '"2"']),
+    ({"n": 10**30}, ["integer", "1e+30"]),
+    ({"max_tokens": -1}, ["[", "32768]", "-1"]),
+    ({"max_tokens": 32769}, ["32768", "32769"]),
+    ({"max_tokens": "5"}, ["integer", '"5"']),
+    ({"max_tokens": 5.0}, ["integer", "5.0"]),
+    ({"max_tokens": True}, ["integer", "true"]),
+    ({"stream": "yes"}, ["boolean", '"yes"']),
+    ({"stream_options": {"include_usage": True}}, ["stream: true"]),
+    ({"model": 5}, ["string", "5"]),
+    ({"tools": [{"type": "function"}]}, ["not supported"]),
+    ({"tool_choice": "required"}, ["not supported", '"required"']),
+    ({"functions": [{}]}, ["not supported"]),
+    ({"response_format": {"type": "json_object"}}, ["not supported", "json_object"]),
+    ({"modalities": ["text", "audio"]}, ["not supported", "audio"]),
+    ({"audio": {}}, ["not supported", "{}"]),
+    ({"store": True}, ["not supported", "true"]),
+    ({"suffix": "end"}, ["not supported", '"end"']),
+    ({"reasoning_effort": "high"}, ["not supported", '"high"']),
+    ({"temprature": 0.5}, ["unknown field", "temprature", "did you mean temperature?"]),
+    ({"x" * 1000: 1}, ["unknown field"]),
+]
+BAD_COMPLETION: list[tuple[dict[str, Any], list[str]]] = [
+    ({"prompt": []}, ["an empty list"]),
+    ({"prompt": [[]]}, ["list of token ids"]),
+    ({"prompt": [[1], []]}, ["list of token ids"]),
+    ({"prompt": 5}, ["a string", "5"]),
+    ({"prompt": {"text": "x"}}, ["a string"]),
+    ({"prompt": [1, "x"]}, ["a string"]),
+    ({"prompt": [1.5]}, ["a string", "1.5"]),
+    ({"prompt": [True]}, ["a string", "true"]),
+    ({"prompt": [-1]}, ["[0, ", "-1"]),
+    ({"prompt": [1, 10**9]}, ["[0, ", "1000000000"]),
+    ({"prompt": "x" * 40_000}, ["at most 1000 tokens", "at least"]),
+    ({"prompt": "ab " * 900}, ["at most 1000 tokens"]),
+    ({"prompt": [1] * 1001}, ["at most 1000 tokens", "1001"]),
+    ({"prompt": ["x"] * 129}, ["128", "129"]),
+    ({"prompt": None}, ["required"]),
+    ({"logprobs": 21}, ["[0, 20]", "21"]),
+    ({"logprobs": -1}, ["[0, 20]", "-1"]),
+    ({"logprobs": True}, ["integer", "true"]),
+    ({"best_of": 2}, ["equal n (1)", "2"]),
+    ({"echo": "yes"}, ["boolean", '"yes"']),
+    ({"max_tokens": 0}, ["[1, 32768]", "0"]),
+]
+BAD_CHAT: list[tuple[dict[str, Any], list[str]]] = [
+    ({"messages": []}, ["at least 1", "[]"]),
+    ({"messages": None}, ["required"]),
+    ({"messages": "hello"}, ["list", '"hello"']),
+    ({"top_logprobs": 5}, ["logprobs: true"]),
+    ({"logprobs": 5}, ["boolean", "5"]),
+    ({"max_completion_tokens": 0}, ["[1, 32768]", "0"]),
+    ({"messages": [{"role": "user", "content": "ab " * 900}]}, ["at most 1000 tokens"]),
+]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(), max_prompt_tokens=1000, max_body_bytes=100_000) as opened:
+        yield opened
+
+
+async def assert_refused(server: Gateway, response: httpx.Response, status: int, words: list[str]) -> dict[str, Any]:
+    """It was refused as it should be, and the next request is served as if nothing had been."""
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert [word for word in words if word not in error["message"]] == [], error["message"]
+    assert len(error["message"]) < 400
+    good = await server.client.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 2})
+    assert good.json()["choices"][0]["text"] == "It was"
+    return error
+
+
+def first_key(fields: dict[str, Any]) -> str:
+    return next(iter(fields))[:24] + "=" + json.dumps(next(iter(fields.values())), default=str)[:16]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("fields", "words"), BAD_SAMPLING, ids=[first_key(fields) for fields, _ in BAD_SAMPLING])
+async def test_bad_sampling_fields(server: Gateway, path: str, fields: dict[str, Any], words: list[str]) -> None:
+    start = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO}
+    error = await assert_refused(server, await server.client.post(path, json={**start, **fields}), 400, words)
+    name = next(iter(fields))
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is not None
+    assert error["param"].partition(".")[0].partition("[")[0] == name
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD_COMPLETION, ids=[first_key(fields) for fields, _ in BAD_COMPLETION])
+async def test_bad_completion_fields(server: Gateway, fields: dict[str, Any], words: list[str]) -> None:
+    response = await server.client.post(COMPLETIONS, json={"prompt": "hello", **fields})
+    error = await assert_refused(server, response, 400, words)
+    assert error["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD_CHAT, ids=[first_key(fields) for fields, _ in BAD_CHAT])
+async def test_bad_chat_fields(server: Gateway, fields: dict[str, Any], words: list[str]) -> None:
+    response = await server.client.post(CHAT, json={"messages": HELLO, **fields})
+    error = await assert_refused(server, response, 400, words)
+    assert error["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[1].role", ["'user'", '"tool"']),
+        ({"role": "user"}, "messages[1].content", ["required"]),
+        ({"role": "user", "content": 5}, "messages[1].content", ["text parts", "5"]),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content", ["image_url"]),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content", ["5"]),
+        ({"role": "user", "content": []}, "messages[1].content", ["text parts", "[]"]),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls", ["not supported"]),
+        ({"role": "user", "content": "x", "nmae": "y"}, "nmae", ["unknown field"]),
+        ("hello", "messages[1]", ["object", '"hello"']),
+    ],
+    ids=str,
+)
+async def test_bad_messages(server: Gateway, message: Any, param: str, words: list[str]) -> None:
+    response = await server.client.post(CHAT, json={"messages": [*HELLO, message]})
+    error = await assert_refused(server, response, 400, words)
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_an_unknown_model_is_not_found(server: Gateway, path: str) -> None:
+    start = {
+        COMPLETIONS: {"prompt": "x"},
+        CHAT: {"messages": HELLO},
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [1]},
+    }[path]
+    response = await server.client.post(path, json={"model": "gpt-9", **start})
+    error = await assert_refused(server, response, 404, ["'gpt-9'", "'fake-nsm'"])
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+async def test_numbers_that_json_does_not_have(server: Gateway, literal: str) -> None:
+    raw = f'{{"prompt": "x", "temperature": {literal}}}'
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, ["not valid JSON"])
+    assert error["code"] == "invalid_json"
+
+
+async def test_invalid_utf8_is_refused(server: Gateway) -> None:
+    cases = [raw for raw, _ in utf8_byte_cases()]
+    for raw in cases:
+        response = await server.client.post(COMPLETIONS, content=b'{"prompt": "' + raw + b'"}', headers=JSON)
+        if _is_utf8(raw):
+            assert response.status_code in (200, 400)  # control characters must be escaped in JSON
+        else:
+            assert response.status_code == 400, raw
+            assert error_of(response)["code"] == "invalid_json"
+    assert sum(not _is_utf8(raw) for raw in cases) == 72
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/sessions/s1/generate"])
+async def test_json_parsing_suite(server: Gateway, path: str) -> None:
+    """None of these is a body of ours: what is JSON fails as a body, what is not fails as JSON; nothing crashes."""
+    for name, raw in json_parsing_cases().items():
+        response = await server.client.post(path, content=raw, headers=JSON)
+        error = error_of(response)
+        if name.startswith("n_"):
+            assert response.status_code in ((400,) if len(raw) <= 100_000 else (413,)), name
+            assert error["code"] in ("invalid_json", "body_too_large"), name
+        else:
+            assert 400 <= response.status_code < 500, name
+            assert name.startswith("i_") or error["code"] != "invalid_json", name
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 50_000, b'{"prompt":' * 9_000, b'{"logit_bias":' + b"[" * 1000 + b"]" * 1000 + b"}"]
+)
+async def test_deep_nesting_does_not_crash(server: Gateway, raw: bytes) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    await assert_refused(server, response, 400, [])
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        (None, 415),
+    ],
+)
+async def test_only_json_is_taken(server: Gateway, content_type: str | None, status: int) -> None:
+    """A web page can post a form to a local server, but no JSON."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = await server.client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        assert error_of(response)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [(b"", ["body is required"]), (b"[]", ["object", "[]"]), (b"null", []), (b'"x"', ["object"])]
+)
+async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:
+    await assert_refused(server, await server.client.post(COMPLETIONS, content=raw, headers=JSON), 400, words)
+
+
+async def test_routes_and_methods_that_do_not_exist(server: Gateway) -> None:
+    await assert_refused(server, await server.client.get("/v2/nothing"), 404, ["GET /v2/nothing"])
+    response = await server.client.get(COMPLETIONS)
+    await assert_refused(server, response, 405, [])
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_harmless_fields_and_nulls_change_nothing(server: Gateway, path: str) -> None:
+    start = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO}
+    harmless = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "store": False,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "seed": None,
+        "stop": None,
+        "logit_bias": None,
+        "stream_options": None,
+        "functions": None,
+    }
+    response = await server.client.post(path, json={**start, **harmless})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [(0, 0), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1), (-(2**63), 2**63), (7, 7)]
+)
+async def test_any_64_bit_seed_is_taken(given: int, used: int) -> None:
+    backend = FakeBackend()
+    async with gateway(backend) as server:
+        response = await server.client.post(COMPLETIONS, json={"prompt": "x", "seed": given})
+        assert response.status_code == 200
+    assert backend.requests[0].sampling.seed == used
+
+
+async def test_without_a_seed_one_is_drawn_for_all_choices() -> None:
+    backend = FakeBackend()
+    async with gateway(backend) as server:
+        for _ in range(2):
+            await server.client.post(COMPLETIONS, json={"prompt": "x", "n": 2})
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert [request.sampling.choice_index for request in backend.requests] == [0, 1, 0, 1]
