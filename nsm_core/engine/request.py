@@ -56,7 +56,8 @@ class GenerationRequest:
 class PromptScored:
     """Sent once, before the first token, when prompt_logprobs was asked for; entry i belongs to prompt_ids[i].
 
-    The first entry is None when nothing was fed before it.
+    The first entry is always None: nothing was fed before it, or what was belongs to a resumed state, which keeps no
+    logits.
     """
 
     logprobs: tuple[TokenLogprob | None, ...]
