@@ -111,7 +111,7 @@ async def test_an_id_that_is_taken_is_a_conflict_that_clients_do_not_retry(gatew
         ({"id": "x" * 65}, "id", "64"),
         ({"id": "é"}, "id", "A-Z"),
         ({"id": 5}, "id", "5"),
-        ({"metadata": []}, "metadata", "dictionary"),
+        ({"metadata": []}, "metadata", "object"),
         ({"metadata": {"a": 1}}, "metadata.a", "string"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "16 pairs, got 17"),
         ({"metadata": {"k" * 65: ""}}, "metadata", "64"),
