@@ -14,7 +14,7 @@ from nsm_core.training.data_files import SPLITS
 
 HELP = {
     "data": "directory with *-val.jsonl.zst or *-test.jsonl.zst",
-    "checkpoint": "model directory (default: the bundled model)",
+    "model": "model directory (default: the bundled model)",
     "max_documents": "read the first so many documents only (default: all)",
     "max_tokens_per_document": "read no further than this in any document (default: to the end)",
     "segment_len": "tokens a forward call; speed and memory only (default %(default)s)",
@@ -25,7 +25,7 @@ HELP = {
     "seed": "of the drawn samples (default %(default)s)",
     "output": "write OUTPUT.json and OUTPUT.md as well",
 }
-PATHS = ("data", "checkpoint", "output")
+PATHS = ("data", "model", "output")
 WORDS = ("device", "precision")
 
 

@@ -26,7 +26,7 @@ class EvalConfig:
     """One evaluation. The defaults read every document of the validation split to its end."""
 
     data: Path
-    checkpoint: Path | None = None  # None: the bundled model
+    model: Path | None = None  # None: the bundled model
     split: Split = "val"
     max_documents: int | None = None
     max_tokens_per_document: int | None = None
@@ -56,7 +56,7 @@ def run_evaluation(config: EvalConfig) -> Report:
     """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError."""
     device = _resolve_device(config.device)
     precision = ("bf16" if device.startswith("cuda") else "fp32") if config.precision == "auto" else config.precision
-    loaded = load_checkpoint(config.checkpoint, device)
+    loaded = load_checkpoint(config.model, device)
     documents = list(itertools.islice(read_documents(config.data, config.split), config.max_documents))
     losses = evaluate(
         loaded.model,

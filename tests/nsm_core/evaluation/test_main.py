@@ -16,7 +16,7 @@ def test_without_options_the_defaults_of_the_config_hold() -> None:
 
 def test_every_field_can_be_set() -> None:
     argv = (
-        "--data books --checkpoint model --split test --max-documents 3 --max-tokens-per-document 4 --segment-len 5 "
+        "--data books --model model-dir --split test --max-documents 3 --max-tokens-per-document 4 --segment-len 5 "
         "--batch-documents 6 --buckets 0 7 9 --device cpu --precision fp32 --prompt one --prompt two "
         "--sample-tokens 8 --seed 9 --output out/report"
     )
@@ -27,7 +27,7 @@ def test_every_field_can_be_set() -> None:
 
 
 def test_the_report_is_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--data", str(BOOKS_DIR), "--checkpoint", str(checkpoint), "--max-tokens-per-document", "50"]
+    argv = ["--data", str(BOOKS_DIR), "--model", str(checkpoint), "--max-tokens-per-document", "50"]
     assert main([*argv, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("# random-model on val\n")
 
@@ -45,7 +45,7 @@ def test_an_error_is_one_line_on_stderr(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     (tmp_path / "x-val.jsonl").write_text('{"text": "fine"}\n', "utf-8")
-    assert main(["--data", str(tmp_path), "--checkpoint", str(checkpoint), "--device", "cpu", *options]) == 1
+    assert main(["--data", str(tmp_path), "--model", str(checkpoint), "--device", "cpu", *options]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"nsm eval: {message}")

@@ -14,7 +14,7 @@ from tests.samples import BOOKS_DIR
 def test_a_checkpoint_is_evaluated_on_the_sample_books(checkpoint: Path, tmp_path: Path) -> None:
     config = EvalConfig(
         data=BOOKS_DIR,
-        checkpoint=checkpoint,
+        model=checkpoint,
         max_documents=2,
         max_tokens_per_document=600,
         device="cpu",
@@ -39,9 +39,7 @@ def test_a_checkpoint_is_evaluated_on_the_sample_books(checkpoint: Path, tmp_pat
 
 
 def test_the_same_evaluation_gives_the_same_numbers(checkpoint: Path) -> None:
-    config = EvalConfig(
-        data=BOOKS_DIR, checkpoint=checkpoint, max_documents=1, max_tokens_per_document=200, device="cpu"
-    )
+    config = EvalConfig(data=BOOKS_DIR, model=checkpoint, max_documents=1, max_tokens_per_document=200, device="cpu")
     assert run_evaluation(config).losses == run_evaluation(config).losses
 
 
@@ -63,10 +61,10 @@ def test_bad_settings_are_named(fields: dict[str, object], message: str) -> None
 def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "x-val.jsonl").write_text('{"text": "fine"}\n{"txt": "misspelt"}\n', "utf-8")
     with pytest.raises(ConfigError, match=r"x-val\.jsonl, line 2: expected .* 'text'"):
-        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, device="cpu"))
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="cpu"))
     with pytest.raises(ConfigError, match="no test files in"):
-        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, split="test", device="cpu"))
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, split="test", device="cpu"))
     with pytest.raises(CheckpointError, match="nowhere"):
-        run_evaluation(EvalConfig(data=tmp_path, checkpoint=tmp_path / "nowhere", device="cpu"))
+        run_evaluation(EvalConfig(data=tmp_path, model=tmp_path / "nowhere", device="cpu"))
     with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
-        run_evaluation(EvalConfig(data=tmp_path, checkpoint=checkpoint, device="gpu"))
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="gpu"))
