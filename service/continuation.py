@@ -130,7 +130,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         if head.version or head.position or head.num_log_tokens:
             raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
         return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
-    snapshot = Snapshot.decode(stored.snapshot)
+    snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
     _require_owner(snapshot.header, head)
     _require_model(snapshot.header, model, tokenizer)
     _require_log(head.num_log_tokens, snapshot.header.position, snapshot.header.pending_id)

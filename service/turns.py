@@ -137,7 +137,7 @@ class Turns:
             self._metrics.state_fetched(time.monotonic() - started)
             require_version(stored.head, request.expected_version)
             model, tokenizer = self._backend.model, self._backend.tokenizer
-            # in a thread: a checksum over megabytes would hold up every other stream
+            # in a thread, as below: megabytes and long counts would hold up every other stream
             start = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
         if start.snapshot is not None:
             self._metrics.session_resume("hit")
@@ -174,8 +174,7 @@ class Turns:
     async def _commit(self, end: EndState, start: Continuation, *, seed: int) -> SessionHead:
         started = time.monotonic()
         new_ids = start.new_log_ids(end)
-        snapshot = start.next_snapshot(end, seed=seed, created_at=self._clock())
-        raw = await asyncio.to_thread(snapshot.encode)
+        raw = await asyncio.to_thread(lambda: start.next_snapshot(end, seed=seed, created_at=self._clock()).encode())
         try:
             head = await self._store.commit(
                 tenant=start.head.tenant,

@@ -23,7 +23,7 @@ class ModelInfo:
     name: str
     fingerprint: str
     numerics: str
-    created: int                  # unix seconds
+    created: int  # unix seconds
     vocab_size: int
     num_parameters: int
     state_bytes: int

@@ -49,12 +49,13 @@ MIGRATIONS: tuple[str, ...] = (
     """,
 )
 
-_PRAGMAS = f"""
+PRAGMAS = f"""
     PRAGMA page_size = {PAGE_BYTES};
     PRAGMA journal_mode = WAL;
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};
     -- FULL, not NORMAL: with NORMAL a kill loses nothing, but a power cut may take back turns that were acknowledged.
-    -- It costs an fsync a turn: a 2.2 MB commit took 7.8 ms instead of 3.8 (p50, virtual disk).
+    -- It costs an fsync a turn: a 2.2 MB commit took 3.9 ms instead of 2.5 (p50 of benchmarks.session_store on a
+    -- virtual disk); a turn takes hundreds.
     PRAGMA synchronous = FULL;
     PRAGMA foreign_keys = ON;
     -- A deleted session's bytes are overwritten, not just forgotten.
@@ -78,7 +79,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
         _refuse_foreign_file(connection, path)
-        connection.executescript(_PRAGMAS)
+        connection.executescript(PRAGMAS)
     except BaseException:
         connection.close()
         raise
