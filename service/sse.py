@@ -79,6 +79,7 @@ class EventStream(Response):
             try:
                 async for data in self.frames:
                     await pacer.send(data)
+                    await asyncio.sleep(0)  # a stream with much to say lets the others speak, and hears a cancel
             finally:
                 pinger.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
+from service.app import create_app
+from service.server import bind, make_backend, make_store, run, serve, uvicorn_config
+from service.sessions.memory import MemorySessionStore
+from service.sessions.sqlite import SqliteSessionStore
+from service.settings import Settings
+from tests.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.gateway import frames_of
+
+REPOSITORY = Path(__file__).parents[2]
+PATH = "/v1/completions"
+
+
+@contextlib.asynccontextmanager
+async def served(backend: FakeBackend, **settings: Any) -> AsyncIterator[tuple[asyncio.Task[None], httpx.AsyncClient]]:
+    """The server as `run` has it, in the test's own loop and thread, so that real signals reach it."""
+    app = create_app(Settings(data_dir=Path("unused"), port=0, **settings), backend, MemorySessionStore())
+    with bind("127.0.0.1", 0) as sock:
+        host, port = sock.getsockname()
+        task = asyncio.create_task(serve(app, uvicorn_config(app), sock))
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=30) as client:
+            await until(lambda: _is_listening(sock))
+            try:
+                yield task, client
+            finally:
+                backend.release_all()
+                if not task.done():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.wait_for(task, 10)
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to pass")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+async def test_an_idle_server_stops_at_once(sig: signal.Signals) -> None:
+    async with served(FakeBackend()) as (task, client):
+        assert (await client.get("/health")).status_code == 200
+        os.kill(os.getpid(), sig)
+        await asyncio.wait_for(task, 5)
+
+
+async def test_running_streams_finish_and_new_work_is_refused() -> None:
+    backend = FakeBackend(hold=True)
+    async with served(backend) as (task, client):
+        stream = asyncio.create_task(client.post(PATH, json={"prompt": "x", "stream": True, "max_tokens": 50}))
+        await until(lambda: len(backend.running) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        ready = await client.get("/health/ready")
+        assert (ready.status_code, ready.json()["checks"]["accepting"]) == (503, False)
+        refused = await client.post(PATH, json={"prompt": "y"})
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.headers["retry-after"] == "1"
+        backend.release(50)
+        frames = frames_of((await stream).text)
+        assert "".join(frame["choices"][0]["text"] for frame in frames) == DEFAULT_SCRIPT
+        await asyncio.wait_for(task, 10)
+
+
+async def test_what_does_not_finish_in_time_ends_in_good_order() -> None:
+    backend = FakeBackend(hold=True)
+    async with served(backend, grace_s=0.05) as (task, client):
+        stream = asyncio.create_task(client.post(PATH, json={"prompt": "x", "stream": True}))
+        whole = asyncio.create_task(client.post(PATH, json={"prompt": "y"}))
+        created = await client.post("/v1/sessions", json={"id": "s1"})
+        assert created.status_code == 200
+        turn = asyncio.create_task(client.post("/v1/sessions/s1/generate", json={"input": "z", "stream": True}))
+        await until(lambda: len(backend.running) == 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for answer in (await stream, await turn):
+            error = frames_of(answer.text)[-1]["error"]
+            assert (error["type"], error["code"]) == ("server_error", "overloaded")
+        assert (await whole).status_code == 503
+        assert (await whole).headers["retry-after"] == "1"
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_second_sigterm_changes_nothing() -> None:
+    backend = FakeBackend(hold=True)
+    async with served(backend) as (task, client):
+        whole = asyncio.create_task(client.post(PATH, json={"prompt": "y", "max_tokens": 3}))
+        await until(lambda: len(backend.running) == 1)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0)
+        backend.release(3)
+        assert (await whole).json()["choices"][0]["text"] == "It was the"
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    script = textwrap.dedent(
+        """
+        import asyncio, os, signal
+        from pathlib import Path
+        from service.app import create_app
+        from service.server import bind, configure_logging, serve, uvicorn_config
+        from service.sessions.memory import MemorySessionStore
+        from service.settings import Settings
+        from tests.fakes import FakeBackend
+
+        async def main():
+            configure_logging("info")
+            app = create_app(Settings(data_dir=Path("unused")), FakeBackend(), MemorySessionStore())
+            with bind("127.0.0.1", 0) as sock, app.state.services.lifecycle.track():  # something always runs
+                await serve(app, uvicorn_config(app), sock)
+
+        asyncio.run(main())
+        """
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, cwd=REPOSITORY, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    line = await _read_line(process.stderr, b"serving fake-nsm on http://")
+    await _until_it_accepts(int(line.rsplit(b":", 1)[1]))
+    process.send_signal(signal.SIGINT)
+    await _read_line(process.stderr, b"stopping")
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 10) == 130
+
+
+async def _read_line(log: asyncio.StreamReader, words: bytes) -> bytes:
+    async with asyncio.timeout(30):
+        async for line in log:
+            if words in line:
+                return line
+    raise AssertionError(f"the process ended without saying {words!r}")
+
+
+async def _until_it_accepts(port: int) -> None:
+    for _ in range(1000):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.01)
+        else:
+            writer.close()
+            return
+    raise AssertionError("the server never listened")
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            run(Settings(port=port))
+    assert str(caught.value) == f"port {port} on 127.0.0.1 is already in use; choose another with --port or NSM_PORT"
+
+
+async def test_a_port_taken_while_the_model_was_loading() -> None:
+    app = create_app(Settings(), FakeBackend(), MemorySessionStore())
+    with bind("127.0.0.1", 0) as sock, bind("127.0.0.1", sock.getsockname()[1]) as other:
+        other.listen()
+        with pytest.raises(ConfigError, match="already in use"):
+            await serve(app, uvicorn_config(app), sock)
+
+
+@pytest.mark.parametrize("host", ["not a host name", "203.0.113.1"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on {host} port 0: "):
+        bind(host, 0)
+
+
+def test_a_restart_can_listen_on_the_same_port_at_once() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client, contextlib.closing(sock.accept()[0]):
+            client.sendall(b"x")
+    bind("127.0.0.1", port).close()
+
+
+async def test_errors_of_the_start_are_raised() -> None:
+    class BrokenStore(MemorySessionStore):
+        async def open(self) -> None:
+            raise StoreUnavailable("the disk is gone")
+
+    app = create_app(Settings(), FakeBackend(), BrokenStore())
+    with bind("127.0.0.1", 0) as sock, pytest.raises(StoreUnavailable, match="the disk is gone"):
+        await serve(app, uvicorn_config(app), sock)
+
+
+def test_the_store_is_the_one_the_settings_name(tmp_path: Path) -> None:
+    assert isinstance(make_store(Settings(store="memory")), MemorySessionStore)
+    assert isinstance(make_store(Settings(data_dir=tmp_path)), SqliteSessionStore)
+
+
+def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
+        make_backend(Settings(model=tmp_path / "none"))
+
+
+def test_the_application_needs_no_torch() -> None:
+    """With a backend in another process the gateway runs without the model's libraries."""
+    code = "import sys, service.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
