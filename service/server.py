@@ -21,9 +21,7 @@ from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
 from service.deps import Services
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.sessions.sqlite import SqliteSessionStore
+from service.sessions.factory import make_store
 from service.settings import Settings
 
 logger = logging.getLogger("nsm.server")
@@ -48,7 +46,7 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
     services: Services = app.state.services
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
-        logger.info("serving %s on http://%s:%d", services.model_name, f"[{host}]" if ":" in host else host, port)
+        logger.info("%s", start_line(services, f"[{host}]" if ":" in host else host, port))
         try:
             await GracefulServer(config, services).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
@@ -56,17 +54,17 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
     logger.info("stopped")
 
 
+def start_line(services: Services, host: str, port: int) -> str:
+    """What an operator wants to know first."""
+    url, sessions = f"http://{host}:{port}", services.settings.database_path() or "memory"
+    return f"serving {services.model_name} on {url} with sessions in {sessions}, documentation at {url}/docs"
+
+
 def make_backend(settings: Settings) -> InferenceBackend:
     """The model in this process. Raises CheckpointError or ConfigError."""
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     return LocalBackend(load_checkpoint(settings.model), settings.engine_config())
-
-
-def make_store(settings: Settings) -> SessionStore:
-    """The store that the settings name; a new kind of store is a new case here."""
-    path = settings.database_path()
-    return MemorySessionStore() if path is None else SqliteSessionStore(path)
 
 
 def bind(host: str, port: int) -> socket.socket:
