@@ -31,6 +31,11 @@ class ChatTemplate:
     stop: tuple[str, ...]
     answer_prefix: str
 
+    def render_next(self, message: ChatMessage) -> str:
+        """What `message` adds to a chat that ends with an answer: a session reads this, and nothing again."""
+        answered = [ChatMessage("user", ""), ChatMessage("assistant", "")]
+        return self.render([*answered, message]).removeprefix(self.render(answered[:1]) + self.answer_prefix)
+
 
 def _render_plain_v1(messages: Sequence[ChatMessage]) -> str:
     """Paragraphs, as in a play: a model that was trained on books goes on with the next speaker's words."""

@@ -27,6 +27,7 @@ HELP = {
 }
 PATHS = ("data", "model", "output")
 WORDS = ("device", "precision")
+SHORT = {"checkpoint": "--model", "max_tokens_per_document": "--max-tokens", "output": "--out"}  # as other commands say
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,8 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         kind = Path if name in PATHS else str if name in WORDS else int
         is_required = defaults[name] is dataclasses.MISSING
         default = None if is_required else defaults[name]
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=kind, required=is_required, default=default, help=text)
+        flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
+        parser.add_argument(*flags, type=kind, required=is_required, default=default, help=text)
     parser.add_argument("--split", choices=SPLITS, default=defaults["split"], help="default %(default)s")
     parser.add_argument("--prompt", action="append", default=[], help="show a greedy and a drawn continuation of it")
     parser.add_argument("--buckets", type=int, nargs="+", default=defaults["buckets"], help="edges in tokens, from 0")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsm_core.chat_template import TEMPLATES, ChatMessage, get_template
+from nsm_core.chat_template import TEMPLATES, ChatMessage, ChatTemplate, get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
@@ -23,6 +23,14 @@ def test_the_answer_ends_where_the_next_user_speaks() -> None:
     template = get_template("plain-v1")
     assert template.stop == ("\n\nUser:", "\nUser:")
     assert template.answer_prefix == " "
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_P7_message_by_message_is_the_same_text_as_all_at_once(template: ChatTemplate) -> None:
+    first, second = ChatMessage("user", "Who are you?"), ChatMessage("user", "User: and\n\nAssistant: where?")
+    answer = ChatMessage("assistant", "Emma.")
+    text = template.render([first]) + template.answer_prefix + answer.content + template.render_next(second)
+    assert text == template.render([first, answer, second])
 
 
 def test_the_default_model_has_a_known_template() -> None:
