@@ -1,0 +1,189 @@
+"""One session spoken to through the model's chat template, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+from nsm_core.chat_template import ChatMessage, get_template
+from nsm_core.engine.request import TokenEvent
+from nsm_core.errors import StateMismatch, TurnCancelled
+from nsm_core.sampling.params import SamplingParams
+from service.backends.base import InferenceBackend
+from service.continuation import TurnRequest
+from service.deps import DEFAULT_TENANT
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
+from service.prompts import PromptEncoder
+from service.sessions.base import SessionHead, SessionStore
+from service.settings import Settings
+from service.turn import Turn, TurnEnd
+from service.turns import Turns
+
+_ANY = "\0"  # stands for a message where a template is taken apart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """A message and its answer."""
+
+    message: str
+    answer: str
+
+
+class Conversation:
+    """A session and what it takes to go on with it. Made by `opened`; `head` is None until something was said."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend: InferenceBackend,
+        store: SessionStore,
+        *,
+        session_id: str | None,
+        sampling: SamplingParams,
+        has_own_seed: bool,
+    ) -> None:
+        self.session_id = session_id or f"sess_{uuid.uuid4().hex}"
+        self.head: SessionHead | None = None
+        self._is_new = session_id is None
+        self._backend = backend
+        self._store = store
+        self._template = get_template(backend.model.chat_template)
+        self._sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *self._template.stop))
+        self._has_own_seed = has_own_seed
+        self._prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
+        self._turns = Turns(
+            backend, store, metrics=Metrics(backend), lifecycle=Lifecycle(), detached_s=settings.detached_s
+        )
+
+    async def come_back(self) -> None:
+        """Finds the session that was left; raises NotFound, or StateMismatch when another model made it."""
+        head = await self._store.get(**self._key)
+        fingerprint = self._backend.model.fingerprint
+        if head.model_fingerprint != fingerprint:
+            raise StateMismatch(
+                f"session {self.session_id!r} was made by model {head.model_fingerprint[:12]}, "
+                f"this is {fingerprint[:12]}: name the right one with --model"
+            )
+        self.head = head
+
+    async def say(self, message: str, *, show: Callable[[str], None]) -> None:
+        """One turn, committed when it returns; `show` gets the answer as it comes.
+
+        Raises what `Turns.open_turn` or the turn's end tells, and TurnCancelled when this task is cancelled.
+        """
+        turn = await self._open_turn(message)
+        end = await self._follow(turn, _without_prefix(self._template.answer_prefix, show))
+        if end.error is not None:
+            raise end.error
+        self.head = end.head
+
+    async def last_exchange(self) -> Exchange | None:
+        """The newest message and its answer, if the log ends with them in the template's form."""
+        text = self._backend.tokenizer.decode(await self._store.read_log(**self._key))
+        for form in (self._template.render_next(ChatMessage("user", _ANY)), self._first(_ANY)):
+            before, between = form.split(_ANY)
+            _, is_found, newest = text.rpartition(before)
+            message, is_answered, answer = newest.partition(between)
+            if is_found and is_answered:
+                return Exchange(message, answer.removeprefix(self._template.answer_prefix))
+        return None
+
+    async def close(self) -> None:
+        """What still runs is stopped; a session in which nothing was said is not kept."""
+        await self._turns.drain(0.0)
+        if self._is_new and self.head is not None and (await self._store.get(**self._key)).version == 0:
+            await self._store.delete(**self._key)
+
+    @property
+    def _key(self) -> dict[str, str]:
+        return {"tenant": DEFAULT_TENANT, "session_id": self.session_id}
+
+    def _first(self, message: str) -> str:
+        return self._template.render([ChatMessage("user", message)])
+
+    async def _open_turn(self, message: str) -> Turn:
+        head = await self._newest_head()
+        is_first = head is None or head.num_log_tokens == 0
+        text = self._first(message) if is_first else self._template.render_next(ChatMessage("user", message))
+        input_ids = tuple(await self._prompts.encode(text, param="the message"))
+        head = head or await self._create()
+        request = TurnRequest(
+            request_id=uuid.uuid4().hex,
+            tenant=DEFAULT_TENANT,
+            session_id=self.session_id,
+            input_ids=input_ids,
+            is_verbatim=False,
+            sampling=self._sampling,
+            has_own_seed=self._has_own_seed,
+            arrival=time.monotonic(),
+            expected_version=head.version,
+        )
+        return await self._turns.open_turn(request)
+
+    async def _newest_head(self) -> SessionHead | None:
+        """Another process may have gone on with the session since."""
+        return None if self.head is None else await self._store.get(**self._key)
+
+    async def _create(self) -> SessionHead:
+        fingerprint = self._backend.model.fingerprint
+        self.head = await self._store.create(**self._key, model_fingerprint=fingerprint, metadata={})
+        return self.head
+
+    async def _follow(self, turn: Turn, show: Callable[[str], None]) -> TurnEnd:
+        try:
+            async with contextlib.aclosing(turn.events()) as events:
+                async for event in events:
+                    if isinstance(event, TokenEvent):
+                        show(event.text)
+                    elif isinstance(event, TurnEnd):
+                        show(event.finished.text)
+        except asyncio.CancelledError:  # Ctrl-C: this answer ends, not the conversation
+            turn.stop(TurnCancelled("stopped; nothing of this turn was kept"))
+        await turn.ended.wait()
+        if turn.end is None:
+            raise RuntimeError("the turn ended without an end")
+        return turn.end
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    settings: Settings,
+    backend: InferenceBackend,
+    store: SessionStore,
+    *,
+    session_id: str | None,
+    sampling: SamplingParams,
+    has_own_seed: bool,
+) -> AsyncIterator[Conversation]:
+    """A conversation on a running backend and an open store: the session that was left, or a new one."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        await store.open()
+        stack.push_async_callback(backend.stop)
+        await backend.start()
+        conversation = Conversation(
+            settings, backend, store, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed
+        )
+        stack.push_async_callback(conversation.close)
+        if session_id is not None:
+            await conversation.come_back()
+        yield conversation
+
+
+def _without_prefix(prefix: str, show: Callable[[str], None]) -> Callable[[str], None]:
+    """`show`, less `prefix` (one character or none) at the very beginning of what it gets."""
+    is_first = True
+
+    def show_rest(text: str) -> None:
+        nonlocal is_first
+        if text:
+            show(text.removeprefix(prefix) if is_first else text)
+            is_first = False
+
+    return show_rest

@@ -1,0 +1,17 @@
+"""`nsm eval`: the options of `python -m nsm_core.evaluation`, with NSM_MODEL as the default model."""
+
+from __future__ import annotations
+
+import typer
+
+
+def evaluate(ctx: typer.Context) -> None:
+    """Measure a model on a corpus: bits per byte and word perplexity."""
+    from nsm_core.evaluation.__main__ import parse
+    from nsm_core.evaluation.run import run_evaluation
+    from service.cli.forwarding import parsed
+    from service.settings import load_settings
+
+    model = load_settings().model
+    defaults = [] if model is None else ["--model", str(model)]
+    print(run_evaluation(parsed(parse, [*defaults, *ctx.args])).to_markdown(), end="")

@@ -1,0 +1,67 @@
+"""How commands fail: one line on standard error and an exit status, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from nsm_core.errors import NsmError
+
+
+class Commands(TyperGroup):
+    """The root of all commands. Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            status = super().main(given or ["--help"], "nsm", complete_var, False, windows_expand_args, **extra)
+        except typer.TyperException as error:
+            message = _one_line(error.format_message())
+            if message:  # none where a group without a command has shown its help
+                print(f"nsm: {message}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            sys.exit(1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:  # typer does not name its context's base class publicly
+        is_debug = bool(ctx.params["debug"])
+        if not is_debug:
+            # without a handler Python would print what goes wrong deep inside, traceback and all
+            logging.getLogger("nsm").addHandler(logging.NullHandler())
+        try:
+            return super().invoke(ctx)
+        except (typer.TyperException, typer.Exit, typer.Abort, BrokenPipeError):
+            raise  # typer's own; when nobody reads the output any more, it ends quietly
+        except Exception as error:
+            if is_debug:
+                raise
+            raise typer.TyperException(_describe(error)) from error
+
+
+def _describe(error: Exception) -> str:
+    """What happened, for a user."""
+    if isinstance(error, NsmError):
+        return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"the input is not valid {error.encoding}: {error.reason} at byte {error.start}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return f"internal error: {type(error).__name__}: {error} (nsm --debug shows where)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,70 @@
+"""`nsm info`: which model, which numbers, which store."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING, Any
+
+from service.cli import options
+from service.cli.output import print_fields, print_json
+
+if TYPE_CHECKING:
+    from nsm_core.model.loader import LoadedModel
+    from service.settings import Settings
+
+PACKAGES = ("nsm-serve", "torch", "tokenizers", "numpy", "fastapi")
+
+
+def info(
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the model, its state, versions, and where sessions are."""
+    from service.settings import load_settings
+
+    settings = load_settings(model=model, data_dir=data_dir, store=store)
+    from nsm_core.model.loader import load_checkpoint
+
+    facts = _facts(load_checkpoint(settings.model), settings)
+    if as_json:
+        print_json(facts)
+    else:
+        print_fields({name.replace("_", " "): _shown(value) for name, value in facts.items()})
+
+
+def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
+    spec = loaded.model.state_spec
+    database = settings.database_path()
+    return {
+        "model": settings.served_model_name or loaded.name,
+        "fingerprint": loaded.fingerprint,
+        "numerics": loaded.numerics,
+        "parameters": loaded.num_parameters,
+        "weights": loaded.weight_format,
+        "vocabulary": loaded.tokenizer.vocab_size,
+        "chat_template": loaded.config.chat_template,
+        "state_bytes": spec.num_bytes,
+        "state_layout": spec.layout(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "data_dir": str(settings.data_dir),
+        "store": "memory" if database is None else str(database),
+    }
+
+
+def _shown(value: Any) -> str:
+    """A fact for a person."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {version}" for name, version in value.items())
+    if isinstance(value, list):
+        return "\n".join(_tensor_line(tensor) for tensor in value)
+    return str(value)
+
+
+def _tensor_line(tensor: dict[str, Any]) -> str:
+    return f"{tensor['name']} {tensor['dtype']} {tensor['shape']}"

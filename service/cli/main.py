@@ -1,0 +1,60 @@
+"""The `nsm` command. Torch and the web framework are imported by the commands that need them: help is instant."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from service.cli import sessions
+from service.cli.chat import chat
+from service.cli.evaluate import evaluate
+from service.cli.generate import generate
+from service.cli.group import Commands
+from service.cli.info import info
+from service.cli.serve import serve
+from service.cli.train import train
+
+DISTRIBUTION = "nsm-serve"
+FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+app = typer.Typer(
+    cls=Commands,
+    help="Recurrent language models whose conversations are small, durable states.",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"nsm {importlib.metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """`debug` is read by `Commands`."""
+
+
+app.command()(serve)
+app.command()(generate)
+app.command()(chat)
+app.add_typer(sessions.app, name="sessions")
+app.command(context_settings=FORWARD, add_help_option=False)(train)
+app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
+app.command()(info)
+
+
+def main() -> None:
+    """The console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without some letter is no reason to stop in mid-text
+    app()

@@ -1,0 +1,52 @@
+"""What goes to the terminal: a model's text, notes beside it, JSON, tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_COLUMNS = 200  # a table that no terminal shows need not be cut to the width of one
+
+# A model or a client may write anything, and a terminal obeys escape sequences: it gets to see U+FFFD instead.
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def write_text(text: str) -> None:
+    """Text of a model or a client, to standard output, at once; as it is, unless a terminal shows it."""
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Something about the text, to standard error: standard output holds the text alone."""
+    typer.secho(harmless(text), err=True, dim=True)
+
+
+def harmless(text: str) -> str:
+    """`text` without what a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_fields(fields: Mapping[str, str]) -> None:
+    """Names and values, one pair a line; further lines of a value stand below its first."""
+    width = max(map(len, fields)) + 2
+    for name, value in fields.items():
+        print(harmless(name).ljust(width) + harmless(value).replace("\n", "\n" + " " * width))
+
+
+def console() -> Console:
+    """Standard output for tables."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False, markup=False)

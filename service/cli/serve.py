@@ -1,0 +1,46 @@
+"""`nsm serve`: every setting as an option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _setting(text: str, default: str) -> Any:
+    """The default is shown, not set: an option that is absent leaves its variable in force."""
+    return typer.Option(help=text, show_default=default)
+
+
+def serve(
+    ctx: typer.Context,
+    host: Annotated[str | None, _setting("Address to listen on.", "127.0.0.1")] = None,
+    port: Annotated[int | None, _setting("0 takes any free port.", "8000")] = None,
+    data_dir: Annotated[Path | None, _setting("Where sessions are kept.", "the user's data directory")] = None,
+    store: Annotated[str | None, _setting("sqlite, sqlite:///PATH or memory.", "sqlite")] = None,
+    model: Annotated[Path | None, _setting("Model directory.", "the bundled model")] = None,
+    served_model_name: Annotated[str | None, _setting("The name that clients use.", "the model's own")] = None,
+    num_threads: Annotated[int | None, _setting("CPU threads of the model.", "torch decides")] = None,
+    max_slots: Annotated[int | None, _setting("Requests that run at once.", "16")] = None,
+    token_budget: Annotated[int | None, _setting("Most tokens in one step.", "256")] = None,
+    queue_limit: Annotated[int | None, _setting("Requests that may wait.", "256")] = None,
+    max_body_bytes: Annotated[int | None, _setting("Largest request body.", "8388608")] = None,
+    max_prompt_tokens: Annotated[int | None, _setting("Longest prompt.", "131072")] = None,
+    max_tokens_limit: Annotated[int | None, _setting("Most new tokens a request may ask for.", "32768")] = None,
+    request_timeout_s: Annotated[float | None, _setting("Deadline of a request that names none.", "600")] = None,
+    detached_s: Annotated[float | None, _setting("A session's turn may go on without its client.", "300")] = None,
+    grace_s: Annotated[float | None, _setting("Requests may go on when the server stops.", "20")] = None,
+    log_level: Annotated[str | None, _setting("debug, info, warning or error.", "info")] = None,
+    log_prompts: Annotated[bool | None, _setting("Write prompts to the log.", "no")] = None,
+) -> None:
+    """Serve the model over HTTP until Ctrl-C.
+
+    Every option is also a variable, --max-slots is NSM_MAX_SLOTS; the option wins. Times are in seconds.
+    """
+    from service.settings import load_settings
+
+    settings = load_settings(**ctx.params)  # the parameters above are the settings, name by name
+    from service.server import run  # loads torch, so it comes after bad settings were refused
+
+    run(settings)

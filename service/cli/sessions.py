@@ -1,0 +1,214 @@
+"""`nsm sessions`: what the store holds. Works beside a running server; the model is not loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.output import console, print_fields, print_json, write_text
+
+if TYPE_CHECKING:
+    from nsm_core.tokenizer import Tokenizer
+    from service.sessions.base import SessionHead, SessionStore
+    from service.settings import Settings
+
+PAGE = 100
+
+SessionId = Annotated[str, typer.Argument(help="Id of a session, as `nsm sessions list` shows it.", show_default=False)]
+
+app = typer.Typer(help="Show and delete stored sessions.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_sessions(
+    limit: Annotated[int, typer.Option(min=1, help="Most sessions to show.")] = 20,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Sessions, newest first."""
+    heads = asyncio.run(_newest(_settings(data_dir, store), limit))
+    if as_json:
+        print_json([session_fields(head) for head in heads])
+    elif not heads:
+        print("no sessions")
+    else:
+        _print_table(heads)
+
+
+@app.command()
+def show(
+    session_id: SessionId,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """One session: where it is and what it takes."""
+    head = asyncio.run(_get(_settings(data_dir, store), session_id))
+    if as_json:
+        print_json(session_fields(head))
+    else:
+        _print_fields(head)
+
+
+@app.command()
+def delete(session_id: SessionId, data_dir: options.DataDir = None, store: options.Store = None) -> None:
+    """Delete a session for good: its state, its log, its head."""
+    asyncio.run(_delete(_settings(data_dir, store), session_id))
+    print(f"deleted {session_id}")
+
+
+@app.command()
+def log(
+    session_id: SessionId,
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text; needs no model.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Everything a session has read and written, from its token log."""
+    settings = _settings(data_dir, store, model=model)
+    head, log_ids = asyncio.run(_read_log(settings, session_id))
+    text = None if ids else _tokenizer_of(settings, head).decode(log_ids)
+    if as_json:
+        print_json({"id": session_id, "ids": list(log_ids), **({} if text is None else {"text": text})})
+    else:
+        write_text((" ".join(map(str, log_ids)) if text is None else text) + "\n")
+
+
+def session_fields(head: SessionHead) -> dict[str, Any]:
+    """A session as JSON; times are unix seconds."""
+    return {
+        "id": head.session_id,
+        "version": head.version,
+        "position": head.position,
+        "created_at": head.created_at,
+        "updated_at": head.updated_at,
+        "model_fingerprint": head.model_fingerprint,
+        "num_log_tokens": head.num_log_tokens,
+        "snapshot_bytes": head.snapshot_bytes,
+        "metadata": dict(head.metadata),
+    }
+
+
+def _settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+    from nsm_core.errors import ConfigError
+    from service.settings import load_settings
+
+    settings = load_settings(data_dir=data_dir, store=store, model=model)
+    if settings.database_path() is None:
+        raise ConfigError(
+            "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"
+        )
+    return settings
+
+
+@contextlib.asynccontextmanager
+async def _open(settings: Settings) -> AsyncIterator[SessionStore]:
+    from service.sessions.factory import make_store
+
+    store = make_store(settings)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def _newest(settings: Settings, limit: int) -> list[SessionHead]:
+    """Up to `limit` heads of however many pages."""
+    from service.deps import DEFAULT_TENANT
+
+    heads: list[SessionHead] = []
+    cursor: str | None = None
+    async with _open(settings) as store:
+        while len(heads) < limit:
+            page = await store.list(tenant=DEFAULT_TENANT, limit=min(PAGE, limit - len(heads)), cursor=cursor)
+            heads += page.heads
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+    return heads
+
+
+async def _get(settings: Settings, session_id: str) -> SessionHead:
+    from service.deps import DEFAULT_TENANT
+
+    async with _open(settings) as store:
+        return await store.get(tenant=DEFAULT_TENANT, session_id=session_id)
+
+
+async def _delete(settings: Settings, session_id: str) -> None:
+    from service.deps import DEFAULT_TENANT
+
+    async with _open(settings) as store:
+        await store.delete(tenant=DEFAULT_TENANT, session_id=session_id)
+
+
+async def _read_log(settings: Settings, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
+    from service.deps import DEFAULT_TENANT
+
+    async with _open(settings) as store:
+        one = {"tenant": DEFAULT_TENANT, "session_id": session_id}
+        return await store.get(**one), await store.read_log(**one)
+
+
+def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
+    """The tokenizer of the session's model; raises StateMismatch when the model at hand is another."""
+    from nsm_core.errors import StateMismatch
+    from nsm_core.model import loader, storage
+    from nsm_core.tokenizer import Tokenizer
+
+    directory = settings.model or loader.BUNDLED
+    fingerprint = storage.fingerprint(directory)
+    if fingerprint != head.model_fingerprint:
+        raise StateMismatch(
+            f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, {directory} is "
+            f"{fingerprint[:12]}: name the right one with --model, or print token ids with --ids"
+        )
+    return Tokenizer.load(directory)
+
+
+def _print_table(heads: list[SessionHead]) -> None:
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("session", "version", "position", "state", "last turn", "model"):
+        table.add_column(name, justify="right" if name in ("version", "position", "state") else "left", no_wrap=True)
+    for head in heads:
+        size = decimal(head.snapshot_bytes)
+        counts = (str(head.version), str(head.position), size)
+        table.add_row(head.session_id, *counts, _local_time(head.updated_at), head.model_fingerprint[:12])
+    console().print(table)
+
+
+def _print_fields(head: SessionHead) -> None:
+    from rich.filesize import decimal
+
+    metadata = {f"metadata {key}": value for key, value in head.metadata.items()}
+    print_fields(
+        {
+            "session": head.session_id,
+            "version": f"{head.version} (committed turns)",
+            "position": f"{head.position} (tokens read)",
+            "token log": f"{head.num_log_tokens} tokens",
+            "state": decimal(head.snapshot_bytes),
+            "created": _local_time(head.created_at),
+            "last turn": _local_time(head.updated_at),
+            "model": head.model_fingerprint,
+            **metadata,
+        }
+    )
+
+
+def _local_time(unix_s: float) -> str:
+    return datetime.datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")

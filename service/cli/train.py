@@ -1,0 +1,16 @@
+"""`nsm train`: the options of `python -m nsm_core.training`."""
+
+from __future__ import annotations
+
+import typer
+
+
+def train(ctx: typer.Context) -> None:
+    """Train a model on a corpus directory."""
+    from nsm_core.training.__main__ import parse
+    from nsm_core.training.loop import train as run
+    from service.cli.forwarding import parsed
+    from service.settings import load_settings
+
+    load_settings()  # refuses misspelt variables
+    print(f"model written to {run(parsed(parse, ctx.args))}")

@@ -1,0 +1,86 @@
+"""The `nsm` command in this process, on a small random model and a data directory of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.storage import WeightFormat, save_model
+from nsm_core.tokenizer import Tokenizer
+from service.cli.main import app
+
+# Runs the command; the data directory is the test's own, and no other NSM_* variable is set.
+Nsm = Callable[..., Result]
+NSM = [sys.executable, "-c", "from service.cli.main import main; main()"]
+
+
+def save_random_model(directory: Path, tokenizer: Tokenizer, *, seed: int) -> Path:
+    """Random weights, those that start at zero included: the state matters to what is written."""
+    torch.manual_seed(seed)
+    model = NsmModel(
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=32,
+            num_layers=2,
+            num_heads=2,
+            num_memory_slots=8,
+            write_top_k=2,
+            mlp_hidden=64,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.2)
+    save_model(model, tokenizer, directory, WeightFormat.FP32)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models") / "tiny", tiny_tokenizer, seed=1)
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("models") / "other", tiny_tokenizer, seed=2)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, model_dir: Path, data_dir: Path) -> Iterator[None]:
+    """Of commands in this process and of those in their own."""
+    for name in [name for name in os.environ if name.startswith("NSM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NSM_MODEL", str(model_dir))
+    monkeypatch.setenv("NSM_DATA_DIR", str(data_dir))
+    monkeypatch.setenv("NSM_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    yield
+
+
+@pytest.fixture
+def nsm() -> Nsm:
+    def run(*args: str | Path | int, stdin: str | bytes | None = None, **environ: str) -> Result:
+        return CliRunner(env=environ).invoke(app, [str(arg) for arg in args], input=stdin, catch_exceptions=False)
+
+    return run
+
+
+def assert_one_line(result: Any, message: str, *, status: int = 1) -> None:
+    """The command failed with this line on standard error, and nothing else there."""
+    assert result.stderr == f"nsm: {message}\n"
+    assert result.exit_code == status
