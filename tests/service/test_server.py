@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
 from service.app import create_app
-from service.server import bind, make_backend, make_store, run, serve, uvicorn_config
+from service.server import bind, make_backend, run, serve, uvicorn_config
+from service.sessions.factory import make_store
 from service.sessions.memory import MemorySessionStore
 from service.sessions.sqlite import SqliteSessionStore
 from service.settings import Settings
@@ -139,8 +141,10 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         sys.executable, "-c", script, cwd=REPOSITORY, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
-    line = await _read_line(process.stderr, b"serving fake-nsm on http://")
-    await _until_it_accepts(int(line.rsplit(b":", 1)[1]))
+    line = await _read_line(process.stderr, b"serving fake-nsm")
+    found = re.search(rb"http://127\.0\.0\.1:(\d+)", line)
+    assert found
+    await _until_it_accepts(int(found[1]))
     process.send_signal(signal.SIGINT)
     await _read_line(process.stderr, b"stopping")
     process.send_signal(signal.SIGINT)
