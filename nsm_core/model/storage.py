@@ -10,6 +10,7 @@ import enum
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -73,12 +74,17 @@ def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, form: Wei
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         tensors.update(_encode(name, value, form))
-    partial = directory / (WEIGHTS_FILE + ".partial")
-    save_file(tensors, str(partial), metadata={"format": form.value})
-    partial.chmod(0o644)  # the library creates it readable by its owner only
-    os.replace(partial, directory / WEIGHTS_FILE)
-    (directory / CONFIG_FILE).write_text(model.config.to_json(), "utf-8")
-    tokenizer.save(directory / TOKENIZER_FILE)
+    _publish(directory / WEIGHTS_FILE, lambda path: save_file(tensors, str(path), metadata={"format": form.value}))
+    _publish(directory / CONFIG_FILE, lambda path: path.write_text(model.config.to_json(), "utf-8"))
+    _publish(directory / TOKENIZER_FILE, tokenizer.save)
+
+
+def _publish(target: Path, write: Callable[[Path], object]) -> None:
+    """A reader, and a run that goes on after a kill, finds the old file or the new one."""
+    partial = target.with_name(target.name + ".partial")
+    write(partial)
+    partial.chmod(0o644)  # the weights' library makes files that only their owner may read
+    os.replace(partial, target)
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:

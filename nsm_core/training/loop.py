@@ -116,6 +116,8 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
+        if not config.resume and (config.out / checkpointing.RESUME_FILE).exists():
+            raise ConfigError(f"{config.out} holds an earlier run: go on with --resume, or choose another --out")
         config.out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = _load_tokenizer(config, world)
         if self.tokenizer.vocab_size > config.model.vocab_size:

@@ -177,6 +177,14 @@ def test_resuming_with_another_model_is_refused(config: TrainConfig) -> None:
         train(other)
 
 
+def test_an_earlier_run_is_not_written_over(config: TrainConfig) -> None:
+    out = train(dataclasses.replace(config, steps=1))
+    kept = (out / "weights.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        train(dataclasses.replace(config, steps=2))
+    assert (out / "weights.safetensors").read_bytes() == kept
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="512 tokens, the model only 256"):
         train(dataclasses.replace(config, model=dataclasses.replace(MODEL, vocab_size=256)))
