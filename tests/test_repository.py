@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -68,6 +71,40 @@ def test_the_lock_satisfies_the_project() -> None:
             version = locked.get(canonicalize_name(requirement.name))
             assert version is not None, f"{requirement} is not locked"
             assert requirement.specifier.contains(version, prereleases=True), f"{requirement} but {version} is locked"
+
+
+def imported_names(path: Path) -> set[str]:
+    """Top-level names of the modules that a file imports; optional imports (inside `try`) are left out."""
+    tree = ast.parse(path.read_text("utf-8"))
+    optional = {inner for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) and node not in optional
+        for alias in node.names
+    }
+    names |= {
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node not in optional and node.module and not node.level
+    }
+    names |= set(re.findall(r'files\("(\w+)"\)', path.read_text("utf-8")))  # packages that are read as data
+    return {name.partition(".")[0] for name in names}
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    providers = importlib.metadata.packages_distributions()
+    own = {"nsm_core", "service", *sys.stdlib_module_names}
+    missing = {
+        name: str(path.relative_to(ROOT))
+        for path in SOURCES
+        for name in imported_names(path) - own
+        if not declared & {canonicalize_name(provider) for provider in providers.get(name, [])}
+    }
+    # starlette and pydantic_core are the public ground of fastapi and pydantic, and come with them
+    assert {name: path for name, path in missing.items() if name not in ("starlette", "pydantic_core")} == {}
 
 
 @pytest.mark.parametrize("package", ["nsm_core", "service"])
