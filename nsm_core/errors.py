@@ -5,6 +5,7 @@ NsmError
 ├── BodyTooLarge         the request body is over the limit
 ├── NotFound             no such model, session or route object
 ├── SessionBusy          another turn of this session is running
+├── LeaseLost            a turn's right to write its session went to somebody else; nothing of it was kept
 ├── TurnCancelled        a session's turn was stopped on request; nothing of it was kept
 ├── VersionConflict      the session moved on since it was read
 ├── StateMismatch        a snapshot belongs to another model, session, tenant or position
@@ -54,6 +55,10 @@ class SessionBusy(NsmError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class LeaseLost(NsmError):
+    """The turn's lease was taken over, or its session deleted, before it was committed; nothing of it was kept."""
 
 
 class TurnCancelled(NsmError):

@@ -22,6 +22,7 @@ from nsm_core.errors import (
     DeadlineExceeded,
     EngineDead,
     InvalidRequest,
+    LeaseLost,
     NotFound,
     NsmError,
     NumericalError,
@@ -73,6 +74,8 @@ RULES: Mapping[type[NsmError], Rule] = {
     NotFound: Rule(404, NOT_FOUND, "not_found"),
     BodyTooLarge: Rule(413, INVALID, "body_too_large"),
     SessionBusy: Rule(409, INVALID, "session_busy"),
+    # nothing was kept, and the session may well be free by now
+    LeaseLost: Rule(409, INVALID, "lease_lost", retry=True),
     # somebody wanted it to stop
     TurnCancelled: Rule(409, INVALID, "turn_cancelled", retry=False),
     # the same request again meets the same version, the same model, the same bytes

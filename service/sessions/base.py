@@ -1,18 +1,38 @@
-"""The seam between the gateway and whatever keeps sessions."""
+"""The seam between the gateway and whatever keeps sessions.
+
+Every method is one atomic transition: it happens as a whole or not at all, whatever other processes do. What a writer
+may do is decided by a lease: one holder at a time, for a few seconds, renewed while it works. Each lease has a higher
+fence than the one before it, so a holder that was away too long finds its writes refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Literal, Protocol
+
+Damage = Literal["missing", "corrupt"]
+
+
+class Unset(enum.Enum):
+    """The type of UNSET, which says "leave it as it is" where None has a meaning of its own."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHead:
     """The named, mutable head of a session.
 
-    `version` rises by one with each committed turn, from 0 for a session that has none; `position` counts the tokens
-    fed; times are unix seconds of the store's clock.
+    `version` rises by one with each committed turn and each rewind, from 0 for a session that has had none; `position`
+    counts the tokens fed; times are unix seconds of the store's clock. `created_at` is also the session's incarnation:
+    deleted and made again under its old id, it is another one. `ttl_s`: None, or how long the session is kept after its
+    last commit or `update`; `expires_at` is when that ends. `forked_from`: "<session id>@<position>" of where it was
+    copied from, or None.
     """
 
     tenant: str
@@ -25,14 +45,56 @@ class SessionHead:
     metadata: Mapping[str, str]
     num_log_tokens: int
     snapshot_bytes: int
+    ttl_s: float | None = None
+    expires_at: float | None = None
+    forked_from: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A head with the encoded snapshot of its newest version (None at version 0)."""
+    """A head with the encoded snapshot of its newest version (None for a session whose log is empty).
+
+    `damage`: why a snapshot that should be there is None: not found, or not what was stored. Only `acquire` answers so,
+    because its caller can rebuild the state from the log.
+    """
 
     head: SessionHead
     snapshot: bytes | None
+    damage: Damage | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to write one session. `created_at` is the session's incarnation, `expires_at` by the store's clock."""
+
+    tenant: str
+    session_id: str
+    created_at: float
+    holder: str
+    fence: int
+    expires_at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedSession:
+    """What `acquire` gives: the lease, and the session as it stands under it."""
+
+    lease: Lease
+    stored: StoredSession
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogMark:
+    """Where the log ended when the session became `version`.
+
+    The last `num_sampled` tokens that this version added were sampled, those before them were read: with that, a lost
+    state can be made again with its penalty counts. `seed`: the one it drew with; None when not known.
+    """
+
+    version: int
+    num_log_tokens: int
+    num_sampled: int
+    seed: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +105,21 @@ class SessionPage:
     next_cursor: str | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    """`num_bytes`: the snapshots', plus 4 for each token of a log."""
+
+    num_sessions: int
+    num_bytes: int
+
+
 class SessionStore(Protocol):
     """A store of record. Every call names the tenant: another tenant's session does not exist.
 
-    Errors: NotFound (code `session_not_found`), VersionConflict, SnapshotCorrupt, StoreUnavailable, StorageFull.
-    Implementations: `sqlite`, `memory`.
+    A session whose TTL ran out does not exist either, but for one with a live lease: it lives as long as that does.
+
+    Errors: NotFound (code `session_not_found`), VersionConflict, SessionBusy, LeaseLost, SnapshotCorrupt,
+    StoreUnavailable, StorageFull. Implementations: `sqlite`, `memory`.
     """
 
     async def open(self) -> None:
@@ -59,49 +131,158 @@ class SessionStore(Protocol):
         ...
 
     async def create(
-        self, *, tenant: str, session_id: str, model_fingerprint: str, metadata: Mapping[str, str]
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
     ) -> SessionHead:
         """A new head at version 0; raises VersionConflict when the id exists for this tenant."""
+        ...
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        """A session that begins with a state and a log: a fork, an import, a copy from another store.
+
+        `marks`: where each turn in `log_ids` ended, oldest first, as `log_marks` gave them: the last is at `version`
+        and the log's end. `snapshot` is None if and only if the log is empty. Raises VersionConflict when the id
+        exists for this tenant.
+        """
+        ...
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        """New metadata, as a whole (None: as it was), and TTL (None: kept for ever); raises NotFound.
+
+        Needs no lease and leaves the version alone. `expires_at` moves on in any case.
+        """
         ...
 
     async def get(self, *, tenant: str, session_id: str) -> SessionHead: ...
 
     async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        """Head and snapshot in one consistent read; raises SnapshotCorrupt when the bytes fail their checksum."""
+        """Head and snapshot in one consistent read, without a lease.
+
+        Raises SnapshotCorrupt when the bytes are not there or fail their checksum.
+        """
+        ...
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        """Take the lease and load head and snapshot, in one round trip. `holder` names one turn, not a process.
+
+        Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
+        what remains of that lease, at most 1 s. The fence rises by one. A damaged snapshot is no error: see
+        `StoredSession.damage`.
+        """
+        ...
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        """The lease, for `lease_s` from now on. One that expired may be renewed while nobody else has taken it.
+
+        Raises LeaseLost when it was taken or released, or the session is gone or another incarnation.
+        """
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """Free the session. Idempotent; a lost lease is left alone."""
         ...
 
     async def commit(
         self,
+        lease: Lease,
         *,
-        tenant: str,
-        session_id: str,
-        created_at: float,
         expected_version: int,
         snapshot: bytes,
         position: int,
         model_fingerprint: str,
         new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
     ) -> SessionHead:
-        """Atomically: append `new_ids` to the token log, store the snapshot, move the head to expected_version + 1.
+        """Atomically: append `new_ids` to the token log with a mark (see LogMark), store the snapshot, move the head to
+        expected_version + 1, release the lease.
 
-        Durable when it returns (survives kill -9). Raises VersionConflict if the head is not at expected_version or was
-        not created at `created_at` (deleted meanwhile and made again under its old id), NotFound if it is gone; then
-        nothing changed.
+        Durable when it returns (survives kill -9). Raises NotFound when the session is gone, LeaseLost when the lease
+        is not the newest one or was released, or the session is another incarnation, VersionConflict when the head is
+        not at expected_version; then nothing changed. A lease that only expired is good enough.
         """
         ...
 
-    async def read_log(self, *, tenant: str, session_id: str) -> tuple[int, ...]:
-        """Every id fed and sampled, in order."""
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        """Atomically: cut the log to `num_log_tokens`, drop the marks beyond that and add one at expected_version + 1,
+        replace the snapshot (None, with `num_log_tokens` 0: an empty session again), move the head to
+        expected_version + 1, release the lease.
+
+        `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. Raises what `commit`
+        raises, with the same promises.
+        """
+        ...
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        """Every id fed and sampled, in order; the first `stop` of them when given.
+
+        Raises SnapshotCorrupt when the log is not what was stored.
+        """
+        ...
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        """Where each turn ended, oldest first; the last is the head's version and the log's end. Empty at version 0."""
         ...
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
-        """Head, snapshots and log are gone when it returns; raises NotFound."""
+        """Head, snapshots and log are gone when it returns; raises NotFound. A lease does not prevent it."""
         ...
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         """Newest first by creation; a cursor stays good whatever is created or deleted.
 
         Raises InvalidRequest for a cursor that no page gave.
+        """
+        ...
+
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        """What the tenant's sessions take; costs the same however many there are.
+
+        One whose TTL ran out counts until it is removed.
+        """
+        ...
+
+    async def remove_expired(self) -> int:
+        """Delete, as `delete` does, what does not exist any more because its TTL ran out; how many that were.
+
+        The server calls it about once a minute. A store that expires sessions by itself may have nothing to do.
         """
         ...
 
