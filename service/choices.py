@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
+from collections import deque
 
 from nsm_core.engine.request import Event, Finished, PromptScored, TokenEvent, TokenLogprob
+from nsm_core.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +38,16 @@ class Delta:
 class ChoiceView:
     """Feeds on the events of one request, in order; joined, the texts are the whole visible text.
 
-    Tokens whose text is held back wait here with their logprobs: they join the next piece, or vanish when a stop string
-    or stop id swallowed them.
+    A token joins a piece with its logprobs when all of its own text is visible. Until then it waits here, and it
+    vanishes when a stop string or stop id swallows any of it: what was shown once is never taken back.
     """
 
-    def __init__(self) -> None:
-        self._waiting: list[ScoredToken] = []
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0  # of all tokens so far, visible or not
+        self._num_visible = 0  # characters
+        self._waiting: deque[tuple[ScoredToken, int]] = deque()  # with the number of characters that ends the token
         self._num_events = 0
         self._num_shown = 0
 
@@ -55,10 +62,18 @@ class ChoiceView:
     def _feed_token(self, event: TokenEvent) -> tuple[Delta, ...]:
         self._num_events += 1
         if event.logprob is not None:
-            self._waiting.append(ScoredToken(event.token_id, event.logprob))
+            self._waiting.append((ScoredToken(event.token_id, event.logprob), self._end_of(event.token_id)))
         if not event.text:
             return ()
-        return (Delta(text=event.text, tokens=self._take(len(self._waiting))),)
+        self._num_visible += len(event.text)
+        num_whole = sum(1 for _, end in self._waiting if end <= self._num_visible)
+        return (Delta(text=event.text, tokens=self._take(num_whole)),)
+
+    def _end_of(self, token_id: int) -> int:
+        """How many characters must be visible for this token to be; a character that it only begins counts."""
+        self._num_chars += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        has_begun_another = self._utf8.getstate()[0] != b""
+        return self._num_chars + has_begun_another
 
     def _feed_end(self, event: Finished) -> tuple[Delta, ...]:
         num_kept = max(0, self._num_events - event.num_dropped_tokens - self._num_shown)
@@ -67,7 +82,5 @@ class ChoiceView:
         return (last,) if rest.is_empty else (rest, last)
 
     def _take(self, count: int) -> tuple[ScoredToken, ...]:
-        taken = tuple(self._waiting[:count])
-        del self._waiting[:count]
-        self._num_shown += len(taken)
-        return taken
+        self._num_shown += count
+        return tuple(self._waiting.popleft()[0] for _ in range(count))

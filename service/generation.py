@@ -52,6 +52,7 @@ class Run:
         """
         self.choices: list[Choice] = []
         self._is_stream = is_stream
+        self._tokenizer = backend.tokenizer
         try:
             for request in requests:
                 generation = backend.submit(request)
@@ -121,7 +122,7 @@ class Run:
 
     async def _view(self, choice: Choice) -> AsyncGenerator[Delta, None]:
         """One choice's deltas; the last one carries Finished."""
-        view = ChoiceView()
+        view = ChoiceView(self._tokenizer)
         async for event in choice.generation.events():
             if isinstance(event, Finished):
                 choice.finished = event = settle(event, choice)

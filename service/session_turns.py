@@ -18,8 +18,9 @@ from service.turn import Turn, TurnEnd
 class SessionAnswer:
     """An admitted turn. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
 
-    def __init__(self, turn: Turn, body: GenerateBody, text: ChoiceText, envelope: Envelope) -> None:
+    def __init__(self, turn: Turn, body: GenerateBody, view: ChoiceView, text: ChoiceText, envelope: Envelope) -> None:
         self._turn = turn
+        self._view = view
         self._body = body
         self._text = text
         self._envelope = envelope
@@ -54,12 +55,11 @@ class SessionAnswer:
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
         """Ends with the piece that has the finish reason; raises what kept the turn from being committed."""
-        view = ChoiceView()
         async with contextlib.aclosing(self._turn.events()) as events:
             async for event in events:
                 if isinstance(event, TurnEnd) and event.error is not None:
                     raise event.error
-                for delta in view.feed(event.finished if isinstance(event, TurnEnd) else event):
+                for delta in self._view.feed(event.finished if isinstance(event, TurnEnd) else event):
                     for piece in self._text.pieces(delta):
                         yield piece
 
@@ -99,7 +99,8 @@ async def open_session_turn(
     )
     turn = await services.turns.open_turn(request)
     services.metrics.body_accepted(n=1, max_tokens=body.max_tokens)
-    return SessionAnswer(turn, body, ChoiceText(tokenizer, has_logprobs=body.logprobs is not None), envelope)
+    text = ChoiceText(tokenizer, has_logprobs=body.logprobs is not None)
+    return SessionAnswer(turn, body, ChoiceView(tokenizer), text, envelope)
 
 
 async def _input_ids(services: Services, given: str | list[int]) -> tuple[int, ...]:
