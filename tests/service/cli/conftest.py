@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, model_dir: Path, data_dir: Path) -> Iterator[None]:
+def environment(monkeypatch: pytest.MonkeyPatch, model_dir: Path, data_dir: Path) -> None:
     """Of commands in this process and of those in their own."""
     for name in [name for name in os.environ if name.startswith("NSM_")]:
         monkeypatch.delenv(name)
@@ -69,7 +70,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, model_dir: Path, data_dir: Path
     monkeypatch.setenv("NSM_DATA_DIR", str(data_dir))
     monkeypatch.setenv("NSM_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    yield
 
 
 @pytest.fixture
@@ -84,3 +84,10 @@ def assert_one_line(result: Any, message: str, *, status: int = 1) -> None:
     """The command failed with this line on standard error, and nothing else there."""
     assert result.stderr == f"nsm: {message}\n"
     assert result.exit_code == status
+
+
+def id_of(stderr: str) -> str:
+    """The session of a chat, as its last line tells how to come back to it."""
+    found = re.search(r"--session (sess_[0-9a-f]{32})\n\Z", stderr)
+    assert found is not None, stderr
+    return found[1]

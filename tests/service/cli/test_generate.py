@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -145,3 +146,12 @@ def test_ctrl_c_ends_it_cleanly() -> None:
     assert out.endswith(b"\n")
     assert err == b""
     assert process.returncode == 130
+
+
+@pytest.mark.slow
+def test_the_bundled_model_writes_english(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NSM_MODEL")
+    answer = json.loads(nsm("generate", "It was a dark night, and", "--seed", 1, "--json").stdout)
+    words = re.findall(r"[a-z]+", answer["text"].lower())
+    common = {"the", "and", "of", "to", "a", "in", "was", "he", "it", "i", "that", "with", "his", "as", "her", "had"}
+    assert sum(word in common for word in words) > 0.2 * len(words)  # about a third in English prose

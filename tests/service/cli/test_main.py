@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import time
+
+import pytest
+
+from service.cli.main import main
+from tests.service.cli.conftest import NSM, Nsm, assert_one_line
+
+COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "info")
+
+
+def test_help_lists_every_command(nsm: Nsm) -> None:
+    for args in ((), ("--help",)):
+        result = nsm(*args)
+        assert result.exit_code == 0
+        assert all(f" {command} " in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("args", [("--help",), ("serve", "--help"), ("chat", "--help"), ("--version",), ("bogus",)])
+def test_what_needs_no_model_needs_no_torch(args: tuple[str, ...]) -> None:
+    heavy = "{'torch', 'fastapi', 'tokenizers', 'numpy'}"
+    program = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & set(sys.modules)))); {NSM[-1]}"
+    result = subprocess.run([*NSM[:-1], program, *args], capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("[]\n"), result.stdout
+
+
+def test_help_is_instant() -> None:
+    seconds = []
+    for _ in range(3):  # the best of three: other programs run on this machine as well
+        started = time.monotonic()
+        subprocess.run([*NSM, "--help"], capture_output=True, check=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1.0
+
+
+def test_version(nsm: Nsm) -> None:
+    assert nsm("--version").stdout == f"nsm {importlib.metadata.version('nsm-serve')}\n"
+
+
+def test_a_group_without_a_command_shows_its_help(nsm: Nsm) -> None:
+    result = nsm("sessions")
+    assert result.exit_code == 2
+    assert " delete " in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("bogus",), "No such command 'bogus'."),
+        (("--bogus", "info"), "No such option: --bogus"),
+        (("generate",), "Missing argument 'prompt'."),
+        (("generate", "x", "--max-tokens", "many"), "Invalid value for '--max-tokens': "),
+        (("generate", "x", "--seed", "2", "--json=1"), "Option '--json' does not take a value."),
+        (("chat", "--sesion", "x"), "No such option: --sesion "),
+        (("sessions", "show"), "Missing argument 'session_id'."),
+        (("sessions", "list", "--limit", "0"), "Invalid value for '--limit': "),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_option(nsm: Nsm, args: tuple[str, ...], message: str) -> None:
+    result = nsm(*args)
+    assert result.stderr.startswith(f"nsm: {message}")  # the rest is typer's own wording
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("serve",), ("generate", "x"), ("chat",), ("sessions", "list"), ("train",), ("eval",), ("info",)],
+    ids=lambda args: args[0],
+)
+def test_misspelt_variables_are_refused_by_every_command(nsm: Nsm, args: tuple[str, ...]) -> None:
+    assert_one_line(nsm(*args, NSM_DATA_DIRR="/x"), "unknown setting NSM_DATA_DIRR; did you mean NSM_DATA_DIR?")
+
+
+def test_a_bad_variable_is_named(nsm: Nsm) -> None:
+    result = nsm("info", NSM_MAX_SLOTS="0")
+    assert_one_line(result, "NSM_MAX_SLOTS (--max-slots): Input should be greater than 0, got '0'")
+
+
+@pytest.mark.parametrize("args", [("generate", "x"), ("chat",), ("info",)], ids=lambda args: args[0])
+def test_a_missing_model_is_named(nsm: Nsm, args: tuple[str, ...]) -> None:
+    assert_one_line(nsm(*args, "--model", "/no/such"), "no model directory /no/such")
+
+
+def test_an_unexpected_error_is_one_line_too_and_debug_shows_it(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**flags: object) -> None:
+        raise KeyError("what nobody\nexpected")
+
+    monkeypatch.setattr("service.settings.load_settings", fail)
+    message = "internal error: KeyError: 'what nobody\\nexpected' (nsm --debug shows where)"
+    assert_one_line(nsm("info"), message)
+    with pytest.raises(KeyError):
+        nsm("--debug", "info")
+
+
+def test_a_full_or_forbidden_place_is_named(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**flags: object) -> None:
+        raise PermissionError(13, "Permission denied", "/root/report.json")
+
+    monkeypatch.setattr("service.settings.load_settings", fail)
+    assert_one_line(nsm("info"), "/root/report.json: Permission denied")
+
+
+def test_info(nsm: Nsm, data_dir: object) -> None:
+    facts = json.loads(nsm("info", "--json").stdout)
+    assert facts["model"] == "tiny"
+    assert facts["vocabulary"] == 512
+    sizes = {"float32": 4, "int64": 8}
+    total = 0
+    for tensor in facts["state_layout"]:
+        count = sizes[tensor["dtype"]]
+        for length in tensor["shape"]:
+            count *= length
+        total += count
+    assert facts["state_bytes"] == total
+    assert facts["store"] == f"{data_dir}/sessions.db"
+    lines = nsm("info").stdout.splitlines()
+    assert f"parameters     {facts['parameters']:,}" in lines
+    assert f"fingerprint    {facts['fingerprint']}" in lines
+
+
+def test_the_console_script_takes_its_arguments_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["nsm", "bogus"])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "nsm: No such command 'bogus'.\n"

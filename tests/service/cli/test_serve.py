@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import httpx
+import pytest
+
+from service.cli.serve import serve
+from service.settings import Settings
+from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
+
+
+def test_every_setting_is_an_option_that_shows_its_default() -> None:
+    hints = get_type_hints(serve, include_extras=True)
+    flags = [name for name in inspect.signature(serve).parameters if name != "ctx"]
+    assert flags == list(Settings.model_fields)
+    for name, field in Settings.model_fields.items():
+        shown = hints[name].__metadata__[0].show_default
+        if field.default_factory is None and field.default is not None:
+            assert shown == as_shown(field.default)
+
+
+def as_shown(default: object) -> str:
+    if default is False:
+        return "no"
+    return f"{default:.16g}" if isinstance(default, float) else str(default)
+
+
+def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Settings] = []
+    monkeypatch.setattr("service.server.run", served.append)
+    variables = {"NSM_PORT": "1", "NSM_QUEUE_LIMIT": "3", "NSM_LOG_PROMPTS": "true"}
+    assert nsm("serve", "--port", 2, "--grace-s", 1.5, "--no-log-prompts", **variables).exit_code == 0
+    assert (served[0].port, served[0].queue_limit, served[0].grace_s) == (2, 3, 1.5)
+    assert not served[0].log_prompts
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--port", 70000, "NSM_PORT (--port): Input should be less than or equal to 65535, got '70000'"),
+        ("--store", "tape", "NSM_STORE (--store): must be one of sqlite, sqlite:///PATH, memory, got 'tape'"),
+        ("--model", "/no/such", "no model directory /no/such"),
+        ("--token-budget", 3, "token_budget (3) must be at least max_slots (16): every row decodes one token a step"),
+    ],
+)
+def test_a_bad_setting_is_one_line(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: object, message: str
+) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda level: None)  # this process's log is pytest's
+    result = nsm("serve", "--port", 0, option, value)
+    assert_one_line(result, message)
+
+
+def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda level: None)  # this process's log is pytest's
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = nsm("serve", "--port", port)
+    assert_one_line(result, f"port {port} on 127.0.0.1 is already in use; choose another with --port or NSM_PORT")
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`nsm serve` on a free port, and its start line."""
+    command = [*NSM, "serve", "--port", "0", "--grace-s", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process, process.stderr.readline()
+        finally:
+            process.kill()
+
+
+def test_one_line_says_what_is_served_and_chat_and_server_share_their_sessions(
+    nsm: Nsm, data_dir: Path, server: tuple[subprocess.Popen[str], str]
+) -> None:
+    process, line = server
+    found = re.search(
+        r" serving tiny on (http://127\.0\.0\.1:\d+) with sessions in (\S+), documentation at (\S+)\n", line
+    )
+    assert found is not None, line
+    url = found[1]
+    assert found[2] == str(data_dir / "sessions.db")
+    session_id = id_of(nsm("chat", "--seed", 5, "--max-tokens", 4, stdin="Hello").stderr)
+    position = json.loads(nsm("sessions", "show", session_id, "--json").stdout)["position"]
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        assert client.get(found[3]).status_code == 200
+        body = {"input": " and then", "max_tokens": 4}
+        answer: dict[str, Any] = client.post(f"/v1/sessions/{session_id}/generate", json=body).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == position
+    assert answer["session"]["version"] == 2
+    back = nsm("chat", "--session", session_id, "--max-tokens", 4, stdin="Good night.")
+    assert back.stderr.startswith(f"session {session_id} at position {answer['session']['position']}, version 2")
+    assert json.loads(nsm("sessions", "show", session_id, "--json").stdout)["version"] == 3
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0

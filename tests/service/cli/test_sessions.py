@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+from nsm_core.model.storage import fingerprint
+from nsm_core.tokenizer import Tokenizer
+from tests.service.cli.conftest import Nsm, assert_one_line, id_of
+
+
+def talk(nsm: Nsm, text: str = "Hello") -> str:
+    return id_of(nsm("chat", "--max-tokens", 4, stdin=text).stderr)
+
+
+def test_list_shows_the_newest_first(nsm: Nsm, model_dir: Path) -> None:
+    ids = [talk(nsm), talk(nsm, "Hello\nAgain"), talk(nsm)]
+    listed = json.loads(nsm("sessions", "list", "--json").stdout)
+    assert [session["id"] for session in listed] == ids[::-1]
+    assert [session["version"] for session in listed] == [1, 2, 1]
+    lines = nsm("sessions", "list").stdout.splitlines()
+    assert lines[0].split() == ["session", "version", "position", "state", "last", "turn", "model"]
+    assert [line.split()[:3] for line in lines[1:]] == [
+        [session["id"], str(session["version"]), str(session["position"])] for session in listed
+    ]
+    assert all(line.rstrip().endswith(fingerprint(model_dir)[:12]) for line in lines[1:])
+
+
+def test_list_reads_as_many_pages_as_it_needs(nsm: Nsm, data_dir: Path) -> None:
+    talk(nsm)
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        (row,) = connection.execute("SELECT * FROM sessions").fetchall()
+        rows = [(row[0], f"s{number}", 0, 0, number, number, *row[6:]) for number in range(230)]
+        connection.executemany(f"INSERT INTO sessions VALUES ({', '.join('?' * len(row))})", rows)
+    connection.close()
+    assert len(json.loads(nsm("sessions", "list", "--json").stdout)) == 20
+    ids = [session["id"] for session in json.loads(nsm("sessions", "list", "--limit", 225, "--json").stdout)]
+    assert ids[1:] == [f"s{number}" for number in range(229, 5, -1)]
+
+
+def test_an_empty_store_says_so(nsm: Nsm) -> None:
+    assert nsm("sessions", "list").stdout == "no sessions\n"
+
+
+def test_show_tells_place_and_size(nsm: Nsm, model_dir: Path) -> None:
+    session_id = talk(nsm)
+    head = json.loads(nsm("sessions", "show", session_id, "--json").stdout)
+    assert head["id"] == session_id
+    assert head["version"] == 1
+    assert head["num_log_tokens"] - head["position"] in (0, 1)
+    assert head["model_fingerprint"] == fingerprint(model_dir)
+    shown = nsm("sessions", "show", session_id).stdout
+    assert f"position   {head['position']} (tokens read)" in shown
+
+
+def test_log_gives_text_and_ids(nsm: Nsm, tiny_tokenizer: Tokenizer) -> None:
+    session_id = talk(nsm, "Hello, naïve façade")
+    ids = [int(word) for word in nsm("sessions", "log", session_id, "--ids").stdout.split()]
+    text = nsm("sessions", "log", session_id).stdout
+    assert text == tiny_tokenizer.decode(ids) + "\n"
+    assert text.startswith("User: Hello, naïve façade\n\nAssistant:")
+    assert json.loads(nsm("sessions", "log", session_id, "--json").stdout) == {
+        "id": session_id, "ids": ids, "text": text[:-1]
+    }  # fmt: skip
+
+
+def test_a_log_is_not_read_with_another_models_tokenizer(nsm: Nsm, other_model_dir: Path) -> None:
+    session_id = talk(nsm)
+    result = nsm("sessions", "log", session_id, "--model", other_model_dir)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"nsm: session {session_id} was made by model ")
+    assert result.stderr.endswith("name the right one with --model, or print token ids with --ids\n")
+    assert nsm("sessions", "log", session_id, "--model", other_model_dir, "--ids").exit_code == 0
+
+
+def test_delete_leaves_the_others(nsm: Nsm) -> None:
+    gone, kept = talk(nsm), talk(nsm)
+    assert nsm("sessions", "delete", gone).stdout == f"deleted {gone}\n"
+    assert [session["id"] for session in json.loads(nsm("sessions", "list", "--json").stdout)] == [kept]
+    for command in (("show",), ("log",), ("log", "--ids"), ("delete",)):
+        assert_one_line(nsm("sessions", *command, gone), f"session '{gone}' does not exist")
+
+
+def test_a_memory_store_cannot_be_looked_into(nsm: Nsm) -> None:
+    message = "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"
+    assert_one_line(nsm("sessions", "list", NSM_STORE="memory"), message)
+    assert_one_line(nsm("sessions", "list", "--store", "memory"), message)
+
+
+def test_a_store_that_cannot_be_used_is_named(nsm: Nsm, tmp_path: Path) -> None:
+    file = tmp_path / "letters.db"
+    file.write_text("Dear Emma, " * 1000)
+    result = nsm("sessions", "list", "--store", f"sqlite:///{file}")
+    assert_one_line(result, f"the session store {file} is damaged or not a database")
+    result = nsm("sessions", "list", "--data-dir", file)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"nsm: cannot create the session store {file / 'sessions.db'}: ")
+    assert result.stderr.count("\n") == 1
