@@ -52,7 +52,7 @@ class Completion:
         async with contextlib.aclosing(self.run.deltas()) as deltas:
             async for index, delta in deltas:
                 parts[index].extend(self._views[index].pieces(delta))
-        choices = [{"index": index, **join_pieces(pieces)} for index, pieces in enumerate(parts)]
+        choices = [{"index": index, **self._views[index].join(pieces)} for index, pieces in enumerate(parts)]
         return self._envelope.wrap(KIND, choices, usage=self._usage())
 
     def _chunk(self, index: int, piece: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +88,16 @@ class ChoiceText:
         if delta.finished is not None:
             return [_piece("", reason=finish_reason(delta.finished))]
         return [_piece(delta.text, logprobs=self._render(delta.tokens))]
+
+    def join(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """All pieces of the choice as one."""
+        text = "".join(piece["text"] for piece in pieces)
+        joined = self._render(())
+        if joined is not None:
+            for piece in pieces:
+                for key, values in (piece["logprobs"] or {}).items():
+                    joined[key] += values
+        return _piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])
 
     def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
         if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
@@ -161,11 +171,3 @@ def _views(
 
 def _piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
     return {"text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def join_pieces(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The pieces of one choice as one."""
-    logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
-    joined = {key: [item for part in logprobs for item in part[key]] for key in logprobs[0]} if logprobs else None
-    text = "".join(piece["text"] for piece in pieces)
-    return _piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])

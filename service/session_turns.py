@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from service.choices import ChoiceView
-from service.completions import KIND, ChoiceText, join_pieces
+from service.completions import KIND, ChoiceText
 from service.continuation import TurnRequest
 from service.deps import Arrival, Services
 from service.openai_format import Envelope, usage
@@ -50,7 +50,7 @@ class SessionAnswer:
                 if piece["text"]:
                     self._turn.delivered()
                 pieces.append(piece)
-        choices = [{"index": 0, **join_pieces(pieces)}]
+        choices = [{"index": 0, **self._text.join(pieces)}]
         return self._envelope.wrap(KIND, choices, usage=usage([self._end.finished]), session=self._session())
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:

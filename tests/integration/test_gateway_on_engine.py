@@ -1,0 +1,145 @@
+"""The gateway on a real engine in this process: what the fake cannot show. A random model writes random bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from nsm_core.config import EngineConfig
+from nsm_core.model.loader import LoadedModel
+from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
+from service.openai_format import token_text
+from tests.gateway import Gateway, error_of, frames_of, gateway
+from tests.nsm_core.engine.harness import RandomModel
+from tests.raw_http import connect
+
+PATH = "/v1/completions"
+
+
+def random_backend(tokenizer: Tokenizer, **limits: int) -> LocalBackend:
+    model = RandomModel()
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=model.config,
+        fingerprint="random",
+        numerics="cpu/fp32/test",
+        name="random",
+        created=1_700_000_000,
+        num_parameters=1,
+        weight_format="fp32",
+    )
+    return LocalBackend(loaded, EngineConfig(**{"max_slots": 4, "token_budget": 32, "queue_limit": 8, **limits}))
+
+
+@pytest.fixture
+async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    async with gateway(random_backend(tiny_tokenizer), is_live=True) as opened:
+        yield opened
+
+
+async def complete(server: Gateway, **body: Any) -> dict[str, Any]:
+    response = await server.client.post(PATH, json={"prompt": "Once", "seed": 1, "ignore_eos": True, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def stream_text(server: Gateway, **body: Any) -> tuple[str, list[str]]:
+    """The text, and the tokens whose logprobs were told."""
+    fields = {"prompt": "Once", "seed": 1, "ignore_eos": True, "stream": True, "logprobs": 0, **body}
+    frames = frames_of((await server.client.post(PATH, json=fields)).text)
+    pieces = [frame["choices"][0] for frame in frames]
+    tokens = [token for piece in pieces if piece["logprobs"] for token in piece["logprobs"]["tokens"]]
+    return "".join(piece["text"] for piece in pieces), tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_S1_a_stream_says_what_the_answer_in_one_piece_says(server: Gateway, seed: int) -> None:
+    whole = (await complete(server, seed=seed, max_tokens=60, logprobs=0))["choices"][0]
+    assert await stream_text(server, seed=seed, max_tokens=60) == (whole["text"], whole["logprobs"]["tokens"])
+    assert len(whole["logprobs"]["tokens"]) == 60
+
+
+async def test_S2_every_stop_string_cuts_the_text_where_it_begins(server: Gateway) -> None:
+    text = (await complete(server, max_tokens=40))["choices"][0]["text"]
+    words = {text[start : start + length] for start in range(3, 30, 5) for length in (1, 2, 4)}
+    for stop in sorted(word for word in words if "\ufffd" not in word):
+        whole = (await complete(server, max_tokens=40, stop=stop, logprobs=0))["choices"][0]
+        assert (whole["text"], whole["finish_reason"]) == (text[: text.index(stop)], "stop")
+        assert await stream_text(server, max_tokens=40, stop=stop) == (whole["text"], whole["logprobs"]["tokens"])
+
+
+async def test_M5_a_choice_does_not_depend_on_those_beside_it(server: Gateway) -> None:
+    """Four choices of two prompts at once, and the same prompt alone: the same text for the same seed and place."""
+    batch = await complete(server, prompt=["Once", "Twice"], n=4, max_tokens=20)
+    alone = await complete(server, n=4, max_tokens=20)
+    one = await complete(server, max_tokens=20)
+    texts = [choice["text"] for choice in batch["choices"]]
+    assert texts[:4] == [choice["text"] for choice in alone["choices"]]
+    assert texts[0] == one["choices"][0]["text"]
+    assert len(set(texts)) == 8
+
+
+async def test_scores_of_a_prompt_are_those_of_generating_it(server: Gateway, tiny_tokenizer: Tokenizer) -> None:
+    """Greedy tokens, then the same ids as a prompt: one log-probability for each, whichever way it was reached."""
+    fields = {"temperature": 0, "logprobs": 1}
+    made = (await complete(server, prompt=[5, 6, 7], max_tokens=12, **fields))["choices"][0]["logprobs"]
+    by_text = {token_text(tiny_tokenizer, token_id): token_id for token_id in range(tiny_tokenizer.vocab_size)}
+    ids = [5, 6, 7, *(by_text[token] for token in made["tokens"])]
+    scored = (await complete(server, prompt=ids, echo=True, max_tokens=0, **fields))["choices"][0]["logprobs"]
+    assert scored["token_logprobs"][0] is None
+    assert scored["tokens"][3:] == made["tokens"]
+    assert scored["token_logprobs"][3:] == pytest.approx(made["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_S6_the_engine_stops_when_the_client_leaves(server: Gateway, is_stream: bool) -> None:
+    backend = server.services.backend
+    async with connect(server.url) as client:
+        await client.post(PATH, {"prompt": "x", "stream": is_stream, "max_tokens": 30_000, "ignore_eos": True})
+        await wait_for_running(backend, 1)
+        client.leave()
+        loop = asyncio.get_running_loop()
+        left_at = loop.time()
+        await wait_for_running(backend, 0)
+        assert loop.time() - left_at < 2.0  # 200 ms and a step, on a machine that does other things as well
+    assert server.metric("nsm_num_requests_running") == 0
+
+
+async def wait_for_running(backend: Any, count: int) -> None:
+    for _ in range(10_000):
+        if backend.stats().num_running == count:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"never {count} requests ran")
+
+
+async def test_a_full_queue_is_a_503_that_tells_when_to_come_back(tiny_tokenizer: Tokenizer) -> None:
+    backend = random_backend(tiny_tokenizer, max_slots=1, queue_limit=1)
+    async with gateway(backend, is_live=True, max_slots=1, queue_limit=1) as server:
+        long = {"prompt": "x", "max_tokens": 30_000, "ignore_eos": True, "n": 2}
+        async with connect(server.url) as client:
+            await client.post(PATH, long)
+            await wait_for_running(backend, 1)
+            refused = await server.client.post(PATH, json={"prompt": "y"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert error_of(refused)["code"] == "overloaded"
+            too_many = await server.client.post(PATH, json={**long, "n": 3})
+            assert too_many.status_code == 400  # it could never be admitted
+            client.leave()
+            await wait_for_running(backend, 0)
+        assert (await complete(server, max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_a_deadline_ends_a_request_and_no_other(server: Gateway) -> None:
+    late = server.client.post(PATH, json={"prompt": "x", "max_tokens": 30_000, "ignore_eos": True, "timeout": 0.05})
+    answers = await asyncio.gather(late, complete(server, max_tokens=30))
+    assert answers[0].status_code == 504
+    assert error_of(answers[0])["code"] == "deadline_exceeded"
+    assert answers[0].headers["x-should-retry"] == "false"
+    assert answers[1]["usage"]["completion_tokens"] == 30
