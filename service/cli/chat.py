@@ -36,8 +36,8 @@ def chat(
     data_dir: options.DataDir = None,
     store: options.Store = None,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
+    temperature: options.Temperature = options.TEMPERATURE,
+    top_p: options.TopP = options.TOP_P,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
@@ -72,11 +72,8 @@ def _chat(
     flags: Mapping[str, Path | str | None],
 ) -> None:
     from service.cli.conversation import opened
-    from service.server import make_backend
-    from service.sessions.factory import make_store
 
-    backend, store = make_backend(settings), make_store(settings)
-    context = opened(settings, backend, store, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed)
+    context = opened(settings, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed)
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         try:
@@ -166,7 +163,7 @@ class Chat:
 
     def _part(self) -> None:
         head = self._conversation.head
-        if head is None or head.version == 0:
+        if head is None or (head.version == 0 and self._conversation.is_new):
             note("nothing was said; no session was kept")
         elif self._way_back is None:
             note("the session was in this process's memory, and ends with it")

@@ -8,23 +8,29 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from typing import TypedDict
 
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.engine.request import TokenEvent
 from nsm_core.errors import StateMismatch, TurnCancelled
 from nsm_core.sampling.params import SamplingParams
-from service.backends.base import InferenceBackend
+from service.app import create_app
 from service.continuation import TurnRequest
-from service.deps import DEFAULT_TENANT
-from service.lifecycle import Lifecycle
-from service.metrics import Metrics
-from service.prompts import PromptEncoder
-from service.sessions.base import SessionHead, SessionStore
+from service.deps import DEFAULT_TENANT, Services
+from service.server import make_backend
+from service.sessions.base import SessionHead
+from service.sessions.factory import make_store
 from service.settings import Settings
 from service.turn import Turn, TurnEnd
-from service.turns import Turns
 
 _ANY = "\0"  # stands for a message where a template is taken apart
+
+
+class SessionKey(TypedDict):
+    """What every call to the store names."""
+
+    tenant: str
+    session_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,30 +42,21 @@ class Exchange:
 
 
 class Conversation:
-    """A session and what it takes to go on with it. Made by `opened`; `head` is None until something was said."""
+    """A session and what it takes to go on with it. `head` is None until something was said or it was come back to."""
 
     def __init__(
-        self,
-        settings: Settings,
-        backend: InferenceBackend,
-        store: SessionStore,
-        *,
-        session_id: str | None,
-        sampling: SamplingParams,
-        has_own_seed: bool,
+        self, services: Services, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
     ) -> None:
         self.session_id = session_id or f"sess_{uuid.uuid4().hex}"
         self.head: SessionHead | None = None
-        self._is_new = session_id is None
-        self._backend = backend
-        self._store = store
-        self._template = get_template(backend.model.chat_template)
+        self.is_new = session_id is None
+        self._backend = services.backend
+        self._store = services.store
+        self._turns = services.turns
+        self._prompts = services.prompts
+        self._template = get_template(services.backend.model.chat_template)
         self._sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *self._template.stop))
         self._has_own_seed = has_own_seed
-        self._prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
-        self._turns = Turns(
-            backend, store, metrics=Metrics(backend), lifecycle=Lifecycle(), detached_s=settings.detached_s
-        )
 
     async def come_back(self) -> None:
         """Finds the session that was left; raises NotFound, or StateMismatch when another model made it."""
@@ -94,14 +91,13 @@ class Conversation:
                 return Exchange(message, answer.removeprefix(self._template.answer_prefix))
         return None
 
-    async def close(self) -> None:
-        """What still runs is stopped; a session in which nothing was said is not kept."""
-        await self._turns.drain(0.0)
-        if self._is_new and self.head is not None and (await self._store.get(**self._key)).version == 0:
-            await self._store.delete(**self._key)
+    async def tidy(self) -> None:
+        """A new session in which nothing was said is not kept."""
+        if self.is_new and self.head is not None and (await self._store.get(**self._key)).version == 0:
+            await self._turns.delete(**self._key)
 
     @property
-    def _key(self) -> dict[str, str]:
+    def _key(self) -> SessionKey:
         return {"tenant": DEFAULT_TENANT, "session_id": self.session_id}
 
     def _first(self, message: str) -> str:
@@ -153,27 +149,18 @@ class Conversation:
 
 @contextlib.asynccontextmanager
 async def opened(
-    settings: Settings,
-    backend: InferenceBackend,
-    store: SessionStore,
-    *,
-    session_id: str | None,
-    sampling: SamplingParams,
-    has_own_seed: bool,
+    settings: Settings, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
 ) -> AsyncIterator[Conversation]:
-    """A conversation on a running backend and an open store: the session that was left, or a new one."""
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(store.close)
-        await store.open()
-        stack.push_async_callback(backend.stop)
-        await backend.start()
+    """The session that was left, or a new one, in the application that a server would run, less the server."""
+    app = create_app(settings, make_backend(settings), make_store(settings))
+    async with app.router.lifespan_context(app):
         conversation = Conversation(
-            settings, backend, store, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed
+            app.state.services, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed
         )
-        stack.push_async_callback(conversation.close)
         if session_id is not None:
             await conversation.come_back()
         yield conversation
+        await conversation.tidy()
 
 
 def _without_prefix(prefix: str, show: Callable[[str], None]) -> Callable[[str], None]:

@@ -157,8 +157,8 @@ async def _read_log(settings: Settings, session_id: str) -> tuple[SessionHead, t
     from service.deps import DEFAULT_TENANT
 
     async with _open(settings) as store:
-        one = {"tenant": DEFAULT_TENANT, "session_id": session_id}
-        return await store.get(**one), await store.read_log(**one)
+        head = await store.get(tenant=DEFAULT_TENANT, session_id=session_id)
+        return head, await store.read_log(tenant=DEFAULT_TENANT, session_id=session_id)
 
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:

@@ -17,10 +17,8 @@ import pytest
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.errors import TurnCancelled
 from nsm_core.tokenizer import Tokenizer
-from service.cli.conversation import Conversation
+from service.cli.conversation import Conversation, opened
 from service.cli.options import make_sampling
-from service.server import make_backend
-from service.sessions.memory import MemorySessionStore
 from service.settings import load_settings
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
 
@@ -217,23 +215,15 @@ def test_at_a_terminal_a_refused_message_does_not_end_the_chat(monkeypatch: pyte
 
 
 async def test_S8_a_stopped_turn_leaves_the_session_at_its_last_commit() -> None:
-    settings, store = load_settings(), MemorySessionStore()
     short, endless = (make_sampling(seed=5, max_tokens=count, temperature=0.0) for count in (4, 100_000))
-    backend = make_backend(settings)
-    conversation = Conversation(settings, backend, store, session_id=None, sampling=short, has_own_seed=True)
-    await backend.start()
-    try:
+    async with opened(load_settings(), session_id=None, sampling=short, has_own_seed=True) as conversation:
         await conversation.say("Hello", show=lambda text: None)
-        committed = conversation.head
-        again = Conversation(
-            settings, backend, store, session_id=conversation.session_id, sampling=endless, has_own_seed=True
-        )
-        await again.come_back()
-        await stop_in_mid_answer(again)
-        assert again.head == committed
-        assert await store.get(tenant="default", session_id=conversation.session_id) == committed
-    finally:
-        await backend.stop()
+    committed, session_id = conversation.head, conversation.session_id
+    async with opened(load_settings(), session_id=session_id, sampling=endless, has_own_seed=True) as conversation:
+        await stop_in_mid_answer(conversation)
+        assert conversation.head == committed
+    async with opened(load_settings(), session_id=session_id, sampling=short, has_own_seed=True) as conversation:
+        assert conversation.head == committed
 
 
 async def stop_in_mid_answer(conversation: Conversation) -> None:

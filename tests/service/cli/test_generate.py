@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,9 @@ from tests.service.cli.conftest import NSM, Nsm, assert_one_line
 PROMPT = "It was the best of times,"
 
 
-def by_the_engine(model_dir: Path, prompt: str, sampling: SamplingParams) -> str:
+def by_the_engine(model_dir: Path, prompt: str, **wishes: Any) -> str:
     """What the engine writes when it is asked directly."""
+    sampling = SamplingParams(**{"temperature": 0.8, "top_p": 0.95, **wishes})
     loaded = load_checkpoint(model_dir)
     engine = Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
     ids = (loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(prompt))
@@ -35,7 +37,7 @@ def by_the_engine(model_dir: Path, prompt: str, sampling: SamplingParams) -> str
 def test_M5_a_seed_decides_the_text(nsm: Nsm, model_dir: Path) -> None:
     texts = [nsm("generate", PROMPT, "--seed", seed, "--max-tokens", 30).stdout for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
-    expected = by_the_engine(model_dir, PROMPT, SamplingParams(seed=7, max_tokens=30))
+    expected = by_the_engine(model_dir, PROMPT, seed=7, max_tokens=30)
     assert texts[0] == expected + ("" if expected.endswith("\n") else "\n")
 
 
@@ -52,7 +54,7 @@ def test_json_tells_usage(nsm: Nsm, model_dir: Path) -> None:
     loaded = load_checkpoint(model_dir)
     prompt_tokens = 1 + len(loaded.tokenizer.encode(PROMPT))
     assert answer == {
-        "text": by_the_engine(model_dir, PROMPT, SamplingParams(seed=1, max_tokens=5, ignore_eos=True)),
+        "text": by_the_engine(model_dir, PROMPT, seed=1, max_tokens=5, ignore_eos=True),
         "finish_reason": "length",
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -83,8 +85,7 @@ def test_options_reach_the_sampler(
     nsm: Nsm, model_dir: Path, options: tuple[str | float, ...], sampling: dict[str, object]
 ) -> None:
     given = json.loads(nsm("generate", PROMPT, "--seed", 3, "--max-tokens", 40, "--json", *options).stdout)
-    params = SamplingParams(seed=3, max_tokens=40, **sampling)  # type: ignore[arg-type]
-    assert given["text"] == by_the_engine(model_dir, PROMPT, params)
+    assert given["text"] == by_the_engine(model_dir, PROMPT, seed=3, max_tokens=40, **sampling)
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(nsm: Nsm) -> None:
