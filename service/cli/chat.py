@@ -26,7 +26,7 @@ PROMPT = "you> "
 HELP = "/info: where the session is   /exit or Ctrl-D: leave   Ctrl-C: end an answer"
 
 SessionId = Annotated[
-    str | None, typer.Option("--session", show_default=False, help="Come back to this session; a new one when absent.")
+    str | None, typer.Option("--session", show_default=False, help="Session to come back to, or a name for a new one.")
 ]
 
 

@@ -12,17 +12,19 @@ from typing import TypedDict
 
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.engine.request import TokenEvent
-from nsm_core.errors import StateMismatch, TurnCancelled
+from nsm_core.errors import InvalidRequest, NotFound, StateMismatch, TurnCancelled
 from nsm_core.sampling.params import SamplingParams
 from service.app import create_app
 from service.continuation import TurnRequest
 from service.deps import DEFAULT_TENANT, Services
+from service.schemas.sessions import SESSION_ID
 from service.server import make_backend
 from service.sessions.base import SessionHead
 from service.sessions.factory import make_store
 from service.settings import Settings
 from service.turn import Turn, TurnEnd
 
+MADE_UP = "sess_"  # how ids begin that nobody chose
 _ANY = "\0"  # stands for a message where a template is taken apart
 
 
@@ -47,9 +49,9 @@ class Conversation:
     def __init__(
         self, services: Services, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
     ) -> None:
-        self.session_id = session_id or f"sess_{uuid.uuid4().hex}"
+        self.session_id = f"{MADE_UP}{uuid.uuid4().hex}" if session_id is None else session_id
         self.head: SessionHead | None = None
-        self.is_new = session_id is None
+        self.is_new = True
         self._backend = services.backend
         self._store = services.store
         self._turns = services.turns
@@ -59,15 +61,28 @@ class Conversation:
         self._has_own_seed = has_own_seed
 
     async def come_back(self) -> None:
-        """Finds the session that was left; raises NotFound, or StateMismatch when another model made it."""
-        head = await self._store.get(**self._key)
+        """Finds the session that was left. A name of one's own that is not there begins a session.
+
+        Raises InvalidRequest for what cannot be an id, NotFound for a made-up id that is not there: it was given out
+        once and cannot be begun again. Raises StateMismatch when another model made the session.
+        """
+        if not SESSION_ID.fullmatch(self.session_id):
+            raise InvalidRequest(
+                f"a session's id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {self.session_id[:80]!r}"
+            )
+        try:
+            head = await self._store.get(**self._key)
+        except NotFound:
+            if self.session_id.startswith(MADE_UP):
+                raise
+            return
         fingerprint = self._backend.model.fingerprint
         if head.model_fingerprint != fingerprint:
             raise StateMismatch(
                 f"session {self.session_id!r} was made by model {head.model_fingerprint[:12]}, "
                 f"this is {fingerprint[:12]}: name the right one with --model"
             )
-        self.head = head
+        self.head, self.is_new = head, False
 
     async def say(self, message: str, *, show: Callable[[str], None]) -> None:
         """One turn, committed when it returns; `show` gets the answer as it comes.

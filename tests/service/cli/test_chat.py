@@ -105,9 +105,29 @@ def test_nothing_said_leaves_no_session(nsm: Nsm) -> None:
 
 
 def test_P9_an_unknown_session_is_never_started_afresh(nsm: Nsm) -> None:
-    result = nsm("chat", "--session", "sess_gone", stdin="Hello")
-    assert_one_line(result, "session 'sess_gone' does not exist")
+    session_id = id_of(nsm("chat", *SHORT, stdin="Hello").stderr)
+    nsm("sessions", "delete", session_id)
+    result = nsm("chat", "--session", session_id, stdin="Hello")
+    assert_one_line(result, f"session '{session_id}' does not exist")
     assert json.loads(nsm("sessions", "list", "--json").stdout) == []
+
+
+def test_a_name_of_ones_own_begins_a_session_and_finds_it_again(nsm: Nsm) -> None:
+    first = nsm("chat", "--session", "mine", *SHORT, stdin="Hello")
+    assert first.stderr.startswith("new session mine; ")
+    assert first.stderr.endswith("come back with\n  nsm chat --session mine\n")
+    position = head_of(nsm, "mine")["position"]
+    assert nsm("chat", "--session", "mine", stdin="").stderr.startswith(
+        f"session mine at position {position}, version 1"
+    )
+    assert nsm("chat", "--session", "other", stdin="").stderr.endswith("nothing was said; no session was kept\n")
+    assert [session["id"] for session in json.loads(nsm("sessions", "list", "--json").stdout)] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "../x", "x" * 65])
+def test_a_name_that_cannot_be_one_is_refused(nsm: Nsm, name: str) -> None:
+    message = f"a session's id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {name!r}"
+    assert_one_line(nsm("chat", "--session", name, stdin="Hello"), message)
 
 
 def test_a_session_of_another_model_is_refused(nsm: Nsm, other_model_dir: Path) -> None:
