@@ -1,7 +1,8 @@
 """What a turn costs in the SQLite store: `python -m benchmarks.session_store`. A table, then one line of JSON.
 
-Commit (snapshot, log and head in one transaction) and load (with the checksum verified), by how SQLite syncs: FULL is
-what the server uses, NORMAL would lose acknowledged turns in a power cut. Run it on the disk that you mean (`--dir`).
+Acquire (lease, head and snapshot, with the checksum verified) and commit (snapshot, log and head in one transaction),
+by how SQLite syncs: FULL is what the server uses, NORMAL would lose acknowledged turns in a power cut. Run it on the
+disk that you mean (`--dir`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from pathlib import Path
 from nsm_core.evaluation.report import source_commit
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
 from service.sessions import sqlite_schema
-from service.sessions.base import SessionHead
 from service.sessions.sqlite import SqliteSessionStore
 
 NUM_WARM_UP = 5
@@ -44,22 +44,23 @@ def make_snapshot(version: int, state_bytes: int) -> bytes:
     return Snapshot(header, os.urandom(state_bytes // 4 * 4)).encode()
 
 
-async def one_turn(store: SqliteSessionStore, head: SessionHead, raw: bytes) -> tuple[SessionHead, float, float]:
-    """The new head; seconds of the commit and of a load."""
+async def one_turn(store: SqliteSessionStore, raw: bytes) -> tuple[float, float]:
+    """Seconds to acquire and to commit."""
     start = time.perf_counter()
-    head = await store.commit(
-        tenant="default",
-        session_id="s",
-        created_at=head.created_at,
+    leased = await store.acquire(tenant="default", session_id="s", holder="benchmark", lease_s=10.0)
+    acquired = time.perf_counter()
+    head = leased.stored.head
+    await store.commit(
+        leased.lease,
         expected_version=head.version,
         snapshot=raw,
         position=head.position + 64,
         model_fingerprint="benchmark",
         new_ids=tuple(range(64)),
+        num_sampled=64,
+        seed=0,
     )
-    committed = time.perf_counter()
-    await store.load(tenant="default", session_id="s")
-    return head, committed - start, time.perf_counter() - committed
+    return acquired - start, time.perf_counter() - acquired
 
 
 async def measure(directory: Path, sync: str, *, num_turns: int, state_bytes: int) -> dict[str, float]:
@@ -69,21 +70,21 @@ async def measure(directory: Path, sync: str, *, num_turns: int, state_bytes: in
     store = SqliteSessionStore(directory / f"{sync}.db")
     try:
         await store.open()
-        head = await store.create(tenant="default", session_id="s", model_fingerprint="benchmark", metadata={})
-        commits, loads = [], []
+        await store.create(tenant="default", session_id="s", model_fingerprint="benchmark", metadata={})
+        acquires, commits = [], []
         for number in range(NUM_WARM_UP + num_turns):
-            head, commit_s, load_s = await one_turn(store, head, make_snapshot(head.version + 1, state_bytes))
+            acquire_s, commit_s = await one_turn(store, make_snapshot(number + 1, state_bytes))
             if number >= NUM_WARM_UP:
+                acquires.append(acquire_s * 1000)
                 commits.append(commit_s * 1000)
-                loads.append(load_s * 1000)
     finally:
         await store.close()
         sqlite_schema.PRAGMAS = safe
     return {
+        "acquire_p50_ms": round(statistics.median(acquires), 2),
+        "acquire_p95_ms": round(statistics.quantiles(acquires, n=20)[-1], 2),
         "commit_p50_ms": round(statistics.median(commits), 2),
         "commit_p95_ms": round(statistics.quantiles(commits, n=20)[-1], 2),
-        "load_p50_ms": round(statistics.median(loads), 2),
-        "load_p95_ms": round(statistics.quantiles(loads, n=20)[-1], 2),
     }
 
 

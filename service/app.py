@@ -23,6 +23,7 @@ from service.prompts import PromptEncoder
 from service.routes import chat, completions, health, metrics, models, sessions, tokenize
 from service.sessions.base import SessionStore
 from service.settings import Settings
+from service.sweeping import sweeping
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
@@ -39,7 +40,14 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
         metrics=collected,
         lifecycle=lifecycle,
         prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
-        turns=Turns(backend, store, metrics=collected, lifecycle=lifecycle, detached_s=settings.detached_s),
+        turns=Turns(
+            backend,
+            store,
+            metrics=collected,
+            lifecycle=lifecycle,
+            detached_s=settings.detached_s,
+            lease_s=settings.lease_s,
+        ),
     )
     app = FastAPI(
         title="nsm",
@@ -72,6 +80,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(services.store.close)
         await services.store.open()
+        await stack.enter_async_context(sweeping(services.store))
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()
         # turns commit before the engine and the store are gone; a graceful stop has drained them long before

@@ -126,9 +126,9 @@ class Continuation:
 def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation:
     """Decodes and checks what the store gave. Raises SnapshotCorrupt or StateMismatch."""
     head = stored.head
+    if stored.damage is not None:
+        raise SnapshotCorrupt(f"the snapshot of session {head.session_id!r} is {stored.damage}")
     if stored.snapshot is None:
-        if head.version or head.position or head.num_log_tokens:
-            raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
         return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
     snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
     _require_owner(snapshot.header, head)

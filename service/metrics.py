@@ -97,6 +97,9 @@ class Metrics:
         self._commit_conflict = Counter(
             "nsm_commit_conflict_total", "Commits refused because the session had moved on.", registry=registry
         )
+        self._lease_lost = Counter(
+            "nsm_lock_lost_total", "Turns whose lease went to another holder before their commit.", registry=registry
+        )
         self._detached = Gauge("nsm_turns_detached", "Turns that go on without their client.", registry=registry)
 
     def start_request(self, *, arrival: float) -> RequestRecord:
@@ -123,6 +126,9 @@ class Metrics:
 
     def commit_conflict(self) -> None:
         self._commit_conflict.inc()
+
+    def lease_lost(self) -> None:
+        self._lease_lost.inc()
 
     def turn_detached(self, change: Literal[1, -1]) -> None:
         """+1 when a turn's client leaves, -1 when that turn ends."""

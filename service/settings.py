@@ -48,6 +48,7 @@ class Settings(BaseSettings):
     max_tokens_limit: PositiveInt = 32_768  # most new tokens a request may ask for
     request_timeout_s: PositiveFloat = Field(default=600.0, le=86_400.0)  # deadline of a request that names none
     detached_s: float = Field(default=300.0, ge=0, le=86_400.0)  # a session's turn may go on without its client
+    lease_s: float = Field(default=10.0, ge=1.0, le=3_600.0)  # a session stays busy so long after its server is lost
     grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,7 +1,9 @@
-"""The use case of one turn: claim the session, load, submit, stream, commit; independent of HTTP.
+"""The use case of one turn: take the lease, load, submit, stream, commit; independent of HTTP.
 
 A turn runs in a task of its own, so that a client that leaves does not end it: it goes on to its commit, for at most
 `detached_s` seconds. The session is free again before its last event is given out: the client may answer at once.
+
+The store's lease keeps turns of other processes out, and the claim those of this one, without asking the store.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from nsm_core.engine.request import EndState, Finished, FinishReason, Generation
 from nsm_core.errors import (
     NotFound,
     NsmError,
-    SessionBusy,
     SnapshotCorrupt,
     StateMismatch,
     TurnCancelled,
@@ -24,14 +25,14 @@ from nsm_core.errors import (
 )
 from service.backends.base import Generation, InferenceBackend
 from service.continuation import Continuation, TurnRequest, require_version, resume
+from service.leases import HeldLease, Leases
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.sessions.base import SessionHead, SessionStore
+from service.sessions.records import session_busy
 from service.turn import Turn, TurnEnd, stopping
 
 logger = logging.getLogger("nsm.turns")
-
-RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
 
 Key = tuple[str, str]  # tenant, session id
 
@@ -47,10 +48,12 @@ class Turns:
         metrics: Metrics,
         lifecycle: Lifecycle,
         detached_s: float,
+        lease_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._store = store
+        self._leases = Leases(store, lease_s=lease_s, metrics=metrics)
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._detached_s = detached_s
@@ -73,15 +76,19 @@ class Turns:
             raise stopping()
         key = (request.tenant, request.session_id)
         turn = self._claim(key)
+        held: HeldLease | None = None
         try:
-            start = await self._load(request)
+            held = await self._take_lease(request, turn)
+            start = await self._resume(held, request)
             generation_request = start.generation_request(request)
             generation = self._backend.submit(generation_request)
         except BaseException:
+            if held is not None:
+                await held.give_back()
             self._release(key)
             raise
         turn.begin(generation, start, self._metrics.start_request(arrival=request.arrival))
-        self._track(self._run(turn, generation, start, generation_request))
+        self._track(self._run(turn, held, generation, start, generation_request))
         return turn
 
     async def cancel(self, *, tenant: str, session_id: str) -> bool:
@@ -118,7 +125,7 @@ class Turns:
 
     def _claim(self, key: Key) -> Turn:
         if key in self._running:
-            raise SessionBusy(f"session {key[1]!r} is busy: another turn is running", retry_after_s=RETRY_AFTER_S)
+            raise session_busy(key[1])
         turn = self._running[key] = Turn(self._metrics, detached_s=self._detached_s)
         return turn
 
@@ -130,35 +137,46 @@ class Turns:
         self._tasks.add(task)  # the event loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, request: TurnRequest) -> Continuation:
+    async def _take_lease(self, request: TurnRequest, turn: Turn) -> HeldLease:
+        started = time.monotonic()
         with _count_outcomes(self._metrics):
-            started = time.monotonic()
-            stored = await self._store.load(tenant=request.tenant, session_id=request.session_id)
-            self._metrics.state_fetched(time.monotonic() - started)
-            require_version(stored.head, request.expected_version)
+            held = await self._leases.take(tenant=request.tenant, session_id=request.session_id, on_lost=turn.stop)
+        self._metrics.state_fetched(time.monotonic() - started)
+        return held
+
+    async def _resume(self, held: HeldLease, request: TurnRequest) -> Continuation:
+        with _count_outcomes(self._metrics):
+            require_version(held.stored.head, request.expected_version)
             model, tokenizer = self._backend.model, self._backend.tokenizer
             # in a thread, as below: megabytes and long counts would hold up every other stream
-            start = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+            start = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
         if start.snapshot is not None:
             self._metrics.session_resume("hit")
         return start
 
-    async def _run(self, turn: Turn, generation: Generation, start: Continuation, request: GenerationRequest) -> None:
+    async def _run(
+        self, turn: Turn, held: HeldLease, generation: Generation, start: Continuation, request: GenerationRequest
+    ) -> None:
         """The turn's task. Whatever happens in it, the session is released and the turn has an end."""
         aborted = Finished(reason=FinishReason.ABORT)
         end = TurnEnd(finished=aborted, head=start.head, error=stopping())  # if this task itself is cancelled
-        try:
-            with self._lifecycle.track():
+        with self._lifecycle.track():
+            try:
                 finished = await _forward(generation, turn)
-                end = await self._settle(turn, finished, start, seed=request.sampling.seed)
-        except Exception:
-            logger.exception("request %s failed", request.request_id)
-            error = NsmError(f"internal error; the server's log tells more under request id {request.request_id}")
-            end = TurnEnd(finished=Finished(reason=FinishReason.ERROR), head=start.head, error=error)
-        finally:
-            self._release((start.head.tenant, start.head.session_id), end)
+                end = await self._settle(turn, held, finished, start, request)
+            except Exception:
+                logger.exception("request %s failed", request.request_id)
+                error = NsmError(f"internal error; the server's log tells more under request id {request.request_id}")
+                end = TurnEnd(finished=Finished(reason=FinishReason.ERROR), head=start.head, error=error)
+            finally:
+                try:
+                    await held.give_back()
+                finally:
+                    self._release((start.head.tenant, start.head.session_id), end)
 
-    async def _settle(self, turn: Turn, finished: Finished, start: Continuation, *, seed: int) -> TurnEnd:
+    async def _settle(
+        self, turn: Turn, held: HeldLease, finished: Finished, start: Continuation, request: GenerationRequest
+    ) -> TurnEnd:
         """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
         error = turn.error_of(finished)
         if error is not None:
@@ -166,25 +184,26 @@ class Turns:
         if finished.end_state is None:
             raise RuntimeError("the engine ended a session's turn without its state")
         try:
-            head = await self._commit(finished.end_state, start, seed=seed)
+            head = await self._commit(held, finished.end_state, start, request)
         except NsmError as commit_error:
             return TurnEnd(finished=finished, head=start.head, error=commit_error)
         return TurnEnd(finished=finished, head=head)
 
-    async def _commit(self, end: EndState, start: Continuation, *, seed: int) -> SessionHead:
+    async def _commit(
+        self, held: HeldLease, end: EndState, start: Continuation, request: GenerationRequest
+    ) -> SessionHead:
         started = time.monotonic()
-        new_ids = start.new_log_ids(end)
+        new_ids, seed = start.new_log_ids(end), request.sampling.seed
         raw = await asyncio.to_thread(lambda: start.next_snapshot(end, seed=seed, created_at=self._clock()).encode())
         try:
-            head = await self._store.commit(
-                tenant=start.head.tenant,
-                session_id=start.head.session_id,
-                created_at=start.head.created_at,
+            head = await held.commit(
                 expected_version=start.head.version,
                 snapshot=raw,
                 position=end.position,
                 model_fingerprint=start.model.fingerprint,
                 new_ids=new_ids,
+                num_sampled=len(end.new_ids) - len(request.prompt_ids),
+                seed=seed,
             )
         except VersionConflict:
             self._metrics.commit_conflict()

@@ -30,6 +30,7 @@ def serve(
     max_tokens_limit: Annotated[int | None, _setting("Most new tokens a request may ask for.", "32768")] = None,
     request_timeout_s: Annotated[float | None, _setting("Deadline of a request that names none.", "600")] = None,
     detached_s: Annotated[float | None, _setting("A session's turn may go on without its client.", "300")] = None,
+    lease_s: Annotated[float | None, _setting("A session stays busy after its server is lost.", "10")] = None,
     grace_s: Annotated[float | None, _setting("Requests may go on when the server stops.", "20")] = None,
     log_level: Annotated[str | None, _setting("debug, info, warning or error.", "info")] = None,
     log_prompts: Annotated[bool | None, _setting("Write prompts to the log.", "no")] = None,

@@ -45,9 +45,9 @@ class SessionHead:
     metadata: Mapping[str, str]
     num_log_tokens: int
     snapshot_bytes: int
-    ttl_s: float | None = None
-    expires_at: float | None = None
-    forked_from: str | None = None
+    ttl_s: float | None
+    expires_at: float | None
+    forked_from: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,10 +273,7 @@ class SessionStore(Protocol):
         ...
 
     async def usage(self, *, tenant: str) -> TenantUsage:
-        """What the tenant's sessions take; costs the same however many there are.
-
-        One whose TTL ran out counts until it is removed.
-        """
+        """What the tenant's sessions take; one whose TTL ran out counts until it is removed."""
         ...
 
     async def remove_expired(self) -> int:

@@ -7,9 +7,30 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from nsm_core.state.snapshot import verify
-from service.sessions.base import SessionHead, SessionPage, StoredSession
-from service.sessions.records import already_exists, decode_cursor, encode_cursor, not_found, require_same_head
+from service.sessions.base import (
+    UNSET,
+    Lease,
+    LeasedSession,
+    LogMark,
+    SessionHead,
+    SessionPage,
+    StoredSession,
+    TenantUsage,
+    Unset,
+)
+from service.sessions.records import (
+    TOKEN_BYTES,
+    already_exists,
+    checked,
+    decode_cursor,
+    encode_cursor,
+    expiry,
+    lease_lost,
+    not_found,
+    require_sound,
+    require_version,
+    session_busy,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -17,6 +38,21 @@ class _Record:
     head: SessionHead
     snapshot: bytes | None = None
     log: tuple[int, ...] = ()
+    marks: tuple[LogMark, ...] = ()
+    fence: int = 0
+    holder: str | None = None
+    lease_expires_at: float = 0.0
+
+    def is_leased(self, now: float) -> bool:
+        return self.holder is not None and now < self.lease_expires_at
+
+    def is_expired(self, now: float) -> bool:
+        return self.head.expires_at is not None and now >= self.head.expires_at and not self.is_leased(now)
+
+    def fits(self, lease: Lease) -> bool:
+        """Whether `lease` is the newest one, not released, of this incarnation."""
+        mine = (self.head.created_at, self.holder, self.fence)
+        return mine == (lease.created_at, lease.holder, lease.fence)
 
 
 class MemorySessionStore:
@@ -33,71 +69,175 @@ class MemorySessionStore:
         pass
 
     async def create(
-        self, *, tenant: str, session_id: str, model_fingerprint: str, metadata: Mapping[str, str]
-    ) -> SessionHead:
-        if (tenant, session_id) in self._records:
-            raise already_exists(session_id)
-        now = self._clock()
-        head = SessionHead(
-            tenant=tenant,
-            session_id=session_id,
-            version=0,
-            position=0,
-            created_at=now,
-            updated_at=now,
-            model_fingerprint=model_fingerprint,
-            metadata=MappingProxyType(dict(metadata)),
-            num_log_tokens=0,
-            snapshot_bytes=0,
-        )
-        self._records[tenant, session_id] = _Record(head)
-        return head
-
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        return self._record(tenant, session_id).head
-
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        record = self._record(tenant, session_id)
-        if record.snapshot is not None:
-            verify(record.snapshot)
-        return StoredSession(head=record.head, snapshot=record.snapshot)
-
-    async def commit(
         self,
         *,
         tenant: str,
         session_id: str,
-        created_at: float,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
+    ) -> SessionHead:
+        return await self.create_with(
+            tenant=tenant,
+            session_id=session_id,
+            model_fingerprint=model_fingerprint,
+            metadata=metadata,
+            ttl_s=ttl_s,
+            forked_from=None,
+            version=0,
+            position=0,
+            snapshot=None,
+            log_ids=(),
+            marks=(),
+        )
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        now = self._clock()
+        record = self._records.get((tenant, session_id))
+        if record is not None and not record.is_expired(now):
+            raise already_exists(session_id)
+        head = SessionHead(
+            tenant=tenant,
+            session_id=session_id,
+            version=version,
+            position=position,
+            created_at=now,
+            updated_at=now,
+            model_fingerprint=model_fingerprint,
+            metadata=MappingProxyType(dict(metadata)),
+            num_log_tokens=len(log_ids),
+            snapshot_bytes=len(snapshot or b""),
+            ttl_s=ttl_s,
+            expires_at=expiry(now, ttl_s),
+            forked_from=forked_from,
+        )
+        self._records[tenant, session_id] = _Record(head, snapshot, log_ids, marks)
+        return head
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        now = self._clock()
+        record = self._record(tenant, session_id, now)
+        head = record.head
+        ttl_s = head.ttl_s if isinstance(ttl_s, Unset) else ttl_s
+        record.head = dataclasses.replace(
+            head,
+            metadata=head.metadata if metadata is None else MappingProxyType(dict(metadata)),
+            ttl_s=ttl_s,
+            expires_at=expiry(now, ttl_s),
+            updated_at=now,
+        )
+        return record.head
+
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
+        return self._record(tenant, session_id, self._clock()).head
+
+    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+        record = self._record(tenant, session_id, self._clock())
+        return require_sound(record.head, record.snapshot)
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        now = self._clock()
+        record = self._record(tenant, session_id, now)
+        if record.is_leased(now):
+            raise session_busy(session_id, record.lease_expires_at - now)
+        record.fence += 1
+        record.holder, record.lease_expires_at = holder, now + lease_s
+        lease = Lease(
+            tenant=tenant,
+            session_id=session_id,
+            created_at=record.head.created_at,
+            holder=holder,
+            fence=record.fence,
+            expires_at=record.lease_expires_at,
+        )
+        return LeasedSession(lease=lease, stored=checked(record.head, record.snapshot))
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        now = self._clock()
+        record = self._records.get((lease.tenant, lease.session_id))
+        if record is None or record.is_expired(now) or not record.fits(lease):
+            raise lease_lost(lease)
+        record.lease_expires_at = now + lease_s
+        return dataclasses.replace(lease, expires_at=record.lease_expires_at)
+
+    async def release(self, lease: Lease) -> None:
+        record = self._records.get((lease.tenant, lease.session_id))
+        if record is not None and record.fits(lease):
+            record.holder = None
+
+    async def commit(
+        self,
+        lease: Lease,
+        *,
         expected_version: int,
         snapshot: bytes,
         position: int,
         model_fingerprint: str,
         new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
     ) -> SessionHead:
-        record = self._record(tenant, session_id)
-        require_same_head(record.head, created_at=created_at, expected_version=expected_version)
-        record.head = dataclasses.replace(
-            record.head,
-            version=expected_version + 1,
-            position=position,
-            updated_at=self._clock(),
-            model_fingerprint=model_fingerprint,
-            num_log_tokens=record.head.num_log_tokens + len(new_ids),
-            snapshot_bytes=len(snapshot),
-        )
-        record.snapshot = snapshot
+        now = self._clock()
+        record = self._writable(lease, expected_version, now)
         record.log += new_ids
-        return record.head
+        mark = LogMark(version=expected_version + 1, num_log_tokens=len(record.log), num_sampled=num_sampled, seed=seed)
+        record.marks += (mark,)
+        return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
 
-    async def read_log(self, *, tenant: str, session_id: str) -> tuple[int, ...]:
-        return self._record(tenant, session_id).log
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        now = self._clock()
+        record = self._writable(lease, expected_version, now)
+        record.log = record.log[:num_log_tokens]
+        mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
+        record.marks = (*(old for old in record.marks if old.num_log_tokens <= num_log_tokens), mark)
+        return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        return self._record(tenant, session_id, self._clock()).log[:stop]
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        return self._record(tenant, session_id, self._clock()).marks
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
-        self._record(tenant, session_id)
+        self._record(tenant, session_id, self._clock())
         del self._records[tenant, session_id]
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
-        heads = [record.head for (owner, _), record in self._records.items() if owner == tenant]
+        now = self._clock()
+        heads = [record.head for record in self._records.values() if not record.is_expired(now)]
+        heads = [head for head in heads if head.tenant == tenant]
         if cursor is not None:
             place = decode_cursor(cursor)
             heads = [head for head in heads if (head.created_at, head.session_id) < place]
@@ -105,11 +245,48 @@ class MemorySessionStore:
         page = tuple(heads[:limit])
         return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
 
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        heads = [record.head for (owner, _), record in self._records.items() if owner == tenant]
+        num_bytes = sum(head.snapshot_bytes + TOKEN_BYTES * head.num_log_tokens for head in heads)
+        return TenantUsage(num_sessions=len(heads), num_bytes=num_bytes)
+
+    async def remove_expired(self) -> int:
+        now = self._clock()
+        expired = [key for key, record in self._records.items() if record.is_expired(now)]
+        for key in expired:
+            del self._records[key]
+        return len(expired)
+
     async def check_writable(self) -> None:
         pass
 
-    def _record(self, tenant: str, session_id: str) -> _Record:
-        try:
-            return self._records[tenant, session_id]
-        except KeyError:
-            raise not_found(session_id) from None
+    def _record(self, tenant: str, session_id: str, now: float) -> _Record:
+        record = self._records.get((tenant, session_id))
+        if record is None or record.is_expired(now):
+            raise not_found(session_id)
+        return record
+
+    def _writable(self, lease: Lease, expected_version: int, now: float) -> _Record:
+        record = self._record(lease.tenant, lease.session_id, now)
+        if not record.fits(lease):
+            raise lease_lost(lease)
+        require_version(record.head, expected_version)
+        return record
+
+    @staticmethod
+    def _move(
+        record: _Record, snapshot: bytes | None, *, position: int, model_fingerprint: str, now: float
+    ) -> SessionHead:
+        """The end of a commit or a rewind, after log and marks have changed."""
+        record.snapshot, record.holder = snapshot, None
+        record.head = dataclasses.replace(
+            record.head,
+            version=record.head.version + 1,
+            position=position,
+            updated_at=now,
+            model_fingerprint=model_fingerprint,
+            num_log_tokens=len(record.log),
+            snapshot_bytes=len(snapshot or b""),
+            expires_at=expiry(now, record.head.ttl_s),
+        )
+        return record.head

@@ -1,4 +1,4 @@
-"""What the stores share: the errors they answer with, the cursor of a listing, the token log's bytes."""
+"""What the stores share: their errors, what expires when, the cursor of a listing, the token log's bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import base64
 import binascii
 import struct
 
-from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, VersionConflict
-from service.sessions.base import SessionHead
+from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
+from nsm_core.state.snapshot import verify
+from service.sessions.base import Lease, SessionHead, StoredSession
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
+MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
 
 
 def not_found(session_id: str) -> NotFound:
@@ -21,14 +23,50 @@ def already_exists(session_id: str) -> VersionConflict:
     return VersionConflict(f"session {session_id!r} exists already")
 
 
-def require_same_head(head: SessionHead, *, created_at: float, expected_version: int) -> None:
+def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
+    """`remaining_s`: what is left of the other turn's lease."""
+    retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
+    return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
+
+
+def lease_lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(
+        f"the lease on session {lease.session_id!r} was lost: another turn took it, or the session was deleted; "
+        "nothing of this turn was kept"
+    )
+
+
+def require_version(head: SessionHead, expected_version: int) -> None:
     """The compare of compare-and-set; raises VersionConflict."""
-    if head.created_at != created_at:
-        raise VersionConflict(f"session {head.session_id!r} was deleted and created again meanwhile")
     if head.version != expected_version:
         raise VersionConflict(
             f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
         )
+
+
+def expiry(now: float, ttl_s: float | None) -> float | None:
+    """When a session that was committed or updated at `now` expires; None: never."""
+    return None if ttl_s is None else now + ttl_s
+
+
+def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
+    """What `acquire` answers with: damage is told, not raised."""
+    if raw is None:
+        return StoredSession(head=head, snapshot=None, damage="missing" if head.num_log_tokens else None)
+    try:
+        verify(raw)
+    except SnapshotCorrupt:
+        return StoredSession(head=head, snapshot=None, damage="corrupt")
+    return StoredSession(head=head, snapshot=raw)
+
+
+def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
+    """What `load` answers with; raises SnapshotCorrupt."""
+    if raw is not None:
+        verify(raw)
+    elif head.num_log_tokens:
+        raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
+    return StoredSession(head=head, snapshot=raw)
 
 
 def encode_cursor(head: SessionHead) -> str:
@@ -56,6 +94,6 @@ def encode_ids(ids: tuple[int, ...]) -> bytes:
 
 def decode_ids(raw: bytes) -> tuple[int, ...]:
     """The inverse of `encode_ids`; raises SnapshotCorrupt when the length does not fit."""
-    if len(raw) % _TOKEN_BYTES:
-        raise SnapshotCorrupt(f"the token log has {len(raw)} bytes, not a multiple of {_TOKEN_BYTES}")
-    return struct.unpack(f"<{len(raw) // _TOKEN_BYTES}I", raw)
+    if len(raw) % TOKEN_BYTES:
+        raise SnapshotCorrupt(f"the token log has {len(raw)} bytes, not a multiple of {TOKEN_BYTES}")
+    return struct.unpack(f"<{len(raw) // TOKEN_BYTES}I", raw)

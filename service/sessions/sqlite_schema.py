@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
@@ -47,6 +49,41 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at REAL NOT NULL);
     """,
+    # Leases, TTL, forks; each chunk of the log tells what was sampled and has a checksum; usage by tenant.
+    """
+    ALTER TABLE sessions ADD COLUMN ttl_s REAL;
+    ALTER TABLE sessions ADD COLUMN expires_at REAL;
+    ALTER TABLE sessions ADD COLUMN forked_from TEXT;
+    ALTER TABLE sessions ADD COLUMN fence INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE sessions ADD COLUMN lease_holder TEXT;
+    ALTER TABLE sessions ADD COLUMN lease_owner TEXT;
+    ALTER TABLE sessions ADD COLUMN lease_expires_at REAL NOT NULL DEFAULT 0;
+    CREATE INDEX sessions_by_expiry ON sessions (expires_at) WHERE expires_at IS NOT NULL;
+    -- Of older chunks nobody knows what was sampled, and with which seed. Decimal text: seeds have 64 bits, no sign.
+    ALTER TABLE log_chunks ADD COLUMN num_sampled INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE log_chunks ADD COLUMN seed TEXT;
+    ALTER TABLE log_chunks ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0;
+    UPDATE log_chunks SET checksum = crc32(ids);
+    CREATE TABLE usage (
+        tenant       TEXT    NOT NULL PRIMARY KEY,
+        num_sessions INTEGER NOT NULL,
+        num_bytes    INTEGER NOT NULL
+    );
+    INSERT INTO usage SELECT tenant, count(*), sum(snapshot_bytes + 4 * num_log_tokens) FROM sessions GROUP BY tenant;
+    CREATE TRIGGER usage_of_new AFTER INSERT ON sessions BEGIN
+        INSERT OR IGNORE INTO usage VALUES (new.tenant, 0, 0);
+        UPDATE usage SET num_sessions = num_sessions + 1,
+            num_bytes = num_bytes + new.snapshot_bytes + 4 * new.num_log_tokens WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_changed AFTER UPDATE OF snapshot_bytes, num_log_tokens ON sessions BEGIN
+        UPDATE usage SET num_bytes = num_bytes + new.snapshot_bytes - old.snapshot_bytes
+            + 4 * (new.num_log_tokens - old.num_log_tokens) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted AFTER DELETE ON sessions BEGIN
+        UPDATE usage SET num_sessions = num_sessions - 1,
+            num_bytes = num_bytes - old.snapshot_bytes - 4 * old.num_log_tokens WHERE tenant = old.tenant;
+    END;
+    """,
 )
 
 PRAGMAS = f"""
@@ -80,6 +117,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     try:
         _refuse_foreign_file(connection, path)
         connection.executescript(PRAGMAS)
+        connection.create_function("crc32", 1, zlib.crc32, deterministic=True)
     except BaseException:
         connection.close()
         raise
@@ -106,13 +144,23 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
                 f"{path} has schema {found}, this build knows schemas up to {len(MIGRATIONS)}: a newer build wrote it"
             )
         for version, script in enumerate(MIGRATIONS[found:], start=found + 1):
-            for statement in script.split(";"):
+            for statement in _statements(script):
                 connection.execute(statement)
             connection.execute("INSERT INTO schema_versions VALUES (?, unixepoch('now'))", (version,))
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One by one: `executescript` would end the transaction. A trigger has semicolons inside."""
+    statement = ""
+    for part in script.split(";"):
+        statement += part + ";"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
 
 
 def _schema_version(connection: sqlite3.Connection) -> int:

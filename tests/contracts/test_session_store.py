@@ -3,64 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
-from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, VersionConflict
+from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.base import SessionHead, SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.sessions.sqlite import SqliteSessionStore
+from service.sessions.base import Lease, LogMark, SessionHead, SessionStore, TenantUsage
 from tests.snapshots import make_snapshot
+from tests.stored_sessions import acquire, commit, commit_under, create
 
-
-@pytest.fixture
-def clock() -> Callable[[], float]:
-    """Whole seconds, each once."""
-    ticks = itertools.count(1_000)
-    return lambda: float(next(ticks))
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, clock: Callable[[], float]
-) -> AsyncIterator[SessionStore]:
-    made: SessionStore
-    if request.param == "memory":
-        made = MemorySessionStore(clock=clock)
-    else:
-        made = SqliteSessionStore(tmp_path / "data" / "sessions.db", clock=clock)
-    await made.open()
-    yield made
-    await made.close()
-
-
-async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "a") -> SessionHead:
-    return await store.create(tenant=tenant, session_id=session_id, model_fingerprint="m1", metadata={"k": "v"})
-
-
-async def commit(
-    store: SessionStore,
-    head: SessionHead,
-    *,
-    snapshot: bytes | None = None,
-    new_ids: tuple[int, ...] = (1, 2, 3),
-    model_fingerprint: str = "m1",
-) -> SessionHead:
-    version = head.version + 1
-    return await store.commit(
-        tenant=head.tenant,
-        session_id=head.session_id,
-        created_at=head.created_at,
-        expected_version=head.version,
-        snapshot=snapshot or make_snapshot(session_id=head.session_id, version=version).encode(),
-        position=head.position + len(new_ids),
-        model_fingerprint=model_fingerprint,
-        new_ids=new_ids,
-    )
+KEY = {"tenant": "a", "session_id": "s1"}
 
 
 async def test_a_new_session_is_at_version_0_without_a_snapshot(store: SessionStore) -> None:
@@ -70,7 +22,9 @@ async def test_a_new_session_is_at_version_0_without_a_snapshot(store: SessionSt
     assert head.created_at == head.updated_at == 1_000.0
     stored = await store.load(tenant="a", session_id="s1")
     assert (stored.head, stored.snapshot) == (head, None)
+    assert (stored.damage, head.ttl_s, head.expires_at, head.forked_from) == (None, None, None, None)
     assert await store.read_log(tenant="a", session_id="s1") == ()
+    assert await store.log_marks(**KEY) == ()
 
 
 async def test_an_id_is_taken_once_per_tenant(store: SessionStore) -> None:
@@ -104,54 +58,54 @@ async def test_a_stale_writer_changes_nothing(store: SessionStore) -> None:
     assert await store.read_log(tenant="a", session_id="s1") == (1, 2, 3)
 
 
-async def test_of_many_writers_at_once_one_wins(store: SessionStore) -> None:
+async def test_P5_of_many_that_want_to_write_at_once_one_gets_the_lease(store: SessionStore) -> None:
     head = await create(store)
-    results = await asyncio.gather(*(commit(store, head, new_ids=(n,)) for n in range(8)), return_exceptions=True)
-    winners = [result for result in results if isinstance(result, SessionHead)]
-    assert len(winners) == 1
-    assert sum(isinstance(result, VersionConflict) for result in results) == 7
-    assert await store.get(tenant="a", session_id="s1") == winners[0]
-    assert len(await store.read_log(tenant="a", session_id="s1")) == 1
+    results = await asyncio.gather(*(acquire(store, holder=f"h{n}") for n in range(8)), return_exceptions=True)
+    leases = [result.lease for result in results if not isinstance(result, BaseException)]
+    assert len(leases) == 1
+    assert sum(isinstance(result, SessionBusy) for result in results) == 7
+    committed = await commit_under(store, leases[0], head)
+    assert await store.get(**KEY) == committed
 
 
 async def test_a_turn_of_a_deleted_session_is_not_committed_to_its_successor(store: SessionStore) -> None:
     head = await create(store)
-    await store.delete(tenant="a", session_id="s1")
+    lease = (await acquire(store, holder="h")).lease
+    await store.delete(**KEY)
     with pytest.raises(NotFound):
-        await commit(store, head)
+        await commit_under(store, lease, head)
     successor = await create(store)
-    with pytest.raises(VersionConflict, match="created again"):
-        await commit(store, head)
-    assert await store.get(tenant="a", session_id="s1") == successor
+    same_names = (await acquire(store, holder="h")).lease
+    assert same_names.fence == lease.fence
+    for lost in (commit_under(store, lease, head), store.renew(lease, lease_s=1.0)):
+        with pytest.raises(LeaseLost):
+            await lost
+    await store.release(lease)
+    assert (await store.get(**KEY)) == successor
+    assert (await commit_under(store, same_names, successor)).version == 1
 
 
 async def test_an_unknown_session_is_not_found_by_any_call(store: SessionStore) -> None:
     key = {"tenant": "a", "session_id": "nobody"}
-    for call in (store.get, store.load, store.read_log, store.delete):
+    for call in (store.get, store.load, store.read_log, store.log_marks, store.update, store.delete):
         with pytest.raises(NotFound, match="'nobody' does not exist") as caught:
             await call(**key)
         assert (caught.value.param, caught.value.code) == ("session_id", "session_not_found")
+    with pytest.raises(NotFound):
+        await acquire(store, "nobody")
 
 
 async def test_L6_another_tenants_session_does_not_exist(store: SessionStore) -> None:
     head = await commit(store, await create(store, tenant="a"))
     with pytest.raises(NotFound) as unknown:
         await store.get(tenant="b", session_id="nobody")
-    for call in (store.get, store.load, store.read_log, store.delete):
+    for call in (store.get, store.load, store.read_log, store.log_marks, store.update, store.delete):
         with pytest.raises(NotFound) as caught:
             await call(tenant="b", session_id="s1")
         assert str(caught.value) == str(unknown.value).replace("nobody", "s1")
     with pytest.raises(NotFound):
-        await store.commit(
-            tenant="b",
-            session_id="s1",
-            created_at=head.created_at,
-            expected_version=1,
-            snapshot=b"",
-            position=9,
-            model_fingerprint="m1",
-            new_ids=(),
-        )
+        await acquire(store, tenant="b")
+    assert await store.usage(tenant="b") == TenantUsage(num_sessions=0, num_bytes=0)
     assert (await store.list(tenant="b", limit=10)).heads == ()
     assert await store.get(tenant="a", session_id="s1") == head
 
@@ -183,6 +137,8 @@ async def test_a_snapshot_that_fails_its_checksum_is_refused(store: SessionStore
     with pytest.raises(SnapshotCorrupt, match="checksum"):
         await store.load(tenant="a", session_id="s1")
     assert await store.get(tenant="a", session_id="s1") == head
+    stored = (await acquire(store)).stored  # whoever may write may rebuild it
+    assert (stored.head, stored.snapshot, stored.damage) == (head, None, "corrupt")
 
 
 async def test_pages_are_newest_first_and_complete(store: SessionStore) -> None:
@@ -230,3 +186,115 @@ async def test_what_is_loaded_is_what_was_encoded(store: SessionStore) -> None:
     stored = await store.load(tenant="a", session_id="s1")
     assert stored.snapshot is not None
     assert Snapshot.decode(stored.snapshot) == snapshot
+
+
+async def test_the_log_tells_where_each_turn_ended_and_what_was_sampled(store: SessionStore) -> None:
+    head = await commit(store, await create(store), new_ids=(1, 2, 3), num_sampled=2, seed=2**64 - 1)
+    await commit(store, head, new_ids=(4,), num_sampled=1, seed=0)
+    assert await store.log_marks(**KEY) == (
+        LogMark(version=1, num_log_tokens=3, num_sampled=2, seed=2**64 - 1),
+        LogMark(version=2, num_log_tokens=4, num_sampled=1, seed=0),
+    )
+    for stop, expected in ((None, (1, 2, 3, 4)), (0, ()), (2, (1, 2)), (9, (1, 2, 3, 4))):
+        assert await store.read_log(**KEY, stop=stop) == expected
+
+
+async def test_a_session_may_begin_with_a_state_and_a_log(store: SessionStore) -> None:
+    raw = make_snapshot(session_id="s1", version=5).encode()
+    marks = (
+        LogMark(version=2, num_log_tokens=3, num_sampled=1, seed=4),
+        LogMark(version=5, num_log_tokens=4, num_sampled=1, seed=None),
+    )
+    fields = {"model_fingerprint": "m1", "metadata": {"k": "v"}, "ttl_s": None, "forked_from": "other@4"}
+    begin = {"version": 5, "position": 4, "snapshot": raw, "log_ids": (9, 8, 7, 6), "marks": marks}
+    head = await store.create_with(**KEY, **fields, **begin)
+    assert (head.version, head.position, head.num_log_tokens, head.snapshot_bytes) == (5, 4, 4, len(raw))
+    assert (head.forked_from, dict(head.metadata)) == ("other@4", {"k": "v"})
+    stored = await store.load(**KEY)
+    assert (stored.head, stored.snapshot) == (head, raw)
+    assert await store.read_log(**KEY) == (9, 8, 7, 6)
+    assert await store.log_marks(**KEY) == marks
+    assert (await commit(store, head)).version == 6
+    assert await store.read_log(**KEY) == (9, 8, 7, 6, 1, 2, 3)
+    with pytest.raises(VersionConflict, match="exists already"):
+        await store.create_with(**KEY, **fields, **begin)
+
+
+async def test_metadata_is_replaced_as_a_whole_and_moves_no_version(store: SessionStore) -> None:
+    head = await commit(store, await create(store))
+    lease = (await acquire(store)).lease  # a running turn does not prevent it, and does not undo it
+    updated = await store.update(**KEY, metadata={"new": "x"})
+    assert (dict(updated.metadata), updated.version, updated.ttl_s) == ({"new": "x"}, 1, None)
+    assert updated.updated_at > head.updated_at
+    assert await store.get(**KEY) == updated
+    assert dict((await commit_under(store, lease, head)).metadata) == {"new": "x"}
+    assert dict((await store.update(**KEY)).metadata) == {"new": "x"}
+
+
+async def test_usage_follows_every_change(store: SessionStore) -> None:
+    async def expect(num_sessions: int, num_bytes: int) -> None:
+        assert await store.usage(tenant="a") == TenantUsage(num_sessions=num_sessions, num_bytes=num_bytes)
+
+    await expect(0, 0)
+    head = await create(store)
+    await create(store, "s2")
+    await create(store, "s1", tenant="b")
+    await expect(2, 0)
+    size = len(make_snapshot(version=1).encode())
+    head = await commit(store, head)
+    await expect(2, size + 12)
+    big = make_snapshot(version=2, num_floats=100).encode()
+    head = await commit(store, head, snapshot=big, new_ids=(1,))
+    await expect(2, len(big) + 16)
+    lease = (await acquire(store)).lease
+    small = make_snapshot(version=3, num_floats=2).encode()
+    await rewind(store, lease, head, snapshot=small, num_log_tokens=2)
+    await expect(2, len(small) + 8)
+    await store.delete(tenant="a", session_id="s2")
+    await expect(1, len(small) + 8)
+    await store.delete(**KEY)
+    await expect(0, 0)
+
+
+async def rewind(
+    store: SessionStore, lease: Lease, head: SessionHead, *, snapshot: bytes | None, num_log_tokens: int
+) -> SessionHead:
+    return await store.rewind(
+        lease,
+        expected_version=head.version,
+        snapshot=snapshot,
+        position=max(0, num_log_tokens - 1),
+        model_fingerprint="m2",
+        num_log_tokens=num_log_tokens,
+        num_sampled=0,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_log_tokens", "ends"),
+    [(6, [3, 5, 6, 6]), (5, [3, 5, 5]), (4, [3, 4]), (3, [3, 3]), (1, [1]), (0, [0])],
+)
+async def test_a_rewind_cuts_the_log_anywhere(store: SessionStore, num_log_tokens: int, ends: list[int]) -> None:
+    head = await create(store)
+    for new_ids in ((1, 2, 3), (4, 5), (6,)):
+        head = await commit(store, head, new_ids=new_ids)
+    lease = (await acquire(store)).lease
+    raw = make_snapshot(version=4).encode() if num_log_tokens else None
+    rewound = await rewind(store, lease, head, snapshot=raw, num_log_tokens=num_log_tokens)
+    assert (rewound.version, rewound.num_log_tokens, rewound.position) == (
+        4,
+        num_log_tokens,
+        max(0, num_log_tokens - 1),
+    )
+    assert (rewound.model_fingerprint, rewound.snapshot_bytes) == ("m2", len(raw or b""))
+    stored = await store.load(**KEY)
+    assert (stored.head, stored.snapshot) == (rewound, raw)
+    assert await store.read_log(**KEY) == (1, 2, 3, 4, 5, 6)[:num_log_tokens]
+    marks = await store.log_marks(**KEY)
+    assert [mark.num_log_tokens for mark in marks] == ends
+    assert [mark.version for mark in marks] == [*range(1, len(ends)), 4]
+    assert marks[-1] == LogMark(version=4, num_log_tokens=num_log_tokens, num_sampled=0, seed=5)
+    again = await commit(store, rewound, new_ids=(9,))
+    assert await store.read_log(**KEY) == (*(1, 2, 3, 4, 5, 6)[:num_log_tokens], 9)
+    assert (await acquire(store)).stored.head == again

@@ -15,6 +15,7 @@ from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
 from nsm_core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    LeaseLost,
     NotFound,
     Overloaded,
     SessionBusy,
@@ -30,7 +31,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.continuation import TurnRequest
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
-from service.sessions.base import SessionHead
+from service.sessions.base import Lease, SessionHead
 from service.sessions.memory import MemorySessionStore
 from service.turn import Turn, TurnEnd
 from service.turns import Turns
@@ -50,12 +51,12 @@ class FaultyStore(MemorySessionStore):
         self.may_commit.set()
         self.is_committing = asyncio.Event()
 
-    async def commit(self, **fields: Any) -> SessionHead:
+    async def commit(self, lease: Lease, **fields: Any) -> SessionHead:
         self.is_committing.set()
         await self.may_commit.wait()
         if self.commit_error is not None:
             raise self.commit_error
-        return await super().commit(**fields)
+        return await super().commit(lease, **fields)
 
 
 class House:
@@ -68,13 +69,14 @@ class House:
         self.lifecycle = Lifecycle()
         self.turns = self.make_turns(backend, detached_s=detached_s)
 
-    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0) -> Turns:
+    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0, lease_s: float = 30.0) -> Turns:
         return Turns(
             backend,
             self.store,
             metrics=self.metrics,
             lifecycle=self.lifecycle,
             detached_s=detached_s,
+            lease_s=lease_s,
             clock=lambda: 5.0,
         )
 
@@ -303,11 +305,11 @@ async def test_R3_a_missing_or_damaged_snapshot_is_an_error() -> None:
         await house.say(5, 6)
         record = house.store._records["default", "s1"]
         good, record.snapshot = record.snapshot, None
-        with pytest.raises(SnapshotCorrupt, match="no snapshot of its version 1"):
+        with pytest.raises(SnapshotCorrupt, match="is missing"):
             await house.open(9)
         assert good is not None
         record.snapshot = good[:-1] + bytes([good[-1] ^ 1])
-        with pytest.raises(SnapshotCorrupt, match="checksum"):
+        with pytest.raises(SnapshotCorrupt, match="is corrupt"):
             await house.open(9)
 
 
@@ -580,3 +582,59 @@ async def test_a_turns_task_that_is_cancelled_itself_frees_the_session_and_ends_
             task.cancel()
         assert (await collect(turn))[1].finished == Finished(reason=FinishReason.ABORT)
         assert house.backend.num_cancels == 1
+
+
+async def test_P5_a_turn_of_another_process_makes_the_session_busy() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        other = house.make_turns(house.backend)  # its own claims, the same store
+        with pytest.raises(SessionBusy, match="'s1' is busy") as caught:
+            await other.open_turn(make_request(6))
+        assert 0 < caught.value.retry_after_s <= 1.0
+        house.backend.release_all()
+        assert (await collect(turn))[1].head.version == 1
+        assert (await collect(await other.open_turn(make_request(6))))[1].head.version == 2
+
+
+async def test_D8_a_turn_whose_lease_was_taken_over_is_stopped_and_keeps_nothing() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        house.turns = house.make_turns(house.backend, lease_s=0.03)
+        turn = await house.open(5)
+        await house.backend.held.wait()
+        record = house.store._records["default", "s1"]
+        record.holder, record.fence = "another turn", record.fence + 1
+        tokens, end = await collect(turn)
+        assert (tokens, end.finished.reason, end.head.version) == ([], FinishReason.ABORT, 0)
+        assert isinstance(end.error, LeaseLost)
+        assert house.backend.num_cancels == 1
+        assert record.holder == "another turn"
+        with pytest.raises(SessionBusy):
+            await house.open(6)
+
+
+async def test_D8_a_turn_that_slept_through_its_lease_cannot_commit() -> None:
+    async with make_house() as house:
+        house.store.may_commit.clear()
+        turn = await house.open(5)
+        await house.store.is_committing.wait()
+        record = house.store._records["default", "s1"]
+        record.holder, record.fence = "another turn", record.fence + 1
+        house.store.may_commit.set()
+        end = (await collect(turn))[1]
+        assert isinstance(end.error, LeaseLost)
+        assert (await house.store.get(**KEY)).version == 0
+
+
+async def test_every_end_of_a_turn_frees_the_session_for_other_processes() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        record = house.store._records["default", "s1"]
+        with pytest.raises(VersionConflict):
+            await house.open(5, expected_version=3)
+        assert record.holder is None
+        await house.open(5)
+        await house.turns.cancel(**KEY)
+        assert record.holder is None
+        house.backend.refusal = Overloaded("full")
+        with pytest.raises(Overloaded):
+            await house.open(5)
+        assert record.holder is None

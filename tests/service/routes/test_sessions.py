@@ -367,7 +367,7 @@ async def test_S7_a_client_that_leaves_finds_its_turn_committed(held: Gateway, i
 async def test_a_full_store_is_507_or_an_error_frame_and_the_session_is_as_before(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    async def full(**_: Any) -> None:
+    async def full(*_: Any, **__: Any) -> None:
         raise StorageFull("the session store is full")
 
     await gateway.create(id="s1")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import sqlite3
 import stat
 import sys
@@ -11,14 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from nsm_core.errors import ConfigError, NotFound, SnapshotCorrupt, StorageFull, StoreUnavailable, VersionConflict
+from nsm_core.errors import (
+    ConfigError,
+    LeaseLost,
+    NotFound,
+    SessionBusy,
+    SnapshotCorrupt,
+    StorageFull,
+    StoreUnavailable,
+    VersionConflict,
+)
 from nsm_core.state.snapshot import Snapshot
 from service.sessions import sqlite_schema
-from service.sessions.base import SessionHead
+from service.sessions.base import LogMark, SessionHead, TenantUsage
+from service.sessions.records import encode_ids
 from service.sessions.sqlite import SqliteSessionStore
+from tests import stored_sessions
 from tests.counts import scaled
 from tests.service.sessions.writer_process import turn_ids
 from tests.snapshots import make_snapshot
+from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under
 
 REPOSITORY = Path(__file__).parents[3]
 KEY = {"tenant": "default", "session_id": "s1"}
@@ -39,23 +52,7 @@ async def opened(store: SqliteSessionStore) -> AsyncIterator[SqliteSessionStore]
 
 
 async def create(store: SqliteSessionStore, session_id: str = "s1") -> SessionHead:
-    return await store.create(tenant="default", session_id=session_id, model_fingerprint="m1", metadata={})
-
-
-async def commit(
-    store: SqliteSessionStore, head: SessionHead, *, num_floats: int = 16, new_ids: tuple[int, ...] = (1, 2, 3)
-) -> SessionHead:
-    snapshot = make_snapshot(session_id=head.session_id, version=head.version + 1, num_floats=num_floats)
-    return await store.commit(
-        tenant=head.tenant,
-        session_id=head.session_id,
-        created_at=head.created_at,
-        expected_version=head.version,
-        snapshot=snapshot.encode(),
-        position=head.position + len(new_ids),
-        model_fingerprint="m1",
-        new_ids=new_ids,
-    )
+    return await stored_sessions.create(store, session_id, tenant="default", metadata={})
 
 
 async def start_writer(path: Path, *, num_commits: int, token: int = 0) -> asyncio.subprocess.Process:
@@ -77,7 +74,7 @@ async def test_sessions_survive_a_restart(path: Path) -> None:
 
 async def test_kill_9_in_any_moment_loses_nothing_that_was_acknowledged(path: Path) -> None:
     rng = random.Random(7)
-    num_acknowledged = 0
+    num_acknowledged = 0  # the writer that comes next need not wait for the lease of the one that was killed
     for _ in range(scaled(5, 200)):
         writer = await start_writer(path, num_commits=1_000_000)
         assert writer.stdout is not None
@@ -198,13 +195,14 @@ async def test_D1_a_cancelled_call_neither_tears_a_commit_nor_answers_another_ca
         await create(store, "other")
         head = await create(store)
         for _ in range(scaled(10, 500)):
-            task = asyncio.create_task(commit(store, head))
+            lease = (await acquire(store, tenant="default")).lease
+            task = asyncio.create_task(commit_under(store, lease, head))
             await asyncio.sleep(0)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             assert (await store.get(tenant="default", session_id="other")).session_id == "other"
-            await store.check_writable()  # behind the commit in the writer's queue
+            await store.release(lease)  # behind the commit in the writer's queue
             stored = await store.load(**KEY)
             assert stored.head.version - head.version in (0, 1)
             assert stored.head.num_log_tokens == 3 * stored.head.version == len(await store.read_log(**KEY))
@@ -215,7 +213,9 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
-        assert modes == {"sessions.db": 0o600, "sessions.db-wal": 0o600, "sessions.db-shm": 0o600}
+        (presence,) = (name for name in modes if name.startswith("sessions.db-open-"))
+        assert set(modes) == {"sessions.db", "sessions.db-wal", "sessions.db-shm", presence}
+        assert set(modes.values()) == {0o600}
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
@@ -248,7 +248,7 @@ async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
         async with opened(SqliteSessionStore(path)) as store:
             assert await store.get(**KEY) == head
     with contextlib.closing(sqlite3.connect(path)) as other:
-        assert other.execute("SELECT version FROM schema_versions").fetchall() == [(1,), (2,)]
+        assert other.execute("SELECT version FROM schema_versions").fetchall() == [(1,), (2,), (3,)]
         assert other.execute("SELECT name FROM labels").fetchall() == [("new",)]
 
 
@@ -312,3 +312,113 @@ async def test_an_error_inside_a_transaction_does_not_hinder_the_next(path: Path
         with pytest.raises(NotFound):
             await store.delete(tenant="default", session_id="nobody")
         assert (await commit(store, head)).version == 1
+
+
+async def make_schema_1_file(path: Path) -> tuple[int, ...]:
+    """A file as the first build left it: two turns of one session. Returns the log."""
+    path.parent.mkdir()
+    chunks = ((1, (5, 6, 7)), (2, (8,)))
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        old.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        old.execute("CREATE TABLE schema_versions (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL)")
+        old.executescript(sqlite_schema.MIGRATIONS[0])
+        old.execute("INSERT INTO schema_versions VALUES (1, 0)")
+        raw = make_snapshot(version=2).encode()
+        row = ("default", "s1", 2, 4, 10.0, 20.0, "m1", '{"k": "v"}', 4, len(raw))
+        old.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        old.execute("INSERT INTO snapshots VALUES ('default', 's1', 2, ?)", (raw,))
+        for version, ids in chunks:
+            old.execute("INSERT INTO log_chunks VALUES ('default', 's1', ?, ?)", (version, encode_ids(ids)))
+    return tuple(token for _, ids in chunks for token in ids)
+
+
+async def test_the_sessions_of_a_schema_1_file_go_on_in_this_build(path: Path) -> None:
+    log = await make_schema_1_file(path)
+    raw = make_snapshot(version=2).encode()
+    async with opened(SqliteSessionStore(path)) as store:
+        stored = await store.load(**KEY)
+        head = stored.head
+        assert stored.snapshot == raw
+        assert (head.version, head.position, head.created_at, head.updated_at) == (2, 4, 10.0, 20.0)
+        assert (dict(head.metadata), head.ttl_s, head.expires_at, head.forked_from) == ({"k": "v"}, None, None, None)
+        assert await store.read_log(**KEY) == log
+        assert await store.log_marks(**KEY) == (
+            LogMark(version=1, num_log_tokens=3, num_sampled=0, seed=None),
+            LogMark(version=2, num_log_tokens=4, num_sampled=0, seed=None),
+        )
+        assert await store.usage(tenant="default") == TenantUsage(num_sessions=1, num_bytes=len(raw) + 16)
+        assert (await commit(store, head)).version == 3
+        assert await store.read_log(**KEY) == (*log, 1, 2, 3)
+        await store.delete(**KEY)
+        assert await store.usage(tenant="default") == TenantUsage(num_sessions=0, num_bytes=0)
+
+
+async def test_P5_two_stores_on_one_file_share_its_leases(path: Path) -> None:
+    clock = Clock()
+    async with (
+        opened(SqliteSessionStore(path, clock=clock)) as one,
+        opened(SqliteSessionStore(path, clock=clock)) as two,
+    ):
+        head = await create(one)
+        lease = (await acquire(one, tenant="default")).lease
+        with pytest.raises(SessionBusy):
+            await acquire(two, tenant="default")
+        clock.advance(LEASE_S + 1)
+        taken = await acquire(two, tenant="default")
+        with pytest.raises(LeaseLost):
+            await commit_under(one, lease, head)
+        assert (await commit_under(two, taken.lease, head)).version == 1
+
+
+async def test_the_lease_of_a_store_that_was_closed_may_be_taken_at_once(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        async with opened(SqliteSessionStore(path)) as other:
+            lease = (await acquire(other, tenant="default")).lease
+        assert (await acquire(store, tenant="default")).lease.fence == lease.fence + 1
+
+
+async def test_D8_a_stopped_holder_keeps_its_lease_and_a_killed_one_loses_it_at_once(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        command = [sys.executable, "-m", "tests.service.sessions.holder_process", str(path), "s1"]
+        holder = await asyncio.create_subprocess_exec(*command, cwd=REPOSITORY, stdout=asyncio.subprocess.PIPE)
+        assert holder.stdout is not None
+        assert await holder.stdout.readline() == b"acquired\n"
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(SessionBusy):
+            await acquire(store, tenant="default")
+        holder.kill()
+        await holder.wait()
+        assert (await acquire(store, tenant="default")).lease.fence == 2
+
+
+async def test_files_of_killed_processes_are_cleared_away(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        left = path.with_name("sessions.db-open-0123")
+        left.touch()
+        async with opened(SqliteSessionStore(path)):
+            assert not left.exists()
+            assert len(list(path.parent.glob("sessions.db-open-*"))) == 2
+        await acquire(store, tenant="default")
+    assert [file.name for file in path.parent.iterdir()] == ["sessions.db"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_damaged_chunk_of_the_log_is_told_by_its_checksum(path: Path, version: int) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit(store, await commit(store, await create(store)))
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("UPDATE log_chunks SET ids = x'090000000200000003000000' WHERE version = ?", (version,))
+        with pytest.raises(SnapshotCorrupt, match="log of session 's1' fails its checksum"):
+            await store.read_log(**KEY)
+
+
+async def test_a_missing_snapshot_is_told_with_the_lease(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await commit(store, await create(store))
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("DELETE FROM snapshots")
+        stored = (await acquire(store, tenant="default")).stored
+        assert (stored.head, stored.snapshot, stored.damage) == (head, None, "missing")

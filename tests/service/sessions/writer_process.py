@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import uuid
 from pathlib import Path
 
-from nsm_core.errors import VersionConflict
+from nsm_core.errors import SessionBusy, VersionConflict
 from service.sessions.sqlite import SqliteSessionStore
 from tests.snapshots import make_snapshot
 
@@ -28,24 +29,25 @@ async def main(path: Path, session_id: str, num_commits: int, token: int) -> Non
         pass  # an earlier run or the process beside this one was first
     num_done = 0
     while num_done < num_commits:
-        head = (await store.load(tenant="default", session_id=session_id)).head
+        try:
+            leased = await store.acquire(tenant="default", session_id=session_id, holder=uuid.uuid4().hex, lease_s=60.0)
+        except SessionBusy:
+            continue
+        head = leased.stored.head
         version = head.version + 1
         new_ids = (token,) if token else turn_ids(version)
         position = head.position + len(new_ids)
         snapshot = make_snapshot(session_id=session_id, version=version, position=position, num_floats=50_000)
-        try:
-            await store.commit(
-                tenant="default",
-                session_id=session_id,
-                created_at=head.created_at,
-                expected_version=head.version,
-                snapshot=snapshot.encode(),
-                position=position,
-                model_fingerprint="m1",
-                new_ids=new_ids,
-            )
-        except VersionConflict:
-            continue
+        await store.commit(
+            leased.lease,
+            expected_version=head.version,
+            snapshot=snapshot.encode(),
+            position=position,
+            model_fingerprint="m1",
+            new_ids=new_ids,
+            num_sampled=0,
+            seed=0,
+        )
         num_done += 1
         print(version, flush=True)  # noqa: T201 - the pipe to the test
     await store.close()

@@ -1,0 +1,111 @@
+"""A session's lease while work goes on under it: taken, renewed in a task of its own, given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from nsm_core.errors import LeaseLost, NsmError
+from service.metrics import Metrics
+from service.sessions.base import LeasedSession, SessionHead, SessionStore
+
+logger = logging.getLogger("nsm.leases")
+
+RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
+
+
+class HeldLease:
+    """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        leased: LeasedSession,
+        *,
+        lease_s: float,
+        metrics: Metrics,
+        on_lost: Callable[[NsmError], None],
+    ) -> None:
+        self.stored = leased.stored
+        self._lease = leased.lease
+        self._store = store
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._on_lost = on_lost
+        self._is_over = False
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def commit(self, **fields: Any) -> SessionHead:
+        """`SessionStore.commit` under this lease, which is over if it succeeds."""
+        return await self._write(self._store.commit, fields)
+
+    async def rewind(self, **fields: Any) -> SessionHead:
+        """`SessionStore.rewind` under this lease, which is over if it succeeds."""
+        return await self._write(self._store.rewind, fields)
+
+    async def give_back(self) -> None:
+        """The session is free when this returns, as far as it depends on us. Idempotent."""
+        await self._stop_renewing()
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            await self._store.release(self._lease)
+        except NsmError as error:
+            logger.warning("the lease on session %s was not released: %s", self._lease.session_id, error)
+
+    async def _write(self, write: Callable[..., Any], fields: dict[str, Any]) -> SessionHead:
+        await self._stop_renewing()  # a renewal that comes after the commit would look like a lost lease
+        try:
+            head: SessionHead = await write(self._lease, **fields)
+        except LeaseLost:
+            self._is_over = True
+            self._metrics.lease_lost()
+            raise
+        self._is_over = True
+        return head
+
+    async def _stop_renewing(self) -> None:
+        self._renewing.cancel()
+        await asyncio.wait((self._renewing,))
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            try:
+                self._lease = await self._store.renew(self._lease, lease_s=self._lease_s)
+            except LeaseLost as error:
+                self._is_over = True
+                self._metrics.lease_lost()
+                self._on_lost(error)
+                return
+            except NsmError as error:  # the store is away: the next renewal, or the commit, will tell
+                logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
+
+
+class Leases:
+    """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more."""
+
+    def __init__(self, store: SessionStore, *, lease_s: float, metrics: Metrics) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._process = uuid.uuid4().hex
+
+    async def take(self, *, tenant: str, session_id: str, on_lost: Callable[[NsmError], None]) -> HeldLease:
+        """Raises what `SessionStore.acquire` raises. `on_lost` is called, once, when a renewal finds the lease gone."""
+        holder = f"{self._process}/{uuid.uuid4().hex}"
+        acquiring = asyncio.ensure_future(
+            self._store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=self._lease_s)
+        )
+        try:
+            leased = await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            with contextlib.suppress(NsmError):  # nobody would give it back: the session would be busy until it expires
+                await self._store.release((await acquiring).lease)
+            raise
+        return HeldLease(self._store, leased, lease_s=self._lease_s, metrics=self._metrics, on_lost=on_lost)

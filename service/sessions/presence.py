@@ -1,0 +1,68 @@
+"""Whether a process that opened a SQLite store is still there: a lease need not outlive its holder.
+
+Each open store holds a lock on a small file of its own beside the database. The kernel drops the lock when the process
+ends, however it ends, and keeps it while the process is merely stopped. So, on one machine, "gone" is a fact and no
+guess: no process id that may have been given away again, no clock, and it holds between containers that share the
+directory. (SQLite's write-ahead log needs one machine anyway.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from pathlib import Path
+
+
+class Presence:
+    """The lock of one open store, until `end`. Raises OSError when the file cannot be made."""
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        remove_leftovers(database)
+        self.name = uuid.uuid4().hex
+        self._descriptor = _lock_new(self._path(self.name))
+
+    def is_gone(self, name: str) -> bool:
+        """Whether the store that had this name is not open any more: closed, or its process has ended."""
+        return name != self.name and _remove_if_free(self._path(name))
+
+    def end(self) -> None:
+        self._path(self.name).unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _path(self, name: str) -> Path:
+        return self._database.with_name(f"{self._database.name}-open-{name}")
+
+
+def remove_leftovers(database: Path) -> None:
+    """Files that processes left behind that could not close their store."""
+    for path in database.parent.glob(f"{database.name}-open-*"):
+        _remove_if_free(path)
+
+
+def _lock_new(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # taken for a leftover, and removed, before it was locked
+
+
+def _remove_if_free(path: Path) -> bool:
+    """True when there is no such file, or nobody holds its lock; then it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""Connections of the SQLite store, each in a thread of its own; transactions; SQLite's errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from service.sessions.sqlite_schema import connect
+
+Result = TypeVar("Result")
+
+
+class ConnectionThread:
+    """A connection and the one thread that uses it."""
+
+    def __init__(self, name: str, path: Path, *, busy_timeout_s: float) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-store-{name}")
+        self._path = path
+        self._busy_timeout_s = busy_timeout_s
+        self._connection: sqlite3.Connection | None = None
+
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
+
+    def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        try:
+            if self._connection is None:
+                self._connection = connect(self._path, busy_timeout_s=self._busy_timeout_s)
+            return work(self._connection)
+        except sqlite3.Error as error:
+            raise _translate(error, self._path) from error
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
+        self._executor.shutdown()
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing; the write lock is taken at the start, so that what is read inside is still true at the end."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # SQLite ends it by itself after some errors, a full disk among them
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def reading(connection: sqlite3.Connection) -> Iterator[None]:
+    """Every statement inside sees the same moment, whatever others commit meanwhile."""
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """What was deleted is still in it. Best effort: the session is gone, and any later checkpoint does the same."""
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _translate(error: sqlite3.Error, path: Path) -> NsmError:
+    """By SQLite's primary result code, the low byte of the extended one."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return StorageFull(f"the session store {path} is full")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreUnavailable(f"the session store {path} is locked by another process")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StoreUnavailable(f"the session store {path} is damaged or not a database", retry_after_s=60.0)
+    return StoreUnavailable(f"the session store {path} failed: {error}")

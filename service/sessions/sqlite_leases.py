@@ -1,0 +1,94 @@
+"""Leases in the SQLite store. All of it runs inside a caller's transaction."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+
+from service.sessions.base import Lease, SessionHead
+from service.sessions.presence import Presence
+from service.sessions.records import expiry, lease_lost, require_version, session_busy
+from service.sessions.sqlite_rows import EXISTS, ONE, get_head
+
+_FREE = "lease_holder = NULL, lease_owner = NULL, lease_expires_at = 0"
+_HELD = f"{ONE} AND created_at = ? AND lease_holder = ? AND fence = ?"  # the newest lease, of this incarnation
+
+
+def take(
+    connection: sqlite3.Connection, head: SessionHead, *, holder: str, now: float, lease_s: float, presence: Presence
+) -> Lease:
+    """Raises SessionBusy while another lease lives and the store that took it is open."""
+    key = (head.tenant, head.session_id)
+    query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
+    fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
+    if old_holder is not None and old_expires_at > now and not presence.is_gone(old_owner):
+        raise session_busy(head.session_id, old_expires_at - now)
+    connection.execute(
+        f"UPDATE sessions SET fence = ?, lease_holder = ?, lease_owner = ?, lease_expires_at = ? WHERE {ONE}",
+        (fence + 1, holder, presence.name, now + lease_s, *key),
+    )
+    return Lease(
+        tenant=head.tenant,
+        session_id=head.session_id,
+        created_at=head.created_at,
+        holder=holder,
+        fence=fence + 1,
+        expires_at=now + lease_s,
+    )
+
+
+def renewed(connection: sqlite3.Connection, lease: Lease, *, now: float, lease_s: float) -> Lease:
+    """Raises LeaseLost."""
+    statement = f"UPDATE sessions SET lease_expires_at = ? WHERE {_HELD} AND {EXISTS}"
+    if connection.execute(statement, (now + lease_s, *_names(lease), now)).rowcount == 0:
+        raise lease_lost(lease)
+    return dataclasses.replace(lease, expires_at=now + lease_s)
+
+
+def free(connection: sqlite3.Connection, lease: Lease) -> None:
+    """A lease that is lost, or released already, is left alone."""
+    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {_HELD}", _names(lease))
+
+
+def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:
+    """The head that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
+    head = get_head(connection, lease.tenant, lease.session_id, now)
+    if connection.execute(f"SELECT 1 FROM sessions WHERE {_HELD}", _names(lease)).fetchone() is None:
+        raise lease_lost(lease)
+    require_version(head, expected_version)
+    return head
+
+
+def move_head(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    *,
+    now: float,
+    position: int,
+    model_fingerprint: str,
+    num_log_tokens: int,
+    snapshot: bytes | None,
+) -> SessionHead:
+    """To the next version; the session is free again."""
+    moved = dataclasses.replace(
+        head,
+        version=head.version + 1,
+        position=position,
+        updated_at=now,
+        model_fingerprint=model_fingerprint,
+        num_log_tokens=num_log_tokens,
+        snapshot_bytes=len(snapshot or b""),
+        expires_at=expiry(now, head.ttl_s),
+    )
+    connection.execute(
+        "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
+        f"snapshot_bytes = ?, expires_at = ?, {_FREE} WHERE {ONE}",
+        (moved.version, position, now, model_fingerprint, num_log_tokens, moved.snapshot_bytes, moved.expires_at,
+         head.tenant, head.session_id),
+    )  # fmt: skip
+    return moved
+
+
+def _names(lease: Lease) -> tuple[str, str, float, str, int]:
+    """The parameters of _HELD."""
+    return (lease.tenant, lease.session_id, lease.created_at, lease.holder, lease.fence)

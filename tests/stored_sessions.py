@@ -1,0 +1,70 @@
+"""Steps on a SessionStore that tests take again and again, and a clock that stands still between them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from service.sessions.base import Lease, LeasedSession, SessionHead, SessionStore
+from tests.snapshots import make_snapshot
+
+LEASE_S = 10.0
+
+
+class Clock:
+    """Seconds from 1000; each reading is a little later than the one before, and `advance` jumps."""
+
+    def __init__(self) -> None:
+        self._now = 1_000.0 - 2**-10
+
+    def __call__(self) -> float:
+        self._now += 2**-10
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
+async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "a", **fields: Any) -> SessionHead:
+    fields = {"model_fingerprint": "m1", "metadata": {"k": "v"}, **fields}
+    return await store.create(tenant=tenant, session_id=session_id, **fields)
+
+
+async def acquire(
+    store: SessionStore, session_id: str = "s1", *, tenant: str = "a", holder: str | None = None
+) -> LeasedSession:
+    holder = holder or uuid.uuid4().hex
+    return await store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=LEASE_S)
+
+
+async def commit_under(
+    store: SessionStore,
+    lease: Lease,
+    head: SessionHead,
+    *,
+    snapshot: bytes | None = None,
+    new_ids: tuple[int, ...] = (1, 2, 3),
+    num_floats: int = 16,
+    **fields: Any,
+) -> SessionHead:
+    """Commits what follows `head`."""
+    version = head.version + 1
+    made = make_snapshot(session_id=head.session_id, version=version, num_floats=num_floats)
+    fields = {"model_fingerprint": "m1", "num_sampled": 1, "seed": 7, **fields}
+    return await store.commit(
+        lease,
+        expected_version=head.version,
+        snapshot=snapshot or made.encode(),
+        position=head.position + len(new_ids),
+        new_ids=new_ids,
+        **fields,
+    )
+
+
+async def commit(store: SessionStore, head: SessionHead, **fields: Any) -> SessionHead:
+    """A whole turn that follows `head`: takes the lease, commits; gives the lease back when that fails."""
+    lease = (await acquire(store, head.session_id, tenant=head.tenant)).lease
+    try:
+        return await commit_under(store, lease, head, **fields)
+    finally:
+        await store.release(lease)
