@@ -209,4 +209,5 @@ def test_a_token_outside_the_filters_is_never_drawn(data: st.DataObject) -> None
         seed=data.draw(st.integers(0, 2**64 - 1)),
     )
     (token_id,) = ids_of(torch.tensor([logits], dtype=torch.float32), [row])
-    assert sum(x > logits[token_id] for x in logits) < top_k
+    # logits within rounding of each other are as good as equal: the temperature may make them so
+    assert sum(x > logits[token_id] + 1e-4 for x in logits) < top_k
