@@ -119,7 +119,7 @@ class SessionStore(Protocol):
     A session whose TTL ran out does not exist either, but for one with a live lease: it lives as long as that does.
 
     Errors: NotFound (code `session_not_found`), VersionConflict, SessionBusy, LeaseLost, SnapshotCorrupt,
-    StoreUnavailable, StorageFull. Implementations: `sqlite`, `memory`.
+    StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`, `memory`.
     """
 
     async def open(self) -> None:

@@ -1,0 +1,396 @@
+"""Sessions in Redis or Valkey: one server, one watched by Sentinels, or a cluster. Any number of gateways share them.
+
+A session is five kinds of keys under one hash tag (docs/redis.md). Each transition is one Lua script, and its clock is
+the server's. Megabytes stay out of Lua: a snapshot is first written with a plain SET under a short expiry, and the
+script that moves the head renames it into its place.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from redis.exceptions import TryAgainError
+
+from nsm_core.errors import InvalidRequest, NsmError, SnapshotCorrupt
+from service.sessions.base import (
+    UNSET,
+    Lease,
+    LeasedSession,
+    LogMark,
+    SessionHead,
+    SessionPage,
+    StoredSession,
+    TenantUsage,
+    Unset,
+)
+from service.sessions.records import (
+    already_exists,
+    checked,
+    decode_cursor,
+    decode_ids,
+    encode_cursor,
+    encode_ids,
+    lease_lost,
+    not_found,
+    require_sound,
+    require_version,
+    session_busy,
+)
+from service.sessions.redis_checks import check_server
+from service.sessions.redis_client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
+from service.sessions.redis_index import IndexEntry, TenantIndex
+from service.sessions.redis_keys import Keyspace
+from service.sessions.redis_records import (
+    MICROSECONDS,
+    StoredHead,
+    checksum_field,
+    decode_head,
+    decode_mark,
+    encode_mark,
+    encode_metadata,
+    lease_of,
+    optional_us,
+    to_us,
+)
+from service.sessions.redis_scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
+from service.sessions.redis_url import RedisAddress
+
+Result = TypeVar("Result")
+
+STAGED_S = 60  # a snapshot whose head never came to it vanishes by itself
+CONSISTENT_READS = 5  # tries to read two keys between two commits
+
+
+class RedisSessionStore:
+    """The shared SessionStore."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        self._keys = Keyspace(address.prefix)
+        self._client = RedisClient(address)
+        self._index = TenantIndex(self._client, self._keys)
+
+    @property
+    def num_connections_in_use(self) -> int:
+        return self._client.num_in_use
+
+    async def open(self) -> None:
+        self._client.connect()
+        try:
+            await check_server(self._client, self._keys)
+        except NsmError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def create(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
+    ) -> SessionHead:
+        return await self.create_with(
+            tenant=tenant,
+            session_id=session_id,
+            model_fingerprint=model_fingerprint,
+            metadata=metadata,
+            ttl_s=ttl_s,
+            forked_from=None,
+            version=0,
+            position=0,
+            snapshot=None,
+            log_ids=(),
+            marks=(),
+        )
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        created_us = await self._index.reserve(tenant, session_id)
+        nonce = _nonce()
+        first = (tenant, session_id, nonce, created_us, model_fingerprint, encode_metadata(metadata))
+        second = (optional_us(ttl_s), forked_from or "", version, position)
+        third = (*_snapshot_fields(snapshot), encode_ids(log_ids), "\n".join(map(encode_mark, marks)))
+        status, answer = await self._transition(
+            CREATE, tenant, session_id, (*first, *second, *third), nonce=nonce, snapshot=snapshot
+        )
+        head = _require_head(answer, tenant, session_id).head
+        await self._index.put(head)
+        if status == "exists":
+            raise already_exists(session_id)
+        return head
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        new_metadata = (0, "") if metadata is None else (1, encode_metadata(metadata))
+        new_ttl = (0, "") if isinstance(ttl_s, Unset) else (1, optional_us(ttl_s))
+        _, answer = await self._transition(UPDATE, tenant, session_id, (*new_metadata, *new_ttl))
+        head = _require_head(answer, tenant, session_id).head
+        await self._index.put(head)
+        return head
+
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
+        answer = await self._client.command("HGETALL", self._keys.session(tenant, session_id).head)
+        return _require_head(answer, tenant, session_id).head
+
+    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+        head, raw = await self._client.call(lambda attempt: self._read_snapshot(attempt, tenant, session_id))
+        if raw is not None and checksum_field(raw) != head.snapshot_checksum:
+            raise SnapshotCorrupt(f"the snapshot of session {session_id!r} is not the one that was stored")
+        return require_sound(head.head, raw)
+
+    async def _read_snapshot(self, attempt: Attempt, tenant: str, session_id: str) -> tuple[StoredHead, bytes | None]:
+        keys = self._keys.session(tenant, session_id)
+
+        async def read() -> tuple[StoredHead, bytes | None]:
+            answer, raw = await attempt.together(("HGETALL", keys.head), ("GET", keys.snapshot))
+            return _require_head(answer, tenant, session_id), raw
+
+        return await _consistent(read, lambda result: checksum_field(result[1]) == result[0].snapshot_checksum)
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        keys, nonce = self._keys.session(tenant, session_id), _nonce()
+        values = (holder, nonce, to_us(lease_s))
+
+        async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
+            return await attempt.script_and_get(ACQUIRE, keys.all(nonce), *values, key=keys.snapshot)
+
+        (status, *rest), raw = await self._client.call(work)
+        if status == b"busy":
+            raise session_busy(session_id, int(rest[0]) / MICROSECONDS)
+        stored = _require_head(rest[0] if rest else {}, tenant, session_id)
+        session = checked(stored.head, raw)
+        if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
+            session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
+        return LeasedSession(lease=lease_of(stored, holder), stored=session)
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        status, answer = await self._transition(
+            RENEW, lease.tenant, lease.session_id, (*_lease_fields(lease), to_us(lease_s))
+        )
+        if status == "lease_lost":
+            raise lease_lost(lease)
+        return lease_of(_require_head(answer, lease.tenant, lease.session_id), lease.holder)
+
+    async def release(self, lease: Lease) -> None:
+        await self._transition(RELEASE, lease.tenant, lease.session_id, _lease_fields(lease))
+
+    async def commit(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes,
+        position: int,
+        model_fingerprint: str,
+        new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
+    ) -> SessionHead:
+        values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids))
+        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), values, snapshot)
+
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        mark = (num_sampled, "" if seed is None else seed)
+        values = (position, model_fingerprint, *_snapshot_fields(snapshot), num_log_tokens)
+        return await self._move(REWIND, lease, expected_version, mark, values, snapshot)
+
+    async def _move(
+        self,
+        script: Script,
+        lease: Lease,
+        expected_version: int,
+        mark: tuple[object, ...],
+        values: tuple[object, ...],
+        snapshot: bytes | None,
+    ) -> SessionHead:
+        """A commit or a rewind."""
+        nonce = _nonce()
+        args = (*_lease_fields(lease), expected_version, nonce, *mark, *values)
+        status, answer = await self._transition(
+            script, lease.tenant, lease.session_id, args, nonce=nonce, snapshot=snapshot, patience_s=COMMIT_PATIENCE_S
+        )
+        head = _require_head(answer, lease.tenant, lease.session_id).head
+        if status == "lease_lost":
+            raise lease_lost(lease)
+        if status == "conflict":
+            require_version(head, expected_version)
+        if status == "too_long":
+            raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
+        await self._index.put(head)
+        return head
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        keys = self._keys.session(tenant, session_id)
+
+        async def read(attempt: Attempt) -> tuple[SessionHead, tuple[int, ...]]:
+            answer, chunks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.log, 0, -1))
+            return _require_head(answer, tenant, session_id).head, decode_ids(b"".join(chunks))
+
+        head, ids = await self._client.call(
+            lambda attempt: _consistent(
+                lambda: read(attempt), lambda result: len(result[1]) == result[0].num_log_tokens
+            )
+        )
+        if len(ids) != head.num_log_tokens:
+            raise SnapshotCorrupt(f"the log of session {session_id!r} has {len(ids)} tokens of {head.num_log_tokens}")
+        return ids[:stop]
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        keys = self._keys.session(tenant, session_id)
+
+        async def read(attempt: Attempt) -> tuple[LogMark, ...]:
+            answer, marks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.marks, 0, -1))
+            _require_head(answer, tenant, session_id)
+            return tuple(map(decode_mark, marks))
+
+        return await self._client.call(read)
+
+    async def delete(self, *, tenant: str, session_id: str) -> None:
+        keys = self._keys.session(tenant, session_id).all("")
+        head = await self.get(tenant=tenant, session_id=session_id)
+
+        async def work(attempt: Attempt) -> bool:
+            (status,) = await attempt.script(DELETE, keys, to_us(head.created_at))
+            # Not found at a later attempt: the first one deleted it, and its answer was lost.
+            return status == b"ok" or attempt.number > 1
+
+        if not await self._client.call(work):
+            raise not_found(session_id)
+        await self._index.forget(head)
+
+    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
+        place = None if cursor is None else _place(cursor)
+        heads: list[SessionHead] = []
+        while len(heads) <= limit:
+            entries = await self._index.page(tenant, limit=limit + 1 - len(heads), after=place)
+            if not entries:
+                break
+            heads += await self._living(tenant, entries)
+            place = entries[-1]
+        page = tuple(heads[:limit])
+        return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
+
+    async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
+        """The heads of `entries`; what is found to be out of date in the index is put right."""
+        reads = [("HGETALL", self._keys.session(tenant, entry.session_id).head) for entry in entries]
+        answers = await self._client.call(lambda attempt: attempt.together(*reads))
+        heads = []
+        for entry, answer in zip(entries, answers, strict=True):
+            stored = decode_head(answer, tenant=tenant, session_id=entry.session_id)
+            if stored is None:
+                await self._index.drop_stale(tenant, entry)
+            elif stored.head.created_at != entry.created_at:  # made again: it belongs to a page of newer ones
+                await self._index.put(stored.head)
+            else:
+                heads.append(stored.head)
+        return heads
+
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        return await self._index.usage(tenant)
+
+    async def remove_expired(self) -> int:
+        """Nothing to do: Redis drops a session's keys itself when its time has come."""
+        return 0
+
+    async def check_writable(self) -> None:
+        await self._client.command("SET", self._keys.probe, secrets.token_hex(8))
+
+    async def _transition(
+        self,
+        script: Script,
+        tenant: str,
+        session_id: str,
+        args: tuple[Any, ...],
+        *,
+        nonce: str = "",
+        snapshot: bytes | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> tuple[str, Any]:
+        """A script's status and the head as it left it. Raises NotFound."""
+        keys = self._keys.session(tenant, session_id)
+
+        async def work(attempt: Attempt) -> tuple[str, Any]:
+            if snapshot is not None:
+                await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
+            status, *answer = await attempt.script(script, keys.all(nonce), *args)
+            if status == b"unstaged":  # lost with a server that failed in between
+                raise TryAgainError("the staged snapshot is gone")
+            return status.decode(), answer[0] if answer else {}
+
+        status, answer = await self._client.call(work, patience_s=patience_s)
+        if status == "not_found":
+            raise not_found(session_id)
+        return status, answer
+
+
+async def _consistent(read: Callable[[], Awaitable[Result]], is_consistent: Callable[[Result], bool]) -> Result:
+    """Two keys read without a transaction may be of two versions: then they are read again."""
+    result = await read()
+    for _ in range(CONSISTENT_READS - 1):
+        if is_consistent(result):
+            break
+        result = await read()
+    return result
+
+
+def _nonce() -> str:
+    return secrets.token_hex(12)
+
+
+def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
+    return len(snapshot or b""), checksum_field(snapshot)
+
+
+def _lease_fields(lease: Lease) -> tuple[int, int, str]:
+    return to_us(lease.created_at), lease.fence, lease.holder
+
+
+def _place(cursor: str) -> IndexEntry:
+    created_at, session_id = decode_cursor(cursor)
+    if not math.isfinite(created_at):
+        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {cursor!r}", param="after")
+    return IndexEntry(session_id, created_at)
+
+
+def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
+    stored = decode_head(answer, tenant=tenant, session_id=session_id)
+    if stored is None:
+        raise not_found(session_id)
+    return stored

@@ -1,0 +1,35 @@
+-- Put before the scripts that move the head. ARGV: created_us, fence, holder, expected_version, nonce,
+-- num_sampled, seed.
+-- Returns the head, or nil and the answer.
+local function open_move()
+  local head = read_head()
+  if not head then
+    redis.call('UNLINK', staged_key)
+    return nil, {'not_found'}
+  end
+  local refusal
+  if head.commit_nonce == ARGV[5] then
+    refusal = 'ok' -- this call again, after its answer was lost
+  elseif not holds_lease(head, ARGV[1], ARGV[2], ARGV[3]) then
+    refusal = 'lease_lost'
+  elseif head.version ~= ARGV[4] then
+    refusal = 'conflict'
+  end
+  if not refusal then return head, nil end
+  redis.call('UNLINK', staged_key)
+  return nil, answer(refusal)
+end
+
+-- The turn's end: version, times, and the lease that it ran under.
+local function move_head(head, changes)
+  local now = clock_us()
+  changes.version = whole(head.version + 1)
+  changes.commit_nonce = ARGV[5]
+  changes.updated_us = whole(now)
+  changes.expires_us = renewed_expiry(head, now)
+  changes.holder = ''
+  changes.lease_us = '0'
+  redis.call('RPUSH', marks_key, table.concat({changes.version, changes.num_log_tokens, ARGV[6], ARGV[7]}, ':'))
+  write_head(head, changes)
+  return answer('ok')
+end

@@ -1,0 +1,53 @@
+"""What a Redis must be before sessions are entrusted to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nsm_core.errors import ConfigError, StoreUnavailable
+from service.sessions.redis_client import Attempt, RedisClient
+from service.sessions.redis_errors import is_refusal
+from service.sessions.redis_keys import Keyspace
+
+logger = logging.getLogger("nsm.store")
+
+OLDEST_SERVER = (7, 0)  # scripts say what they may do when the server is full
+SCHEMA = 1
+
+
+async def check_server(client: RedisClient, keys: Keyspace) -> None:
+    """Raises ConfigError (server too old, may drop sessions, refuses us, newer schema) or StoreUnavailable."""
+    try:
+        for name, info in (await client.call(lambda attempt: attempt.infos())).items():
+            _check_node(name or str(client.address), info)
+        await client.call(lambda attempt: _check_schema(attempt, keys))
+    except StoreUnavailable as error:
+        if error.__cause__ is not None and is_refusal(error.__cause__):
+            raise ConfigError(f"NSM_STORE (--store): {error}") from error
+        raise
+
+
+def _check_node(name: str, info: Mapping[str, Any]) -> None:
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
+        oldest = ".".join(map(str, OLDEST_SERVER))
+        raise ConfigError(f"the Redis server {name} has version {version}; {oldest} or later is needed")
+    policy = info["maxmemory_policy"]
+    if policy != "noeviction":
+        raise ConfigError(
+            f"the Redis server {name} has maxmemory-policy {policy}, which may drop sessions; set it to noeviction"
+        )
+    if not int(info["aof_enabled"]):
+        logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
+
+
+async def _check_schema(attempt: Attempt, keys: Keyspace) -> None:
+    await attempt.command("SET", keys.schema, SCHEMA, "NX")
+    found = int(await attempt.command("GET", keys.schema))
+    if found > SCHEMA:
+        raise ConfigError(
+            f"the sessions in Redis have schema {found}, this build knows schemas up to {SCHEMA}: "
+            "a newer build wrote them"
+        )

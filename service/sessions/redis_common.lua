@@ -1,0 +1,58 @@
+-- Put before every script of a session. KEYS: head (hash), log (list of chunks of 4-byte ids), marks (list of
+-- "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string under a short expiry).
+-- Times are microseconds of this server's clock: whole numbers, which a double keeps exactly.
+local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+
+local function clock_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+local function whole(number)
+  return string.format('%.0f', number + 0) -- never "-0", which Redis takes for no number
+end
+
+local function read_head()
+  local flat = redis.call('HGETALL', head_key)
+  if #flat == 0 then return nil end
+  local head = {}
+  for i = 1, #flat, 2 do head[flat[i]] = flat[i + 1] end
+  return head
+end
+
+local function answer(status)
+  return {status, redis.call('HGETALL', head_key)}
+end
+
+local function holds_lease(head, created_us, fence, holder)
+  return head.created_us == created_us and head.fence == fence and head.holder == holder
+end
+
+-- Redis itself ends a session: at its expiry or, when a turn runs at that time, with the turn's lease.
+local function keep_alive(head)
+  local is_forever = head.expires_us == ''
+  local until_us = math.max(tonumber(head.expires_us) or 0, tonumber(head.lease_us) or 0)
+  for _, key in ipairs({head_key, log_key, marks_key, snapshot_key}) do
+    if is_forever then
+      redis.call('PERSIST', key)
+    else
+      redis.call('PEXPIREAT', key, whole(math.ceil(until_us / 1000)))
+    end
+  end
+end
+
+local function write_head(head, changes)
+  local flat = {}
+  for field, value in pairs(changes) do
+    head[field] = value
+    flat[#flat + 1] = field
+    flat[#flat + 1] = value
+  end
+  redis.call('HSET', head_key, unpack(flat))
+  keep_alive(head)
+end
+
+local function renewed_expiry(head, now)
+  if head.ttl_us == '' then return '' end
+  return whole(now + tonumber(head.ttl_us))
+end

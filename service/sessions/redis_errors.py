@@ -1,0 +1,64 @@
+"""Redis's errors as ours, and which of them pass by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from redis import exceptions
+
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+
+RETRY_AFTER_S = 1.0
+RETRY_AFTER_REFUSED_S = 60.0  # somebody has to change a user or a server
+
+# First words of answers that a server gives while it starts, fails over or is behind.
+_PASSING_CODES = ("BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY", "TRYAGAIN", "UNKILLABLE")
+_REFUSALS = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.NoPermissionError,
+)
+_PASSING = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.RedisClusterException,  # no node of the cluster answers, or nobody has the slot
+    OSError,
+    asyncio.IncompleteReadError,
+)
+ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, asyncio.IncompleteReadError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """The server does not let us in, or not do this."""
+    return isinstance(error, _REFUSALS) or _code(error) in ("NOAUTH", "WRONGPASS", "NOPERM")
+
+
+def is_passing(error: BaseException) -> bool:
+    """The same command may succeed in a moment."""
+    return not is_refusal(error) and (isinstance(error, _PASSING) or _code(error) in _PASSING_CODES)
+
+
+def translate(error: BaseException, address: object) -> NsmError:
+    """Messages of Redis are not passed on: they may quote arguments."""
+    if isinstance(error, exceptions.OutOfMemoryError) or _code(error) == "OOM":
+        return StorageFull(f"the session store {address} is full: Redis reached its maxmemory")
+    if is_refusal(error):
+        message = f"the session store {address} refuses the user, the password or a command"
+        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
+    if _code(error) == "MISCONF":
+        message = f"the session store {address} cannot write to its disk"
+        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
+    if is_passing(error):
+        message = f"the session store {address} cannot be reached ({type(error).__name__})"
+        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_S)
+    kind = _code(error) or type(error).__name__
+    return StoreUnavailable(f"the session store {address} failed ({kind})")
+
+
+def _code(error: BaseException) -> str:
+    word = str(error).split(" ", 1)[0]
+    return word if word.isupper() else ""

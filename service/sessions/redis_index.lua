@@ -1,0 +1,45 @@
+-- Put before every script of a tenant's index. KEYS: index (sorted set: session id by creation), sizes (hash: session
+-- id -> "created_us:version:bytes:touched_us"), expiry (sorted set: session id by expiry), usage (hash: bytes).
+-- The sessions' heads are the truth: what is here is repaired by the next commit, listing or look at the usage.
+local index_key, sizes_key, expiry_key, usage_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local SWEEP = 100 -- entries dropped in one call: a script must not hold up the others
+
+local function clock_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+local function whole(number)
+  return string.format('%.0f', number + 0) -- never "-0", which Redis takes for no number
+end
+
+local function read_size(session_id)
+  local entry = redis.call('HGET', sizes_key, session_id)
+  if not entry then return nil end
+  local created_us, version, bytes, touched_us = string.match(entry, '^(%d+):(%d+):(%d+):(%d+)$')
+  return {
+    created_us = tonumber(created_us), version = tonumber(version), bytes = tonumber(bytes),
+    touched_us = tonumber(touched_us),
+  }
+end
+
+local function write_size(session_id, created_us, version, bytes)
+  local old = read_size(session_id)
+  local entry = table.concat({whole(created_us), whole(version), whole(bytes), whole(clock_us())}, ':')
+  redis.call('HSET', sizes_key, session_id, entry)
+  redis.call('HINCRBY', usage_key, 'bytes', whole(bytes - (old and old.bytes or 0)))
+end
+
+local function forget(session_id)
+  local size = read_size(session_id)
+  if size then redis.call('HINCRBY', usage_key, 'bytes', whole(-size.bytes)) end
+  redis.call('HDEL', sizes_key, session_id)
+  redis.call('ZREM', index_key, session_id)
+  redis.call('ZREM', expiry_key, session_id)
+end
+
+-- A turn that runs at its session's expiry puts the session back with its commit.
+local function drop_expired()
+  local expired = redis.call('ZRANGE', expiry_key, '-inf', whole(clock_us()), 'BYSCORE', 'LIMIT', 0, SWEEP)
+  for _, session_id in ipairs(expired) do forget(session_id) end
+end

@@ -1,0 +1,57 @@
+"""Names of Redis keys. All of a session's share one hash tag, so that a cluster keeps them on one server."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """The keys of one session, in the scripts' order but for the staged snapshot, which has a name for each call."""
+
+    head: str
+    log: str
+    marks: str
+    snapshot: str
+    stage: str  # prefix
+
+    def all(self, nonce: str) -> tuple[str, ...]:
+        return (self.head, self.log, self.marks, self.snapshot, self.staged(nonce))
+
+    def staged(self, nonce: str) -> str:
+        return f"{self.stage}:{nonce}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keyspace:
+    """`prefix` lets installations share a server."""
+
+    prefix: str
+
+    def session(self, tenant: str, session_id: str) -> SessionKeys:
+        """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
+        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}.{_hash(tenant, session_id, size=16)}}}"
+        return SessionKeys(f"{tag}:head", f"{tag}:log", f"{tag}:marks", f"{tag}:snapshot", f"{tag}:staged")
+
+    def tenant(self, tenant: str) -> tuple[str, ...]:
+        """The tenant's index, in its scripts' order."""
+        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}}}"
+        return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
+
+    @property
+    def schema(self) -> str:
+        return f"{self.prefix}:schema"
+
+    @property
+    def probe(self) -> str:
+        return f"{self.prefix}:probe"
+
+
+def _hash(*parts: str, size: int) -> str:
+    """Hexadecimal; lengths go in as well, so that ("a", "bc") and ("ab", "c") differ."""
+    digest = hashlib.blake2b(digest_size=size)
+    for part in parts:
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()

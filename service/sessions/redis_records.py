@@ -1,0 +1,116 @@
+"""A session's head and marks as Redis keeps them: text fields, times in microseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from service.sessions.base import Lease, LogMark, SessionHead
+
+MICROSECONDS = 1_000_000
+CHECKSUM_BYTES = 32  # a snapshot ends with its checksum: the head repeats it, and so names the bytes that belong to it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A head with what is the store's own business."""
+
+    head: SessionHead
+    snapshot_checksum: str
+    fence: int
+    lease_expires_at: float
+
+
+def to_us(seconds: float) -> int:
+    return round(seconds * MICROSECONDS)
+
+
+def optional_us(seconds: float | None) -> str:
+    return "" if seconds is None else str(to_us(seconds))
+
+
+def checksum_field(snapshot: bytes | None) -> str:
+    return "" if snapshot is None else snapshot[-CHECKSUM_BYTES:].hex()
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> str:
+    return json.dumps(dict(metadata), separators=(",", ":"))
+
+
+def encode_mark(mark: LogMark) -> str:
+    seed = "" if mark.seed is None else mark.seed
+    return f"{mark.version}:{mark.num_log_tokens}:{mark.num_sampled}:{seed}"
+
+
+def decode_mark(raw: bytes) -> LogMark:
+    version, num_log_tokens, num_sampled, seed = raw.decode().split(":")
+    return LogMark(
+        version=int(version),
+        num_log_tokens=int(num_log_tokens),
+        num_sampled=int(num_sampled),
+        seed=int(seed) if seed else None,
+    )
+
+
+def decode_head(answer: Any, *, tenant: str, session_id: str) -> StoredHead | None:
+    """A HGETALL's answer, as RESP3 gives it or a script; None when there is no session.
+
+    Raises StoreUnavailable when it is another session's: an answer that went astray must never be used.
+    """
+    fields: dict[bytes, bytes] = dict(_pairs(answer)) if isinstance(answer, Sequence) else answer
+    if not fields:
+        return None
+    try:
+        stored = _stored_head({name.decode(): value.decode() for name, value in fields.items()})
+    except (KeyError, ValueError) as error:
+        raise SnapshotCorrupt(f"the head of session {session_id!r} is damaged") from error
+    if (stored.head.tenant, stored.head.session_id) != (tenant, session_id):
+        raise StoreUnavailable("the session store answered with another session's head")
+    return stored
+
+
+def _pairs(flat: Sequence[bytes]) -> zip[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _stored_head(fields: Mapping[str, str]) -> StoredHead:
+    head = SessionHead(
+        tenant=fields["tenant"],
+        session_id=fields["session_id"],
+        version=int(fields["version"]),
+        position=int(fields["position"]),
+        created_at=_seconds(fields["created_us"]),
+        updated_at=_seconds(fields["updated_us"]),
+        model_fingerprint=fields["model_fingerprint"],
+        metadata=MappingProxyType(json.loads(fields["metadata"])),
+        num_log_tokens=int(fields["num_log_tokens"]),
+        snapshot_bytes=int(fields["snapshot_bytes"]),
+        ttl_s=_optional_seconds(fields["ttl_us"]),
+        expires_at=_optional_seconds(fields["expires_us"]),
+        forked_from=fields["forked_from"] or None,
+    )
+    return StoredHead(head, fields["snapshot_checksum"], int(fields["fence"]), _seconds(fields["lease_us"]))
+
+
+def lease_of(stored: StoredHead, holder: str) -> Lease:
+    head = stored.head
+    return Lease(
+        tenant=head.tenant,
+        session_id=head.session_id,
+        created_at=head.created_at,
+        holder=holder,
+        fence=stored.fence,
+        expires_at=stored.lease_expires_at,
+    )
+
+
+def _seconds(text: str) -> float:
+    return int(text) / MICROSECONDS
+
+
+def _optional_seconds(text: str) -> float | None:
+    return _seconds(text) if text else None

@@ -1,0 +1,32 @@
+#!lua flags=allow-oom
+-- ARGV after those of redis_advance.lua: position, model_fingerprint, snapshot_bytes, snapshot_checksum,
+-- num_log_tokens.
+local head, refusal = open_move()
+if refusal then return refusal end
+local snapshot_bytes, num_kept = tonumber(ARGV[10]), tonumber(ARGV[12])
+local num_tokens = tonumber(head.num_log_tokens)
+if num_kept > num_tokens then return answer('too_long') end
+if snapshot_bytes > 0 then
+  if redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
+  redis.call('RENAME', staged_key, snapshot_key)
+else
+  redis.call('UNLINK', snapshot_key)
+end
+while num_tokens > num_kept do
+  local chunk = redis.call('RPOP', log_key)
+  if not chunk then break end -- the log is damaged: reading it will say so
+  num_tokens = num_tokens - #chunk / 4
+  if num_tokens < num_kept then
+    redis.call('RPUSH', log_key, string.sub(chunk, 1, (num_kept - num_tokens) * 4))
+    num_tokens = num_kept
+  end
+end
+while true do
+  local mark = redis.call('LINDEX', marks_key, -1)
+  if not mark or tonumber(string.match(mark, '^%d+:(%d+)')) <= num_kept then break end
+  redis.call('RPOP', marks_key)
+end
+return move_head(head, {
+  position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
+  num_log_tokens = whole(num_kept),
+})

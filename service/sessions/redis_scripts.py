@@ -1,0 +1,41 @@
+"""The Lua scripts beside this module: each is one transition, run by the server as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from importlib import resources
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """A script's source and the hash by which the server remembers it."""
+
+    text: str
+    sha: str
+
+
+def load_script(name: str, *libraries: str) -> Script:
+    """`redis_<name>.lua` with the `libraries` before it; its first line, which has the flags, stays first."""
+    flags, _, body = _read(name).partition("\n")
+    text = "\n".join((flags, *(_read(library) for library in libraries), body))
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _read(name: str) -> str:
+    return resources.files("service.sessions").joinpath(f"redis_{name}.lua").read_text(encoding="utf-8")
+
+
+CREATE = load_script("create", "common")
+ACQUIRE = load_script("acquire", "common")
+RENEW = load_script("renew", "common")
+RELEASE = load_script("release", "common")
+COMMIT = load_script("commit", "common", "advance")
+REWIND = load_script("rewind", "common", "advance")
+UPDATE = load_script("update", "common")
+DELETE = load_script("delete", "common")
+INDEX_RESERVE = load_script("index_reserve", "index")
+INDEX_PUT = load_script("index_put", "index")
+INDEX_FORGET = load_script("index_forget", "index")
+INDEX_USAGE = load_script("index_usage", "index")
+INDEX_PAGE = load_script("index_page", "index")

@@ -1,0 +1,11 @@
+#!lua
+-- ARGV: has_metadata, metadata, has_ttl, ttl_us.
+local head = read_head()
+if not head then return {'not_found'} end
+local now = clock_us()
+local changes = {updated_us = whole(now)}
+if ARGV[1] == '1' then changes.metadata = ARGV[2] end
+if ARGV[3] == '1' then head.ttl_us, changes.ttl_us = ARGV[4], ARGV[4] end
+changes.expires_us = renewed_expiry(head, now)
+write_head(head, changes)
+return answer('ok')
