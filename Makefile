@@ -35,12 +35,16 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 	$(BIN)/mypy --strict nsm_core service
 	$(BIN)/lint-imports --no-logo
 
+.PHONY: packages
+packages:
+	@scripts/test-packages
+
 .PHONY: test
-test: check  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
+test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(READY)  ## the long versions of the tests: full counts, hours
+soak: $(READY) packages  ## the long versions of the tests: full counts, hours
 	$(PYTEST) --soak --timeout=14400 $(PYTEST_ARGS)
 
 .PHONY: lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
 
@@ -15,6 +16,8 @@ import torch
 from nsm_core.tokenizer import Tokenizer
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
+
+pytest_plugins = ["tests.redis_servers"]
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("reduced", max_examples=25, deadline=None, derandomize=True, database=None)
@@ -38,10 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if _is_wanted(item)]
-    if not torch.cuda.is_available():
+    for marker, reason in _missing().items():
         for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,6 +57,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reporter.ensure_newline()
         reporter.write_line(f"--no-skips: {len(skipped)} skipped, which fails this run", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _missing() -> dict[str, str]:
+    """Markers whose tests cannot run on this machine, and why."""
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "no CUDA device"
+    if shutil.which("redis-server") is None:
+        missing["redis"] = "no redis-server; Debian has it in the package redis-server"
+    return missing
 
 
 def _is_wanted(item: pytest.Item) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from typing import Any
 
@@ -23,6 +24,17 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self._now += seconds
+
+
+def expires_in(head: SessionHead) -> float:
+    """Seconds from the head's last change."""
+    assert head.expires_at is not None
+    return head.expires_at - head.updated_at
+
+
+def without_expiry(head: SessionHead) -> SessionHead:
+    """For clocks that move what is stored nearer to its end, because nobody can move a server's clock."""
+    return dataclasses.replace(head, expires_at=None)
 
 
 async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "a", **fields: Any) -> SessionHead:

@@ -1,0 +1,259 @@
+"""Redis that dies, hangs, fills up or changes its master, in mid-turn. Every test has servers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import LeaseLost, NotFound, NsmError, StorageFull, StoreUnavailable, VersionConflict
+from nsm_core.state.snapshot import Snapshot
+from service.sessions.base import SessionHead
+from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_url import parse_redis_url
+from tests.counts import scaled
+from tests.redis_servers import RedisServer, Topology, start_sentinel, start_single
+from tests.snapshots import make_snapshot
+from tests.stored_sessions import acquire, commit, commit_under, create
+
+pytestmark = pytest.mark.redis
+KEY = {"tenant": "a", "session_id": "s1"}
+DURABLE = ("appendonly yes", "appendfsync always")
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[RedisSessionStore]:
+    store = RedisSessionStore(parse_redis_url(url))
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Topology]:
+    topology = start_single(tmp_path / "redis", *DURABLE)
+    yield topology
+    topology.stop()
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[Topology]:
+    topology = start_sentinel(tmp_path / "redis")
+    yield topology
+    topology.stop()
+
+
+async def test_D7_kill_9_in_any_moment_of_a_commit_loses_nothing_and_repeats_nothing(durable: Topology) -> None:
+    """The server is back before the commit's patience ends, so each of them is acknowledged in the end."""
+    rng, server = random.Random(5), durable.servers[0]
+    async with opened(durable.url) as store:
+        head = await create(store)
+        for number in range(scaled(5, 20)):
+            head = await commit(store, head, new_ids=(2 * number,), num_floats=100_000)
+            taken = await acquire(store)
+            turn = asyncio.create_task(
+                commit_under(store, taken.lease, head, new_ids=(2 * number + 1,), num_floats=100_000)
+            )
+            await asyncio.sleep(rng.uniform(0.0, 0.012))
+            server.kill()
+            await asyncio.to_thread(server.start)
+            head = await turn
+            assert (head.version, head.num_log_tokens) == (2 * number + 2, 2 * number + 2)
+            await assert_whole(store, head)
+
+
+async def test_D7_a_commit_that_was_not_acknowledged_happened_once_or_not_at_all(durable: Topology) -> None:
+    rng, server = random.Random(6), durable.servers[0]
+    async with opened(durable.url) as store:
+        head = await create(store)
+        for number in range(scaled(3, 20)):
+            taken = await acquire(store)
+            turn = asyncio.create_task(commit_under(store, taken.lease, head, new_ids=(number,), num_floats=100_000))
+            await asyncio.sleep(rng.uniform(0.0, 0.012))
+            server.kill()
+            turn.cancel()  # the gateway dies as well
+            await asyncio.gather(turn, return_exceptions=True)
+            await asyncio.to_thread(server.start)
+            found = await store.get(**KEY)
+            assert found.version in (head.version, head.version + 1)
+            await assert_whole(store, found)
+            head = found
+            with contextlib.suppress(NsmError):
+                await store.release(taken.lease)
+
+
+async def assert_whole(store: RedisSessionStore, head: SessionHead) -> None:
+    """Head, snapshot, log and marks are of one version; each turn left one token."""
+    stored = await store.load(**KEY)
+    assert stored.head == head
+    if head.version:
+        assert stored.snapshot is not None
+        assert Snapshot.decode(stored.snapshot).header.version == head.version
+    log = await store.read_log(**KEY)
+    assert len(log) == len(set(log)) == head.version == head.num_log_tokens
+    assert [mark.version for mark in await store.log_marks(**KEY)] == list(range(1, head.version + 1))
+
+
+async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(durable: Topology) -> None:
+    async with opened(durable.url) as store:
+        head = await commit(store, await create(store))
+        durable.servers[0].kill()
+        for call in (store.get(**KEY), acquire(store), store.usage(tenant="a"), store.check_writable()):
+            start = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
+                await call
+            assert time.monotonic() - start < 2.0
+            assert caught.value.retry_after_s > 0
+        await asyncio.to_thread(durable.servers[0].start)
+        assert (await store.load(**KEY)).head == head
+        assert (await commit(store, head)).version == 2
+
+
+async def test_D2_more_calls_than_connections_wait_and_then_are_told(durable: Topology) -> None:
+    async with opened(f"{durable.url}?max_connections=2&pool_timeout_s=0.2&socket_timeout_s=20") as store:
+        head = await create(store)
+        durable.servers[0].pause()
+        waiting = [asyncio.create_task(store.get(**KEY)) for _ in range(2)]
+        await asyncio.sleep(0)
+        start = time.monotonic()
+        results = await asyncio.gather(*(store.get(**KEY) for _ in range(20)), return_exceptions=True)
+        assert 0.15 < time.monotonic() - start < 1.5
+        assert {type(result) for result in results} == {StoreUnavailable}
+        assert all("all 2 connections" in str(result) for result in results)
+        assert store.num_connections_in_use == 2
+        durable.servers[0].resume()
+        assert await asyncio.gather(*waiting) == [head, head]
+        assert await asyncio.gather(*(store.get(**KEY) for _ in range(20))) == [head] * 20
+        assert store.num_connections_in_use == 0
+
+
+async def test_a_server_that_hangs_is_given_up(durable: Topology) -> None:
+    async with opened(f"{durable.url}?socket_timeout_s=0.2") as store:
+        head = await create(store)
+        durable.servers[0].pause()
+        with pytest.raises(StoreUnavailable, match="TimeoutError"):
+            await store.get(**KEY)
+        durable.servers[0].resume()
+        assert await store.get(**KEY) == head
+
+
+async def test_D3_a_full_server_takes_no_new_session_and_keeps_the_old_ones(tmp_path: Path) -> None:
+    topology = start_single(tmp_path / "redis", "maxmemory 24mb", "maxmemory-policy noeviction")
+    try:
+        async with opened(topology.url) as store:
+            heads: list[SessionHead] = []
+            with pytest.raises(StorageFull, match="is full"):
+                await fill(store, heads)
+            assert len(heads) >= 3
+            limit = set_limit(topology, 1)  # what was freed since then may be enough for something small
+            for call in (store.check_writable, lambda: acquire(store, "s0"), lambda: create(store, "one more")):
+                with pytest.raises(StorageFull):
+                    await call()
+            set_limit(topology, limit)
+            for head in heads:
+                stored = await store.load(tenant="a", session_id=head.session_id)
+                raw = make_snapshot(session_id=head.session_id, num_floats=250_000).encode()
+                assert (stored.head, stored.snapshot) == (head, raw)
+            await store.delete(tenant="a", session_id="s1")
+            await store.delete(tenant="a", session_id="s2")
+            await store.check_writable()
+            assert (await commit(store, heads[0], num_floats=250_000)).version == 2
+    finally:
+        topology.stop()
+
+
+def set_limit(topology: Topology, num_bytes: int) -> int:
+    """Returns the limit before."""
+    with topology.servers[0].client() as client:
+        before = int(client.config_get("maxmemory")["maxmemory"])
+        client.config_set("maxmemory", num_bytes)
+    return before
+
+
+async def fill(store: RedisSessionStore, heads: list[SessionHead]) -> None:
+    for number in range(100):
+        heads.append(await commit(store, await create(store, f"s{number}"), num_floats=250_000))
+
+
+async def test_a_running_turn_keeps_its_lease_on_a_full_server(tmp_path: Path) -> None:
+    topology = start_single(tmp_path / "redis")
+    try:
+        async with opened(topology.url) as store:
+            head = await create(store)
+            lease = (await acquire(store)).lease
+            set_limit(topology, 1)
+            renewed = await store.renew(lease, lease_s=20.0)
+            with pytest.raises(StorageFull):
+                await commit_under(store, renewed, head)
+            assert await store.get(**KEY) == head
+            await store.release(renewed)
+            await store.delete(**KEY)
+    finally:
+        topology.stop()
+
+
+async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(sentinel: Topology) -> None:
+    async with opened(sentinel.url) as store:
+        head = await commit(store, await create(store), new_ids=(1,))
+        lease = (await acquire(store)).lease
+        master = await asyncio.to_thread(copied_master, sentinel)
+        master.kill()
+        with contextlib.suppress(StoreUnavailable):  # when the vote takes longer than a commit's patience
+            assert (await commit_under(store, lease, head, new_ids=(2,))).version == 2
+        found = await eventually_get(store)
+        assert found.version in (1, 2)
+        await assert_whole(store, found)
+        with contextlib.suppress(LeaseLost, VersionConflict):  # the gateway tries again
+            await commit_under(store, lease, head, new_ids=(2,))
+        assert await store.read_log(**KEY) == (1, 2)
+        await asyncio.to_thread(master.start)  # comes back as a replica: nobody writes to it
+        head = await commit(store, await store.get(**KEY), new_ids=(3,))
+        assert head.version == 3
+        await assert_whole(store, head)
+
+
+def copied_master(sentinel: Topology) -> RedisServer:
+    """The master, once its replica has everything."""
+    master = sentinel.servers[0]
+    with master.client() as client:
+        client.set("copied", 1)
+        assert client.wait(1, 5000) == 1
+    return master
+
+
+async def eventually_get(store: RedisSessionStore) -> SessionHead:
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            return await store.get(**KEY)
+        except StoreUnavailable:
+            if time.monotonic() > deadline:
+                raise
+
+
+async def test_D8_a_stopped_holder_finds_its_lease_taken(durable: Topology) -> None:
+    """By the server's clock, and a real one: leases in the contract's tests only seem to grow old."""
+    async with opened(durable.url) as store:
+        head = await create(store)
+        stale = (await store.acquire(**KEY, holder="stale", lease_s=0.05)).lease
+        await asyncio.sleep(0.06)
+        fresh = (await acquire(store)).lease
+        with pytest.raises(LeaseLost):
+            await commit_under(store, stale, head)
+        assert (await commit_under(store, fresh, head)).version == 1
+
+
+async def test_a_session_vanishes_by_itself_when_its_time_has_come(durable: Topology) -> None:
+    async with opened(durable.url) as store:
+        await commit(store, await create(store, ttl_s=0.05))
+        await asyncio.sleep(0.06)
+        with pytest.raises(NotFound):
+            await store.get(**KEY)
+        assert (await store.usage(tenant="a")).num_sessions == 0

@@ -1,0 +1,227 @@
+"""Real Redis servers for tests: one, a cluster of three, and a pair watched by three Sentinels, on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+import redis
+
+SERVICE = "sessions"
+START_S = 20.0  # for a server to answer, a cluster to form, a Sentinel to see the others
+NUM_SLOTS = 16384
+
+_prefixes = itertools.count()
+
+
+def own_prefix() -> str:
+    return f"test{next(_prefixes)}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Polls: there is nothing to await in another program's start."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass  # not yet
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what} did not happen within {START_S:g} s")
+        time.sleep(0.02)
+
+
+class RedisServer:
+    """One process with its own directory. `options`: lines of its configuration, applied at every start."""
+
+    def __init__(self, directory: Path, *options: str, is_sentinel: bool = False) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.is_sentinel = is_sentinel
+        self.process: subprocess.Popen[bytes] | None = None
+        directory.mkdir()
+        defaults = ["bind 127.0.0.1", f"port {self.port}", f"dir {directory}", "logfile log"]
+        if not is_sentinel:
+            defaults += ['save ""', "appendonly no", "repl-diskless-sync-delay 0", "repl-timeout 5"]
+        (directory / "redis.conf").write_text("\n".join((*defaults, *options, "")))
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=5.0)
+
+    def start(self) -> None:
+        command = ["redis-server", str(self.directory / "redis.conf")]
+        self.process = subprocess.Popen([*command, "--sentinel"] if self.is_sentinel else command)
+        with self.client() as client:
+            wait_until(lambda: bool(client.ping()), "the start of redis-server")
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: it keeps its connections and answers nothing."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Running servers and the NSM_STORE that leads to them."""
+
+    url: str
+    servers: tuple[RedisServer, ...]
+
+    def own_url(self, **options: object) -> str:
+        """Keys of its own for each call: a test finds the servers empty."""
+        return self.url_with(prefix=own_prefix(), **options)
+
+    def url_with(self, **options: object) -> str:
+        return f"{self.url}?{urlencode(options)}"
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+
+def start_single(directory: Path, *options: str) -> Topology:
+    server = RedisServer(directory, *options)
+    server.start()
+    return Topology(server.url, (server,))
+
+
+def start_cluster(directory: Path) -> Topology:
+    """Three primaries that share the slots."""
+    directory.mkdir()
+    servers = []
+    for number in range(3):
+        options = ("cluster-enabled yes", f"cluster-port {free_port()}", "cluster-node-timeout 2000")
+        servers.append(RedisServer(directory / str(number), *options))
+    for number, server in enumerate(servers):
+        server.start()
+        first, last = number * NUM_SLOTS // 3, (number + 1) * NUM_SLOTS // 3 - 1
+        with server.client() as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if number:
+                bus_port = servers[0].client().config_get("cluster-port")["cluster-port"]
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port, bus_port)
+    for server in servers:
+        with server.client() as client:
+            wait_until(lambda client=client: _knows_cluster(client), "the forming of the cluster")  # type: ignore[misc]
+    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return Topology(f"redis+cluster://{hosts}", tuple(servers))
+
+
+def _knows_cluster(client: redis.Redis) -> bool:
+    info = client.cluster("INFO")
+    return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+
+
+def start_sentinel(directory: Path) -> Topology:
+    """A master, a replica, and three Sentinels that need two votes."""
+    directory.mkdir()
+    master = RedisServer(directory / "master")
+    replica = RedisServer(directory / "replica", f"replicaof 127.0.0.1 {master.port}")
+    data = (master, replica)
+    for server in data:
+        server.start()
+    with replica.client() as client:
+        wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica's first copy")
+    watch = (
+        f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 2",
+        f"sentinel down-after-milliseconds {SERVICE} 500",
+        f"sentinel failover-timeout {SERVICE} 2000",
+    )
+    sentinels = [RedisServer(directory / f"sentinel{number}", *watch, is_sentinel=True) for number in range(3)]
+    for sentinel in sentinels:
+        sentinel.start()
+    for sentinel in sentinels:
+        with sentinel.client() as client:
+            wait_until(lambda client=client: _sees_the_others(client), "the Sentinels' meeting")  # type: ignore[misc]
+    hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
+    return Topology(f"redis+sentinel://{hosts}/{SERVICE}", (*data, *sentinels))
+
+
+def _sees_the_others(client: redis.Redis) -> bool:
+    master = client.sentinel_master(SERVICE)
+    return master["num-other-sentinels"] == 2 and master["num-slaves"] == 1
+
+
+class RedisClock:
+    """The passing of time, for sessions under one prefix: what they wait for comes nearer."""
+
+    def __init__(self, topology: Topology, prefix: str) -> None:
+        self._topology = topology
+        self._prefix = prefix
+
+    def advance(self, seconds: float) -> None:
+        for server in self._topology.servers:
+            with server.client() as client:
+                if not server.is_sentinel and client.role()[0] == b"master":
+                    for key in list(client.scan_iter(f"{self._prefix}:*")):
+                        self._age(client, key, round(seconds * 1e6))
+
+    def _age(self, client: redis.Redis, key: bytes, age_us: int) -> None:
+        expires_ms = client.pexpiretime(key)
+        kind = key.rpartition(b":")[2]
+        if kind == b"head":
+            for field in ("expires_us", "lease_us"):
+                if client.hget(key, field) not in (b"", b"0"):
+                    client.hincrby(key, field, -age_us)
+        elif kind == b"sizes":
+            for session_id, entry in client.hgetall(key).items():
+                *others, touched_us = entry.split(b":")
+                client.hset(key, session_id, b":".join((*others, b"%d" % (int(touched_us) - age_us))))
+        elif kind == b"expiry":
+            for session_id in client.zrange(key, 0, -1):
+                client.zincrby(key, -age_us, session_id)
+        if expires_ms > 0:
+            client.pexpireat(key, expires_ms - age_us // 1000)
+
+
+@pytest.fixture(scope="session")
+def redis_single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    yield from _running(start_single(tmp_path_factory.mktemp("redis") / "single"))
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    yield from _running(start_cluster(tmp_path_factory.mktemp("redis") / "cluster"))
+
+
+@pytest.fixture(scope="session")
+def redis_sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    yield from _running(start_sentinel(tmp_path_factory.mktemp("redis") / "sentinel"))
+
+
+def _running(topology: Topology) -> Iterator[Topology]:
+    try:
+        yield topology
+    finally:
+        topology.stop()
