@@ -56,7 +56,7 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
 
 def start_line(services: Services, host: str, port: int) -> str:
     """What an operator wants to know first."""
-    url, sessions = f"http://{host}:{port}", services.settings.database_path() or "memory"
+    url, sessions = f"http://{host}:{port}", services.settings.store_name()
     return f"serving {services.model_name} on {url} with sessions in {sessions}, documentation at {url}/docs"
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -16,7 +17,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
 
 ENV_PREFIX = "NSM_"
-STORES = ("sqlite", "sqlite:///PATH", "memory")
+REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
 
 
@@ -34,7 +36,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
     data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
-    store: str = "sqlite"  # see STORES
+    store: str = Field(default="sqlite", repr=False)  # see STORES; a Redis URL may hold a password
     model: Path | None = None  # a checkpoint directory; None: the bundled model
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
     num_threads: PositiveInt | None = None  # CPU threads of the model; None: torch decides
@@ -69,6 +71,8 @@ class Settings(BaseSettings):
     def _known_store(cls, store: str) -> str:
         if store in ("sqlite", "memory") or store.removeprefix("sqlite:///") not in ("", store):
             return store
+        if store.partition("://")[0] in REDIS_SCHEMES and "://" in store:
+            return store  # the store itself reads the rest
         raise ValueError(f"must be one of {', '.join(STORES)}")
 
     @model_validator(mode="after")
@@ -84,12 +88,24 @@ class Settings(BaseSettings):
         return EngineConfig(max_slots=self.max_slots, token_budget=self.token_budget, queue_limit=self.queue_limit)
 
     def database_path(self) -> Path | None:
-        """The file of the SQLite store; None when sessions are kept in memory."""
-        if self.store == "memory":
+        """The file of the SQLite store; None when sessions are kept elsewhere."""
+        if self.store == "memory" or self.is_redis:
             return None
         if self.store == "sqlite":
             return self.data_dir / DATABASE_FILE
         return Path(self.store.removeprefix("sqlite:///")).expanduser()
+
+    @property
+    def is_redis(self) -> bool:
+        """Whether `store` is the URL of a Redis."""
+        return self.store.partition("://")[0] in REDIS_SCHEMES
+
+    def store_name(self) -> str:
+        """Where sessions are kept, for people and logs: without user, password and options."""
+        if self.is_redis:
+            parts = urlsplit(self.store)
+            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return str(self.database_path() or self.store)
 
 
 def load_settings(**flags: Any) -> Settings:
@@ -119,4 +135,9 @@ def _describe(item: ErrorDetails) -> str:
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')}): {message}, got {str(item['input'])!r}"
+    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')}): {message}, got {_shown(str(item['input']))}"
+
+
+def _shown(given: str) -> str:
+    """What was given, unless it may hold a password."""
+    return "a value with '@' or '?', not shown here" if "@" in given or "?" in given else repr(given)

@@ -78,15 +78,16 @@ def _chat(
         stack = contextlib.AsyncExitStack()
         try:
             conversation = runner.run(stack.enter_async_context(context))
-            way_back = None if settings.database_path() is None else _way_back(flags, conversation.session_id)
+            way_back = None if settings.store == "memory" else _way_back(flags, conversation.session_id)
             Chat(runner, conversation, way_back).run()
         finally:
             runner.run(stack.aclose())
 
 
 def _way_back(flags: Mapping[str, Path | str | None], session_id: str) -> str:
-    """The command that finds the same store, model and session again."""
-    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items() if value is not None]
+    """The command that finds the same store, model and session again; a password is not repeated."""
+    shown = {name: str(value) for name, value in flags.items() if value is not None and "@" not in str(value)}
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in shown.items()]
     return shlex.join(["nsm", "chat", *(word for pair in given for word in pair), "--session", session_id])
 
 

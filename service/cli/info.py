@@ -37,7 +37,6 @@ def info(
 
 def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
     spec = loaded.model.state_spec
-    database = settings.database_path()
     return {
         "model": settings.served_model_name or loaded.name,
         "fingerprint": loaded.fingerprint,
@@ -51,7 +50,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "data_dir": str(settings.data_dir),
-        "store": "memory" if database is None else str(database),
+        "store": settings.store_name(),
     }
 
 

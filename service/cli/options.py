@@ -20,7 +20,9 @@ Model = Annotated[
 DataDir = Annotated[
     Path | None, typer.Option(show_default=False, help="Where sessions are kept (default: NSM_DATA_DIR).")
 ]
-Store = Annotated[str | None, typer.Option(show_default=False, help="sqlite or sqlite:///PATH (default: NSM_STORE).")]
+Store = Annotated[
+    str | None, typer.Option(show_default=False, help="sqlite, sqlite:///PATH or a Redis URL (default: NSM_STORE).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 MaxTokens = Annotated[int, typer.Option(help="Most new tokens.")]

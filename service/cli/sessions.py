@@ -104,7 +104,7 @@ def _settings(data_dir: Path | None, store: str | None, *, model: Path | None = 
     from service.settings import load_settings
 
     settings = load_settings(data_dir=data_dir, store=store, model=model)
-    if settings.database_path() is None:
+    if settings.store == "memory":
         raise ConfigError(
             "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"
         )

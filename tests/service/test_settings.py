@@ -8,7 +8,9 @@ from pydantic import ValidationError
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
-from service.settings import Settings, load_settings
+from service.sessions import redis_url
+from service.sessions.factory import make_store
+from service.settings import REDIS_SCHEMES, Settings, load_settings
 
 SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
 
@@ -44,6 +46,8 @@ def test_a_flag_wins_over_its_variable_and_none_does_not(monkeypatch: pytest.Mon
         ("sqlite", "data/sessions.db"),
         ("sqlite:///rel.db", "rel.db"),
         ("sqlite:////abs/x.db", "/abs/x.db"),
+        ("redis://host", None),
+        ("rediss+sentinel://u:p@a,b/main", None),
     ],
 )
 def test_store_choices(store: str, path: str | None) -> None:
@@ -59,7 +63,11 @@ def test_store_choices(store: str, path: str | None) -> None:
         ("NSM_PORT", "http", ["NSM_PORT", "--port", "integer", "'http'"]),
         ("NSM_PORT", "65536", ["NSM_PORT", "65535", "'65536'"]),
         ("NSM_PORT", "", ["NSM_PORT", "''"]),
-        ("NSM_STORE", "redis://localhost", ["NSM_STORE", "sqlite, sqlite:///PATH, memory", "redis://localhost"]),
+        (
+            "NSM_STORE",
+            "http://localhost",
+            ["NSM_STORE", "sqlite, sqlite:///PATH, memory, redis://…", "http://localhost"],
+        ),
         ("NSM_STORE", "sqlite:///", ["NSM_STORE", "sqlite:///PATH"]),
         ("NSM_TOKEN_BUDGET", "8", ["token_budget (8)", "max_slots (16)"]),
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
@@ -101,3 +109,20 @@ def test_nothing_is_read_at_import() -> None:
     ]
     assert not any(isinstance(node, ast.Call) for statement in top_level for node in ast.walk(statement))
     assert Settings.model_fields["data_dir"].default_factory is not None
+
+
+def test_the_schemes_of_the_settings_are_those_of_the_redis_store() -> None:
+    assert tuple(redis_url.SCHEMES) == REDIS_SCHEMES
+
+
+def test_a_password_in_a_store_is_never_shown() -> None:
+    settings = load_settings(store="redis://user:secret@host:1/2?sentinel_password=secret")
+    assert settings.store_name() == "redis://host:1/2"
+    assert "secret" not in repr(settings)
+    for bad in ("redsi://user:secret@host", "redis:/:secret@host"):
+        with pytest.raises(ConfigError, match=r"must be one of sqlite, .*redis\+cluster://…") as caught:
+            load_settings(store=bad)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="needs a password") as caught:
+        make_store(load_settings(store="redis://secret@host"))
+    assert "secret" not in str(caught.value)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from service.cli.serve import serve
-from service.settings import Settings
+from service.settings import STORES, Settings
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
 
 
@@ -47,7 +47,11 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
     ("option", "value", "message"),
     [
         ("--port", 70000, "NSM_PORT (--port): Input should be less than or equal to 65535, got '70000'"),
-        ("--store", "tape", "NSM_STORE (--store): must be one of sqlite, sqlite:///PATH, memory, got 'tape'"),
+        (
+            "--store",
+            "tape",
+            f"NSM_STORE (--store): must be one of {', '.join(STORES)}, got 'tape'",
+        ),
         ("--model", "/no/such", "no model directory /no/such"),
         ("--token-budget", 3, "token_budget (3) must be at least max_slots (16): every row decodes one token a step"),
     ],
