@@ -1,7 +1,8 @@
 """What a turn starts from and what it leaves behind: a session's head and snapshot, checked against each other.
 
 A state is used only if it is the right one: of this tenant and session, at the head's version and position, made by the
-model that runs. Anything else is an error that says so; a session never goes on from an empty state by accident.
+model that runs. One that is missing, damaged or another model's is made again from the token log, by a model with the
+same tokenizer. Anything else is an error that says so; a session never goes on from an empty state by accident.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import ModelInfo
+from service.replay import LostState, RebuildReason, Replay
 from service.sessions.base import SessionHead, StoredSession
 
 
@@ -40,17 +42,35 @@ class TurnRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """A session at the start of a turn; `snapshot` is None when it has had none. Built by `resume`, which checks."""
+    """A session at the start of a turn. Built by `resume`, which checks.
+
+    `snapshot` is None when the session has had none, or when `replay` stands in for it.
+    """
 
     head: SessionHead
     snapshot: Snapshot | None
     model: ModelInfo
     tokenizer: Tokenizer
+    replay: Replay | None = None
+
+    @property
+    def rebuilt(self) -> RebuildReason | None:
+        """Why this turn reads the whole log again; None if it does not."""
+        return None if self.replay is None else self.replay.reason
 
     @property
     def pending_id(self) -> int | None:
         """The token sampled last and not fed yet."""
+        if self.replay is not None:
+            return self.replay.log_ids[-1] if self.head.num_log_tokens > self.head.position else None
         return self.snapshot.header.pending_id if self.snapshot else None
+
+    @property
+    def _known_ids(self) -> tuple[int, ...]:
+        """What the engine reads although the log has it already."""
+        if self.replay is not None:
+            return self.replay.log_ids
+        return () if self.pending_id is None else (self.pending_id,)
 
     @property
     def other_numerics(self) -> str | None:
@@ -68,23 +88,25 @@ class Continuation:
             resume=self._resume(),
             keep_state=True,
             deadline=turn.deadline,
+            generated_counts={} if self.replay is None else self.replay.generated_counts,
         )
 
     def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:
-        if self.pending_id is not None:
-            return (self.pending_id, *turn.input_ids)
-        if not turn.input_ids:
+        if self.pending_id is None and not turn.input_ids:
             raise InvalidRequest(
                 "input must not be empty: this session has no sampled token that waits to be read", param="input"
             )
-        if self.snapshot is None and not turn.is_verbatim:
+        if self.head.num_log_tokens == 0 and not turn.is_verbatim:
             return (self.tokenizer.end_of_text_id, *turn.input_ids)
-        return turn.input_ids
+        return (*self._known_ids, *turn.input_ids)
 
     def _sampling(self, turn: TurnRequest) -> SamplingParams:
-        if self.snapshot is None or turn.has_own_seed:
+        seed = self.replay.seed if self.replay is not None else None
+        if self.snapshot is not None:
+            seed = self.snapshot.header.sampler.seed
+        if seed is None or turn.has_own_seed:
             return turn.sampling
-        return dataclasses.replace(turn.sampling, seed=self.snapshot.header.sampler.seed)
+        return dataclasses.replace(turn.sampling, seed=seed)
 
     def _resume(self) -> Resume | None:
         if self.snapshot is None:
@@ -98,8 +120,8 @@ class Continuation:
         )
 
     def new_log_ids(self, end: EndState) -> tuple[int, ...]:
-        """What the turn adds to the token log, which has the pending token already. Raises StateMismatch."""
-        new_ids = end.new_ids if self.pending_id is None else end.new_ids[1:]
+        """What the turn adds to the token log. Raises StateMismatch."""
+        new_ids = end.new_ids[len(self._known_ids) :]
         num_log_tokens = self.head.num_log_tokens + len(new_ids)
         _require_log(num_log_tokens, end.position, end.pending)
         return new_ids
@@ -123,17 +145,35 @@ class Continuation:
         return Snapshot(header, end.state)
 
 
-def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation:
-    """Decodes and checks what the store gave. Raises SnapshotCorrupt or StateMismatch."""
+def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation | LostState:
+    """Decodes and checks what the store gave; LostState when it is to be made again from the log.
+
+    Raises StateMismatch, also for a damaged state of a model whose tokenizer may be another one.
+    """
     head = stored.head
     if stored.damage is not None:
-        raise SnapshotCorrupt(f"the snapshot of session {head.session_id!r} is {stored.damage}")
+        if head.model_fingerprint != model.fingerprint:
+            raise StateMismatch(
+                f"the state of session {head.session_id!r} is {stored.damage}, and was made by model "
+                f"{head.model_fingerprint[:12]}: only that model can make it again, this server runs "
+                f"{model.fingerprint[:12]}"
+            )
+        return LostState(reason=stored.damage)
     if stored.snapshot is None:
+        _require_log(head.num_log_tokens, 0, None)
         return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
-    snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
-    _require_owner(snapshot.header, head)
-    _require_model(snapshot.header, model, tokenizer)
-    _require_log(head.num_log_tokens, snapshot.header.position, snapshot.header.pending_id)
+    try:
+        snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
+    except SnapshotCorrupt:  # in spite of its checksum: bytes that this build does not understand
+        return resume(dataclasses.replace(stored, snapshot=None, damage="corrupt"), model=model, tokenizer=tokenizer)
+    header = snapshot.header
+    _require_owner(header, head)
+    _require_log(head.num_log_tokens, header.position, header.pending_id)
+    _require_tokenizer(header, model, tokenizer)
+    if header.model_fingerprint != model.fingerprint:
+        return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
+    if header.layout != parse_layout(model.state_layout):
+        raise StateMismatch(f"the state of session {head.session_id!r} has another layout than this model's")
     return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer)
 
 
@@ -146,21 +186,20 @@ def require_version(head: SessionHead, expected_version: int | None) -> None:
 
 
 def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:
-    for name in ("tenant", "session_id", "version", "position"):
+    for name in ("tenant", "session_id", "version", "position", "model_fingerprint"):
         found, expected = getattr(header, name), getattr(head, name)
         if found != expected:
             # neither value of a tenant or id is shown: the stored one may be somebody else's
             raise StateMismatch(f"the state stored for session {head.session_id!r} has another {name}; it is not used")
 
 
-def _require_model(header: SnapshotHeader, model: ModelInfo, tokenizer: Tokenizer) -> None:
-    if header.model_fingerprint != model.fingerprint or header.tokenizer_fingerprint != tokenizer.fingerprint:
+def _require_tokenizer(header: SnapshotHeader, model: ModelInfo, tokenizer: Tokenizer) -> None:
+    """The ids of a log mean nothing to a model with another tokenizer."""
+    if header.tokenizer_fingerprint != tokenizer.fingerprint:
         raise StateMismatch(
-            f"session {header.session_id!r} was made by model {header.model_fingerprint[:12]}, "
-            f"this server runs {model.fingerprint[:12]}"
+            f"session {header.session_id!r} was made by model {header.model_fingerprint[:12]} with another tokenizer "
+            f"than that of model {model.fingerprint[:12]}, which this server runs"
         )
-    if header.layout != parse_layout(model.state_layout):
-        raise StateMismatch(f"the state of session {header.session_id!r} has another layout than this model's")
 
 
 def _require_log(num_log_tokens: int, position: int, pending_id: int | None) -> None:

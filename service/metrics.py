@@ -22,7 +22,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 BYTES = (2**10, 2**14, 2**16, 2**18, 2**20, 2**21, 2**22, 2**23, 2**24, 2**26, 2**28)
 CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 
-Outcome = Literal["hit", "miss", "fingerprint_mismatch", "expired"]
+# hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
+# that is damaged as well; refused: not this session's state, or of a model with another tokenizer
+Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 

@@ -74,6 +74,8 @@ class SessionAnswer:
         session: dict[str, Any] = {"id": head.session_id, "version": head.version, "position": head.position}
         if self._turn.other_numerics is not None:
             session["taken_over_from"] = self._turn.other_numerics
+        if self._turn.rebuilt is not None:
+            session["rebuilt"] = self._turn.rebuilt
         return session
 
 

@@ -12,6 +12,7 @@ from nsm_core.errors import NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.continuation import Continuation
 from service.metrics import Metrics, RequestRecord
+from service.replay import RebuildReason
 from service.sessions.base import SessionHead
 
 
@@ -36,7 +37,8 @@ class Turn:
     def __init__(self, metrics: Metrics, *, detached_s: float) -> None:
         self.ended = asyncio.Event()
         self.end: TurnEnd | None = None
-        self.other_numerics: str | None = None  # see Continuation
+        self.other_numerics: str | None = None  # see Continuation, as for the next
+        self.rebuilt: RebuildReason | None = None
         self._metrics = metrics
         self._detached_s = detached_s
         self._generation: Generation | None = None
@@ -82,6 +84,7 @@ class Turn:
         self._generation = generation
         self._record = record
         self.other_numerics = start.other_numerics
+        self.rebuilt = start.rebuilt
         if self._stop_error is not None:  # it came while the session was being loaded
             generation.cancel()
 

@@ -28,6 +28,7 @@ from service.continuation import Continuation, TurnRequest, require_version, res
 from service.leases import HeldLease, Leases
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
+from service.replay import LostState, make_replay
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.records import session_busy
 from service.turn import Turn, TurnEnd, stopping
@@ -149,10 +150,22 @@ class Turns:
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self._backend.model, self._backend.tokenizer
             # in a thread, as below: megabytes and long counts would hold up every other stream
-            start = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
-        if start.snapshot is not None:
-            self._metrics.session_resume("hit")
+            found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
+            start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
+        if start.head.num_log_tokens:
+            self._metrics.session_resume(start.rebuilt or "hit")
         return start
+
+    async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
+        """The turn will read the whole log, from the start, before its own input."""
+        tenant, session_id = head.tenant, head.session_id
+        log_ids = await self._store.read_log(tenant=tenant, session_id=session_id)
+        marks = await self._store.log_marks(tenant=tenant, session_id=session_id)
+        logger.warning("session %s: state %s, made again from %d tokens", session_id, lost.reason, len(log_ids))
+        replay = make_replay(lost, head, log_ids=log_ids, marks=marks)
+        return Continuation(
+            head=head, snapshot=None, model=self._backend.model, tokenizer=self._backend.tokenizer, replay=replay
+        )
 
     async def _run(
         self, turn: Turn, held: HeldLease, generation: Generation, start: Continuation, request: GenerationRequest
@@ -230,7 +243,7 @@ def _count_outcomes(metrics: Metrics) -> Iterator[None]:
     try:
         yield
     except StateMismatch:
-        metrics.session_resume("fingerprint_mismatch")
+        metrics.session_resume("refused")
         raise
     except (NotFound, SnapshotCorrupt):
         metrics.session_resume("miss")

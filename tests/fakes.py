@@ -226,7 +226,7 @@ class FakeGeneration:
         """After end of text every kept token was fed (so it was found); otherwise the last was not."""
         request = self._request
         before = request.resume.state if request.resume else bytes(STATE_BYTES)
-        counts = Counter(request.resume.generated_counts if request.resume else {})
+        counts = Counter(request.resume.generated_counts if request.resume else request.generated_counts)
         counts.update(kept)
         has_pending = reason is not FinishReason.STOP and bool(kept)
         state = feed_state(before, (*request.prompt_ids, *(kept[:-1] if has_pending else kept)))

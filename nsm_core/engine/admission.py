@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
@@ -29,6 +30,9 @@ class AdmissionCheck:
             )
         if request.resume is not None:
             self._check_resume(request.resume)
+            if request.generated_counts:
+                raise InvalidRequest("generated_counts belong to the resumed state", param="generated_counts")
+        self._check_counts(request.generated_counts)
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if not prompt_ids:
@@ -45,6 +49,9 @@ class AdmissionCheck:
         position = self.spec.read_position(resume.state)
         if position != resume.position:
             raise StateMismatch(f"the state stands at position {position}, expected {resume.position}")
-        for token_id in resume.generated_counts:
+        self._check_counts(resume.generated_counts)
+
+    def _check_counts(self, generated_counts: Mapping[int, int]) -> None:
+        for token_id in generated_counts:
             if not 0 <= token_id < self.vocab_size:
                 raise SnapshotCorrupt(f"generated_counts names token {token_id}, the vocabulary has {self.vocab_size}")

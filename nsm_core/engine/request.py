@@ -41,6 +41,8 @@ class GenerationRequest:
     `prompt_ids`: the tokens to read first, in order (the caller puts a session's pending token in front); never empty.
     `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or how many alternatives to report
     for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with DeadlineExceeded.
+    `generated_counts`: only without `resume`, for a session whose whole log is read again: how often it had sampled
+    each token (penalties).
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class GenerationRequest:
     keep_state: bool = False
     prompt_logprobs: int | None = None
     deadline: float | None = None
+    generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ class RunningSequence:
     @property
     def resumed_counts(self) -> Mapping[int, int]:
         """How often the session had sampled each token before this turn."""
-        return {} if self.request.resume is None else self.request.resume.generated_counts
+        resume = self.request.resume
+        return self.request.generated_counts if resume is None else resume.generated_counts
 
     @property
     def resumed_position(self) -> int:

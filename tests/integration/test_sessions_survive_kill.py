@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -156,3 +157,24 @@ async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(m
                 position = answer["session"]["position"]
                 assert answer["session"] == {"id": f"killed-{kind}", "version": number + 1, "position": position}
                 assert position == expected["session"]["position"]
+
+
+async def test_R3_a_state_that_was_lost_on_the_disk_is_made_again_from_the_log(model_dir: Path, tmp_path: Path) -> None:
+    async with running(model_dir, tmp_path) as server:
+        for session_id in ("unbroken", "missing", "corrupt"):
+            await server.say_once(session_id, TURNS[0], **SAMPLED, seed=7)
+        expected = await server.say("unbroken", TURNS[1], **SAMPLED)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database, database:
+        database.execute("DELETE FROM snapshots WHERE session_id = 'missing'")
+        database.execute("UPDATE snapshots SET snapshot = substr(snapshot, 1, 5000) WHERE session_id = 'corrupt'")
+    async with running(model_dir, tmp_path) as server:
+        for session_id in ("missing", "corrupt"):
+            answer = await server.say(session_id, TURNS[1], **SAMPLED)
+            assert answer["session"] == {**expected["session"], "id": session_id, "rebuilt": session_id}
+            assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+            assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            metrics = (await server.client.get("/metrics")).text
+            assert f'nsm_session_resume_total{{outcome="{session_id}"}} 1.0' in metrics
+            again = await server.say(session_id, TURNS[2], **SAMPLED)
+            assert "rebuilt" not in again["session"]

@@ -171,6 +171,7 @@ def make_request(
     repetition_penalty: float = 1.0,
     logprobs: int | None = None,
     logit_bias: Mapping[int, float] | None = None,
+    generated_counts: Mapping[int, int] | None = None,
 ) -> GenerationRequest:
     """Greedy, 8 tokens, state kept."""
     sampling = SamplingParams(
@@ -192,6 +193,7 @@ def make_request(
         keep_state=keep_state,
         prompt_logprobs=prompt_logprobs,
         deadline=deadline,
+        generated_counts=generated_counts or {},
     )
 
 

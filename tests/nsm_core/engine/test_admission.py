@@ -76,3 +76,11 @@ def test_the_position_is_read_where_the_layout_has_it() -> None:
     state = small_model().initial_state(1)
     state["position"] += 123_456_789_012
     assert SPEC.read_position(SPEC.pack(state)) == 123_456_789_012
+
+
+def test_counts_of_a_log_that_is_read_again_name_known_tokens_and_exclude_a_state(tiny_tokenizer: Tokenizer) -> None:
+    error = refused(make_request(generated_counts={512: 1}), tiny_tokenizer)
+    assert isinstance(error, SnapshotCorrupt)
+    error = refused(make_request(generated_counts={3: 1}, resume=RESUME), tiny_tokenizer)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "generated_counts"

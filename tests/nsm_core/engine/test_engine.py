@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,22 @@ def test_penalties_count_what_the_session_sampled_in_earlier_turns(tiny_tokenize
     second = run_one(engine, make_request(prompt_ids=pending, resume=resume, repetition_penalty=5.0, max_tokens=15))
     assert first.ids + second.ids == alone.ids
     assert second.end_state.generated_counts == alone.end_state.generated_counts
+
+
+def test_R3_a_turn_that_reads_the_whole_log_again_goes_on_as_the_resumed_one(tiny_tokenizer: Tokenizer) -> None:
+    engine = make_engine(small_model(), tiny_tokenizer)
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "repetition_penalty": 3.0}
+    first = run_one(engine, make_request(prompt_ids=random_ids(1, 20), max_tokens=15, **sampling)).end_state
+    resume, pending = resume_from(first)
+    resumed = run_one(engine, make_request(prompt_ids=(*pending, 9), resume=resume, max_tokens=15, **sampling))
+    counts = first.generated_counts
+    again = make_request(prompt_ids=(*first.new_ids, 9), generated_counts=counts, max_tokens=15, **sampling)
+    rebuilt = run_one(engine, again)
+    assert rebuilt.ids == resumed.ids
+    assert rebuilt.end_state.generated_counts == resumed.end_state.generated_counts
+    assert rebuilt.end_state.position == resumed.end_state.position
+    assert (rebuilt.finished.cached_tokens, resumed.finished.cached_tokens) == (0, 34)
+    assert rebuilt.finished.prompt_tokens == resumed.finished.prompt_tokens
 
 
 @pytest.mark.parametrize("token_budget", [4, 9, 64])
