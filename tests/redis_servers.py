@@ -115,32 +115,52 @@ def start_single(directory: Path, *options: str) -> Topology:
     return Topology(server.url, (server,))
 
 
-def start_cluster(directory: Path) -> Topology:
-    """Three primaries that share the slots."""
+def start_cluster(directory: Path, *, has_replicas: bool = False) -> Topology:
+    """Three primaries that share the slots; `has_replicas`: and a replica of each, listed after them."""
     directory.mkdir()
-    servers = []
-    for number in range(3):
-        options = ("cluster-enabled yes", f"cluster-port {free_port()}", "cluster-node-timeout 2000")
-        servers.append(RedisServer(directory / str(number), *options))
-    for number, server in enumerate(servers):
-        server.start()
-        first, last = number * NUM_SLOTS // 3, (number + 1) * NUM_SLOTS // 3 - 1
-        with server.client() as client:
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            if number:
-                bus_port = servers[0].client().config_get("cluster-port")["cluster-port"]
-                client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port, bus_port)
+    servers = [_cluster_node(directory / str(number)) for number in range(6 if has_replicas else 3)]
     for server in servers:
+        server.start()
+    primaries = servers[:3]
+    for number, server in enumerate(primaries):
         with server.client() as client:
-            wait_until(lambda client=client: _knows_cluster(client), "the forming of the cluster")  # type: ignore[misc]
+            client.execute_command(
+                "CLUSTER", "ADDSLOTSRANGE", number * NUM_SLOTS // 3, (number + 1) * NUM_SLOTS // 3 - 1
+            )
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    with primaries[0].client() as client:
+        for server in servers[1:]:
+            with server.client() as other:
+                bus_port = other.config_get("cluster-port")["cluster-port"]
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_port)
+    for server in servers:
+        _wait_for(server, lambda client: _knows_cluster(client, len(servers)), "the forming of the cluster")
+    for primary, replica in zip(primaries, servers[3:], strict=False):
+        with primary.client() as client:
+            name = client.execute_command("CLUSTER", "MYID")
+        with replica.client() as client:
+            client.execute_command("CLUSTER", "REPLICATE", name)
+        _wait_for(replica, _is_copied, "the replica's first copy")
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     return Topology(f"redis+cluster://{hosts}", tuple(servers))
 
 
-def _knows_cluster(client: redis.Redis) -> bool:
+def _cluster_node(directory: Path) -> RedisServer:
+    return RedisServer(directory, "cluster-enabled yes", f"cluster-port {free_port()}", "cluster-node-timeout 1000")
+
+
+def _wait_for(server: RedisServer, condition: Callable[[redis.Redis], bool], what: str) -> None:
+    with server.client() as client:
+        wait_until(lambda: condition(client), what)
+
+
+def _knows_cluster(client: redis.Redis, num_nodes: int) -> bool:
     info = client.cluster("INFO")
-    return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+    return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == str(num_nodes)
+
+
+def _is_copied(client: redis.Redis) -> bool:
+    return bool(client.info("replication").get("master_link_status") == "up")
 
 
 def start_sentinel(directory: Path) -> Topology:
@@ -151,8 +171,7 @@ def start_sentinel(directory: Path) -> Topology:
     data = (master, replica)
     for server in data:
         server.start()
-    with replica.client() as client:
-        wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica's first copy")
+    _wait_for(replica, _is_copied, "the replica's first copy")
     watch = (
         f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 2",
         f"sentinel down-after-milliseconds {SERVICE} 500",
@@ -162,8 +181,7 @@ def start_sentinel(directory: Path) -> Topology:
     for sentinel in sentinels:
         sentinel.start()
     for sentinel in sentinels:
-        with sentinel.client() as client:
-            wait_until(lambda client=client: _sees_the_others(client), "the Sentinels' meeting")  # type: ignore[misc]
+        _wait_for(sentinel, _sees_the_others, "the Sentinels' meeting")
     hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
     return Topology(f"redis+sentinel://{hosts}/{SERVICE}", (*data, *sentinels))
 

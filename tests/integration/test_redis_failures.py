@@ -10,14 +10,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, StorageFull, StoreUnavailable, VersionConflict
 from nsm_core.state.snapshot import Snapshot
 from service.sessions.base import SessionHead
 from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_keys import Keyspace
 from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
-from tests.redis_servers import RedisServer, Topology, start_sentinel, start_single
+from tests.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import acquire, commit, commit_under, create
 
@@ -199,11 +201,20 @@ async def test_a_running_turn_keeps_its_lease_on_a_full_server(tmp_path: Path) -
         topology.stop()
 
 
-async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(sentinel: Topology) -> None:
-    async with opened(sentinel.url) as store:
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Topology]:
+    topology = start_cluster(tmp_path / "redis", has_replicas=True)
+    yield topology
+    topology.stop()
+
+
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, request: pytest.FixtureRequest) -> None:
+    topology: Topology = request.getfixturevalue(kind)
+    async with opened(topology.url) as store:
         head = await commit(store, await create(store), new_ids=(1,))
-        lease = (await acquire(store)).lease
-        master = await asyncio.to_thread(copied_master, sentinel)
+        lease = (await store.acquire(**KEY, holder="h", lease_s=60.0)).lease
+        master = await asyncio.to_thread(copied_master, topology)
         master.kill()
         with contextlib.suppress(StoreUnavailable):  # when the vote takes longer than a commit's patience
             assert (await commit_under(store, lease, head, new_ids=(2,))).version == 2
@@ -219,13 +230,16 @@ async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(sentinel: T
         await assert_whole(store, head)
 
 
-def copied_master(sentinel: Topology) -> RedisServer:
-    """The master, once its replica has everything."""
-    master = sentinel.servers[0]
-    with master.client() as client:
-        client.set("copied", 1)
-        assert client.wait(1, 5000) == 1
-    return master
+def copied_master(topology: Topology) -> RedisServer:
+    """The server that holds the session, once its replica has everything."""
+    key = Keyspace("nsm").session("a", "s1").head
+    for server in topology.servers:
+        with server.client() as client, contextlib.suppress(redis.ResponseError):  # another part of the cluster
+            if not server.is_sentinel and client.role()[0] == b"master" and client.exists(key):
+                client.set(key + ":copied", 1)
+                assert client.wait(1, 5000) == 1
+                return server
+    raise AssertionError("no server has the session")
 
 
 async def eventually_get(store: RedisSessionStore) -> SessionHead:
