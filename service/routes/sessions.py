@@ -1,7 +1,8 @@
-"""/v1/sessions: create, list, get, delete; generate and cancel."""
+"""/v1/sessions: create, list, get, change, delete; generate and cancel; fork."""
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import Annotated, Any
 
@@ -9,10 +10,11 @@ from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import Response
 
 from service.answers import send
+from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
 from service.json_body import JsonRoute, json_response
-from service.schemas.sessions import SESSION_ID, CreateSessionBody, GenerateBody
+from service.schemas.sessions import SESSION_ID, CreateSessionBody, ForkBody, GenerateBody, UpdateSessionBody
 from service.session_turns import open_session_turn
 from service.sessions.base import SessionHead
 from service.sessions.records import not_found
@@ -39,9 +41,10 @@ async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateS
     services.check_model(body.model)
     head = await services.store.create(
         tenant=tenant,
-        session_id=body.id or f"sess_{uuid.uuid4().hex}",
+        session_id=body.id or new_session_id(),
         model_fingerprint=services.backend.model.fingerprint,
         metadata=body.metadata,
+        ttl_s=body.ttl_s,
     )
     return json_response(session_object(services, head))
 
@@ -64,6 +67,20 @@ async def list_sessions(
 async def get_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """Where the session is: its version and its position, the number of tokens read so far."""
     return json_response(session_object(services, await services.store.get(tenant=tenant, session_id=session_id)))
+
+
+@router.patch("/v1/sessions/{session_id}", response_class=Response)
+async def update_session(
+    session_id: SessionIdDep, body: UpdateSessionBody, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """New metadata, as a whole, and a new TTL (null: kept for ever). The TTL begins anew in any case.
+
+    Works while a turn is running, and is not undone by it.
+    """
+    head = await services.store.update(
+        tenant=tenant, session_id=session_id, metadata=body.metadata, ttl_s=body.new_ttl_s
+    )
+    return json_response(session_object(services, head))
 
 
 @router.delete("/v1/sessions/{session_id}", response_class=Response)
@@ -95,6 +112,32 @@ async def cancel(session_id: SessionIdDep, services: ServicesDep, tenant: Tenant
     return json_response({**session_object(services, head), "cancelled": was_cancelled})
 
 
+@router.post("/v1/sessions/{session_id}/fork", response_class=Response)
+async def fork(
+    session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep, body: ForkBody | None = None
+) -> Response:
+    """A new session that goes on from the newest commit of this one, at the same version; both are free from there on.
+
+    A running turn does not prevent it, and is not part of the copy.
+    """
+    body = body or ForkBody()
+    copy = await read_copy(services.store, tenant=tenant, session_id=session_id)
+    head = await create_copy(
+        services.store,
+        copy,
+        tenant=tenant,
+        session_id=body.id or new_session_id(),
+        metadata=copy.head.metadata if body.metadata is None else body.metadata,
+        ttl_s=body.ttl_s_over(copy.head.ttl_s),
+        forked_from=f"{session_id}@{copy.head.position}",
+    )
+    return json_response(session_object(services, head))
+
+
+def new_session_id() -> str:
+    return f"sess_{uuid.uuid4().hex}"
+
+
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
     """`model` is null for a session of a model that is not served here."""
     is_served = head.model_fingerprint == services.backend.model.fingerprint
@@ -109,4 +152,7 @@ def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
         "model_fingerprint": head.model_fingerprint,
         "snapshot_bytes": head.snapshot_bytes,
         "metadata": dict(head.metadata),
+        "ttl_s": head.ttl_s,
+        "expires_at": None if head.expires_at is None else math.ceil(head.expires_at),
+        "forked_from": head.forked_from,
     }

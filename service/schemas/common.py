@@ -42,10 +42,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class RequestBody(BaseModel):
-    """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence."""
+    """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence.
+
+    `nullable`: fields where null says something else than absence.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     harmless: ClassVar[frozenset[str]] = frozenset()
+    nullable: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
@@ -55,7 +59,7 @@ class RequestBody(BaseModel):
             return body
         kept = {}
         for name, value in body.items():
-            if value is None or name in cls.harmless:
+            if (value is None and name not in cls.nullable) or name in cls.harmless:
                 continue
             if name in cls.unsupported:
                 if value not in cls.unsupported[name]:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from service.errors import shown
 from service.schemas.common import HARMLESS, UNSUPPORTED, RequestBody, SamplingFields, StreamOptions, check_max_tokens
 from service.schemas.completions import DEFAULT_MAX_TOKENS
+from service.sessions.base import UNSET, Unset
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_METADATA_PAIRS = 16
@@ -24,43 +25,91 @@ INPUT_SCHEMA = {
 }
 
 
-class CreateSessionBody(RequestBody):
-    """All of it is optional, the body as a whole too."""
+MAX_TTL_S = 10 * 365 * 86_400.0
 
-    id: str | None = Field(default=None, description="1 to 64 of A-Z a-z 0-9 _ and -; made up when absent")
-    model: str | None = None
-    metadata: dict[str, str] = Field(
-        default={},
-        description=f"at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
-        f"{MAX_METADATA_VALUE_CHARS} characters",
-    )
 
-    @field_validator("id", mode="after")
-    @classmethod
-    def _plain_id(cls, session_id: str) -> str:
-        if not SESSION_ID.fullmatch(session_id):
-            raise InvalidRequest(
-                f"id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {shown(session_id)}", param="id"
-            )
-        return session_id
+def check_session_id(session_id: str) -> str:
+    """Raises InvalidRequest."""
+    if not SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(
+            f"id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {shown(session_id)}", param="id"
+        )
+    return session_id
 
-    @field_validator("metadata", mode="after")
-    @classmethod
-    def _small_metadata(cls, metadata: dict[str, str]) -> dict[str, str]:
-        if len(metadata) > MAX_METADATA_PAIRS:
-            raise InvalidRequest(
-                f"metadata must have at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}", param="metadata"
-            )
-        for key, value in metadata.items():
-            _check_chars("keys", key, MAX_METADATA_KEY_CHARS)
-            _check_chars("values", value, MAX_METADATA_VALUE_CHARS)
-        return metadata
+
+def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise InvalidRequest(
+            f"metadata must have at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}", param="metadata"
+        )
+    for key, value in metadata.items():
+        _check_chars("keys", key, MAX_METADATA_KEY_CHARS)
+        _check_chars("values", value, MAX_METADATA_VALUE_CHARS)
+    return metadata
 
 
 def _check_chars(what: str, text: str, limit: int) -> None:
     if len(text) > limit:
         message = f"metadata must have {what} of at most {limit} characters, got {len(text)}: {shown(text)}"
         raise InvalidRequest(message, param="metadata")
+
+
+SessionId = Annotated[
+    str, AfterValidator(check_session_id), Field(description="1 to 64 of A-Z a-z 0-9 _ and -; made up when absent")
+]
+Metadata = Annotated[
+    dict[str, str],
+    AfterValidator(_check_metadata),
+    Field(
+        description=f"at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
+        f"{MAX_METADATA_VALUE_CHARS} characters"
+    ),
+]
+Ttl = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=MAX_TTL_S,
+        allow_inf_nan=False,
+        description="seconds from the last commit or change until the session is deleted; null: never",
+    ),
+]
+
+
+class CreateSessionBody(RequestBody):
+    """All of it is optional, the body as a whole too."""
+
+    id: SessionId | None = None
+    model: str | None = None
+    metadata: Metadata = Field(default={})
+    ttl_s: Ttl | None = None
+
+
+class UpdateSessionBody(RequestBody):
+    """What is absent stays as it is."""
+
+    nullable = frozenset({"ttl_s"})
+
+    metadata: Metadata | None = None
+    ttl_s: Ttl | None = None
+
+    @property
+    def new_ttl_s(self) -> float | Unset | None:
+        """UNSET when the body does not speak of it; None: for ever."""
+        return self.ttl_s if "ttl_s" in self.model_fields_set else UNSET
+
+
+class ForkBody(RequestBody):
+    """All of it is optional, the body as a whole too; what is absent is as in the session that is forked."""
+
+    nullable = frozenset({"ttl_s"})
+
+    id: SessionId | None = None
+    metadata: Metadata | None = None
+    ttl_s: Ttl | None = None
+
+    def ttl_s_over(self, inherited: float | None) -> float | None:
+        return self.ttl_s if "ttl_s" in self.model_fields_set else inherited
 
 
 class GenerateBody(SamplingFields):
