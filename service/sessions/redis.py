@@ -47,6 +47,7 @@ from service.sessions.redis_records import (
     MICROSECONDS,
     StoredHead,
     checksum_field,
+    decode_chunk,
     decode_head,
     decode_mark,
     encode_mark,
@@ -261,7 +262,8 @@ class RedisSessionStore:
 
         async def read(attempt: Attempt) -> tuple[SessionHead, tuple[int, ...]]:
             answer, chunks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.log, 0, -1))
-            return _require_head(answer, tenant, session_id).head, decode_ids(b"".join(chunks))
+            raw = b"".join(decode_chunk(chunk, session_id=session_id) for chunk in chunks)
+            return _require_head(answer, tenant, session_id).head, decode_ids(raw)
 
         head, ids = await self._client.call(
             lambda attempt: _consistent(

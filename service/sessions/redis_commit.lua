@@ -6,7 +6,7 @@ if refusal then return refusal end
 if redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
 redis.call('RENAME', staged_key, snapshot_key)
 local ids = ARGV[12]
-if #ids > 0 then redis.call('RPUSH', log_key, ids) end
+append_log(ids)
 return move_head(head, {
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
   num_log_tokens = whole(head.num_log_tokens + #ids / 4),

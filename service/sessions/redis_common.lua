@@ -1,5 +1,6 @@
--- Put before every script of a session. KEYS: head (hash), log (list of chunks of 4-byte ids), marks (list of
--- "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string under a short expiry).
+-- Put before every script of a session. KEYS: head (hash), log (list of chunks: 8 letters of their SHA-1, then
+-- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
+-- under a short expiry).
 -- Times are microseconds of this server's clock: whole numbers, which a double keeps exactly.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
@@ -22,6 +23,16 @@ end
 
 local function answer(status)
   return {status, redis.call('HGETALL', head_key)}
+end
+
+local SEAL_BYTES = 8
+
+local function sealed(ids)
+  return string.sub(redis.sha1hex(ids), 1, SEAL_BYTES) .. ids
+end
+
+local function append_log(ids)
+  if #ids > 0 then redis.call('RPUSH', log_key, sealed(ids)) end
 end
 
 local function holds_lease(head, created_us, fence, holder)

@@ -11,7 +11,7 @@ local snapshot_bytes, ids = tonumber(ARGV[11]), ARGV[13]
 if snapshot_bytes > 0 and redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
 redis.call('UNLINK', log_key, marks_key, snapshot_key)
 if snapshot_bytes > 0 then redis.call('RENAME', staged_key, snapshot_key) end
-if #ids > 0 then redis.call('RPUSH', log_key, ids) end
+append_log(ids)
 for mark in string.gmatch(ARGV[14], '[^\n]+') do redis.call('RPUSH', marks_key, mark) end
 head = {ttl_us = ARGV[7]}
 write_head(head, {

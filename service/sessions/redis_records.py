@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from service.sessions.base import Lease, LogMark, SessionHead
 
 MICROSECONDS = 1_000_000
+SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
 CHECKSUM_BYTES = 32  # a snapshot ends with its checksum: the head repeats it, and so names the bytes that belong to it
 
 
@@ -39,6 +41,14 @@ def checksum_field(snapshot: bytes | None) -> str:
 
 def encode_metadata(metadata: Mapping[str, str]) -> str:
     return json.dumps(dict(metadata), separators=(",", ":"))
+
+
+def decode_chunk(chunk: bytes, *, session_id: str) -> bytes:
+    """The ids of one chunk of a log; raises SnapshotCorrupt when its seal does not fit."""
+    seal, ids = chunk[:SEAL_BYTES], chunk[SEAL_BYTES:]
+    if hashlib.sha1(ids, usedforsecurity=False).hexdigest()[:SEAL_BYTES].encode() != seal:
+        raise SnapshotCorrupt(f"the token log of session {session_id!r} fails its checksum")
+    return ids
 
 
 def encode_mark(mark: LogMark) -> str:

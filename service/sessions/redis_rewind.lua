@@ -1,6 +1,13 @@
 #!lua flags=allow-oom
 -- ARGV after those of redis_advance.lua: position, model_fingerprint, snapshot_bytes, snapshot_checksum,
 -- num_log_tokens.
+local function cut(chunk, num_ids)
+  local ids = string.sub(chunk, SEAL_BYTES + 1)
+  local kept = string.sub(ids, 1, num_ids * 4)
+  -- A damaged chunk keeps a seal that does not fit.
+  return sealed(ids) == chunk and sealed(kept) or string.sub(chunk, 1, SEAL_BYTES) .. kept
+end
+
 local head, refusal = open_move()
 if refusal then return refusal end
 local snapshot_bytes, num_kept = tonumber(ARGV[10]), tonumber(ARGV[12])
@@ -15,9 +22,9 @@ end
 while num_tokens > num_kept do
   local chunk = redis.call('RPOP', log_key)
   if not chunk then break end -- the log is damaged: reading it will say so
-  num_tokens = num_tokens - #chunk / 4
+  num_tokens = num_tokens - (#chunk - SEAL_BYTES) / 4
   if num_tokens < num_kept then
-    redis.call('RPUSH', log_key, string.sub(chunk, 1, (num_kept - num_tokens) * 4))
+    redis.call('RPUSH', log_key, cut(chunk, num_kept - num_tokens))
     num_tokens = num_kept
   end
 end

@@ -18,6 +18,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.sessions.base import LogMark, SessionHead
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_keys import Keyspace, SessionKeys
+from service.sessions.redis_scripts import REWIND
 from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
 from tests.lossy_proxy import LossyProxy
@@ -147,23 +148,32 @@ async def test_D7_a_call_whose_answer_was_lost_is_done_once(lossy: tuple[RedisSe
     assert (await store.usage(tenant="a")).num_sessions == 0
 
 
-async def test_D7_a_rewind_whose_answer_was_lost_cuts_once(lossy: tuple[RedisSessionStore, LossyProxy]) -> None:
+async def test_D7_a_rewind_whose_answer_was_lost_cuts_once(
+    lossy: tuple[RedisSessionStore, LossyProxy], redis_single: Topology
+) -> None:
     store, proxy = lossy
-    head = await commit(store, await create(store), new_ids=(1, 2, 3, 4))
-    lease = (await acquire(store)).lease
-    proxy.lose_answer_to(b"EVAL")
-    rewound = await store.rewind(
-        lease,
-        expected_version=head.version,
-        snapshot=make_snapshot(version=2).encode(),
+    await commit(store, await create(store), new_ids=(1, 2, 3, 4))
+    with redis_single.servers[0].client() as client:
+        client.script_load(REWIND.text)
+    proxy.lose_answer_to(REWIND.sha.encode())
+    rewound = await rewind(store, num_log_tokens=2)
+    assert proxy.num_lost == 1
+    assert (rewound.version, await store.read_log(**KEY)) == (2, (1, 2))
+
+
+async def rewind(store: RedisSessionStore, *, num_log_tokens: int) -> SessionHead:
+    taken = await acquire(store)
+    version = taken.stored.head.version
+    return await store.rewind(
+        taken.lease,
+        expected_version=version,
+        snapshot=make_snapshot(version=version + 1).encode(),
         position=1,
         model_fingerprint="m1",
-        num_log_tokens=2,
+        num_log_tokens=num_log_tokens,
         num_sampled=0,
         seed=None,
     )
-    assert proxy.num_lost == 1
-    assert (rewound.version, await store.read_log(**KEY)) == (2, (1, 2))
 
 
 async def test_a_restarted_server_is_taught_the_scripts_again(store: RedisSessionStore, redis_single: Topology) -> None:
@@ -224,11 +234,16 @@ async def test_a_damaged_log_or_head_is_an_error(
 ) -> None:
     await commit(store, await create(store))
     with redis_single.servers[0].client() as client:
-        client.rpush(keys.log, b"\1\0\0\0")
-        with pytest.raises(SnapshotCorrupt, match="4 tokens of 3"):
+        whole = client.lindex(keys.log, 0)
+        client.rpush(keys.log, whole)
+        with pytest.raises(SnapshotCorrupt, match="6 tokens of 3"):
             await store.read_log(**KEY)
-        client.rpush(keys.log, b"\1")
-        with pytest.raises(SnapshotCorrupt, match="log"):
+        client.ltrim(keys.log, 0, 0)
+        client.lset(keys.log, 0, whole[:-1] + b"\1")
+        with pytest.raises(SnapshotCorrupt, match="log of session 's1' fails its checksum"):
+            await store.read_log(**KEY)
+        await rewind(store, num_log_tokens=1)
+        with pytest.raises(SnapshotCorrupt, match="fails its checksum"):  # a cut does not hide it
             await store.read_log(**KEY)
         client.hset(keys.head, "version", "x")
         with pytest.raises(SnapshotCorrupt, match="head"):
