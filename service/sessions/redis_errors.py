@@ -33,8 +33,9 @@ ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, asyn
 
 
 def is_refusal(error: BaseException) -> bool:
-    """The server does not let us in, or not do this."""
-    return isinstance(error, _REFUSALS) or _code(error) in ("NOAUTH", "WRONGPASS", "NOPERM")
+    """The server does not let us in, or not do this. A cluster's client says so in the error's cause."""
+    causes = (error, error.__cause__)
+    return any(isinstance(cause, _REFUSALS) or _code(cause) in ("NOAUTH", "WRONGPASS", "NOPERM") for cause in causes)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -59,6 +60,6 @@ def translate(error: BaseException, address: object) -> NsmError:
     return StoreUnavailable(f"the session store {address} failed ({kind})")
 
 
-def _code(error: BaseException) -> str:
+def _code(error: BaseException | None) -> str:
     word = str(error).split(" ", 1)[0]
     return word if word.isupper() else ""
