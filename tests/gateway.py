@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
+from service.sessions.base import SessionStore
 from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
 from tests.live_server import serving
@@ -38,9 +39,11 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(backend: InferenceBackend, *, is_live: bool = False, **settings: Any) -> AsyncIterator[Gateway]:
-    """`is_live`: behind a real uvicorn. Settings that tests do not name are the defaults."""
-    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, MemorySessionStore())
+async def gateway(
+    backend: InferenceBackend, *, is_live: bool = False, store: SessionStore | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
+    """`is_live`: behind a real uvicorn. `store`: None for one in memory. Settings not named are the defaults."""
+    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, store or MemorySessionStore())
     async with contextlib.AsyncExitStack() as stack:
         if is_live:
             url = await stack.enter_async_context(serving(app))

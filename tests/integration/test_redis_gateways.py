@@ -1,0 +1,93 @@
+"""Two gateways, each with an engine of its own, on one Redis: a session does not care which of them it meets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from nsm_core.tokenizer import Tokenizer
+from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_url import parse_redis_url
+from tests.counts import scaled
+from tests.gateway import Gateway, error_of, gateway
+from tests.integration.test_gateway_on_engine import random_backend
+from tests.redis_servers import Topology
+
+pytestmark = pytest.mark.redis
+TURNS = ("It was the best of times,", " and then", " at last", " the end")
+
+
+@pytest.fixture
+async def alone(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    async with gateway(random_backend(tiny_tokenizer)) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["redis_single", "redis_cluster"])
+async def pair(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[tuple[Gateway, Gateway]]:
+    topology: Topology = request.getfixturevalue(request.param)
+    address = parse_redis_url(topology.own_url())
+    async with (
+        gateway(random_backend(tiny_tokenizer), store=RedisSessionStore(address)) as one,
+        gateway(random_backend(tiny_tokenizer), store=RedisSessionStore(address)) as two,
+    ):
+        yield one, two
+
+
+async def create(server: Gateway, session_id: str) -> None:
+    response = await server.client.post("/v1/sessions", json={"id": session_id})
+    assert response.status_code == 200, response.text
+
+
+async def say(server: Gateway, session_id: str, text: str, **body: Any) -> dict[str, Any]:
+    body = {"input": text, "max_tokens": 12, "ignore_eos": True, "logprobs": 1, **body}
+    response = await server.client.post(f"/v1/sessions/{session_id}/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer = dict(response.json())
+    return {name: answer[name] for name in ("choices", "usage", "session")}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
+async def test_P4_turns_on_random_replicas_equal_those_on_one_process(
+    temperature: float, alone: Gateway, pair: tuple[Gateway, Gateway]
+) -> None:
+    rng = random.Random(1)
+    for number in range(scaled(2, 50)):
+        name, sampling = f"s{number}", {"temperature": temperature, "seed": number}
+        await create(alone, name)
+        await create(rng.choice(pair), name)
+        for text in TURNS:
+            expected = await say(alone, name, text, **sampling)
+            assert await say(rng.choice(pair), name, text, **sampling) == expected
+
+
+async def test_P5_two_turns_of_one_session_at_once_on_two_replicas_are_never_mixed(
+    pair: tuple[Gateway, Gateway],
+) -> None:
+    await create(pair[0], "s")
+    body = {"input": TURNS[0], "max_tokens": 8, "ignore_eos": True}
+    posts = [server.client.post("/v1/sessions/s/generate", json=body) for _ in range(2) for server in pair]
+    responses = await asyncio.gather(*posts)
+    winners = [response for response in responses if response.status_code == 200]
+    assert winners
+    for response in responses:
+        if response.status_code != 200:
+            assert (response.status_code, error_of(response)["code"]) == (409, "session_busy")
+            assert float(response.headers["retry-after"]) >= 0
+    session = (await pair[1].client.get("/v1/sessions/s")).json()
+    assert session["version"] == len(winners)
+
+
+async def test_P1_what_one_replica_did_the_other_sees(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    await create(one, "s")
+    assert (await two.client.get("/v1/sessions/s")).json()["version"] == 0
+    await say(two, "s", TURNS[0])
+    listed = (await one.client.get("/v1/sessions")).json()["data"]
+    assert [(session["id"], session["version"]) for session in listed] == [("s", 1)]
+    assert (await one.client.delete("/v1/sessions/s")).status_code == 200
+    assert (await two.client.get("/v1/sessions/s")).status_code == 404
