@@ -1,25 +1,35 @@
-"""/v1/sessions: create, list, get, change, delete; generate and cancel; fork."""
+"""/v1/sessions: create, list, get, change, delete; generate and cancel; fork; files."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
 
 from service.answers import send
 from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.imports import ImportRequest, import_session
 from service.json_body import JsonRoute, json_response
 from service.schemas.sessions import SESSION_ID, CreateSessionBody, ForkBody, GenerateBody, UpdateSessionBody
+from service.session_file import read_file, write_file
 from service.session_turns import open_session_turn
 from service.sessions.base import SessionHead
 from service.sessions.records import not_found
 
 MAX_PAGE = 100
+FILE_TYPE = "application/octet-stream"
+FILE_CONTENT = {"content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+FILE_BODY = {"requestBody": {"required": True, **FILE_CONTENT}}
+FILE_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **FILE_CONTENT}}
 
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
@@ -132,6 +142,46 @@ async def fork(
         forked_from=f"{session_id}@{copy.head.position}",
     )
     return json_response(session_object(services, head))
+
+
+@router.get("/v1/sessions/{session_id}/export", response_class=Response, responses=FILE_RESPONSES)
+async def export_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """The session at its newest commit as one file: state, token log, metadata, checksum."""
+    copy = await read_copy(services.store, tenant=tenant, session_id=session_id)
+    fingerprint = services.backend.tokenizer.fingerprint
+    raw = await asyncio.to_thread(write_file, copy, tokenizer_fingerprint=fingerprint)
+    headers = {"content-disposition": f'attachment; filename="{session_id}.nsm-session"'}
+    return Response(raw, media_type=FILE_TYPE, headers=headers)
+
+
+@router.post("/v1/sessions/import", response_class=Response, openapi_extra=FILE_BODY)
+async def import_file(
+    request: Request,
+    services: ServicesDep,
+    tenant: TenantDep,
+    arrival: ArrivalDep,
+    session_id: Annotated[str | None, Query(alias="id", description="the file's own when absent")] = None,
+    rebuild: Annotated[bool, Query(description="let the running model read the log of another one's file")] = False,
+) -> Response:
+    """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
+    file = await asyncio.to_thread(read_file, await request.body())
+    fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
+    try:
+        checked = CreateSessionBody.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+    wish = ImportRequest(
+        request_id=f"import-{uuid.uuid4().hex}",
+        tenant=tenant,
+        session_id=checked.id or new_session_id(),
+        metadata=checked.metadata,
+        ttl_s=checked.ttl_s,
+        is_rebuild_allowed=rebuild,
+        deadline=arrival.time + services.settings.request_timeout_s,
+    )
+    head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
+    extra = {"rebuilt": "fingerprint_mismatch"} if is_rebuilt else {}
+    return json_response({**session_object(services, head), **extra})
 
 
 def new_session_id() -> str:

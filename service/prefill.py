@@ -1,0 +1,39 @@
+"""The state after a token log, made by reading it from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.sampling.params import SamplingParams
+from service.backends.base import Generation, InferenceBackend
+
+# A request samples at least one token; it is never fed, so the end state is the one after the prompt.
+_SAMPLE_ONE = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
+
+
+async def read_again(
+    backend: InferenceBackend,
+    ids: tuple[int, ...],
+    *,
+    request_id: str,
+    deadline: float,
+    on_start: Callable[[Generation], None] = lambda generation: None,
+) -> Finished:
+    """Reads `ids` (at least one) from an empty state. The result's `end_state.state` is the state after them.
+
+    `on_start` gets what may be cancelled. Raises what `InferenceBackend.submit` raises; being cancelled ends it.
+    """
+    request = GenerationRequest(
+        request_id=request_id, prompt_ids=ids, sampling=_SAMPLE_ONE, keep_state=True, deadline=deadline
+    )
+    generation = backend.submit(request)
+    on_start(generation)
+    try:
+        async for event in generation.events():
+            if isinstance(event, Finished):
+                return event
+    except BaseException:
+        generation.cancel()
+        raise
+    raise RuntimeError("the engine ended a request without Finished")
