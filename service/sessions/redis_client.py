@@ -50,14 +50,21 @@ class Attempt:
         return await self._redis.execute_command(*args)
 
     async def infos(self) -> dict[str, Any]:
-        """INFO of each server that may come to hold sessions, by its address."""
+        """INFO of each server that may come to hold sessions, by its address; of a cluster's, those that answer."""
         if not isinstance(self._redis, RedisCluster):
             return {"": await self.command("INFO")}
         await self._redis.initialize()
-        answers = {}
+        answers, unreachable = {}, None
         for node in self._redis.get_nodes():
-            answer = await self._redis.execute_command("INFO", target_nodes=node)
-            answers[node.name] = answer.get(node.name, answer)
+            try:
+                answer = await self._redis.execute_command("INFO", target_nodes=node)
+                answers[node.name] = answer.get(node.name, answer)
+            except ERRORS as error:
+                if not is_passing(error):
+                    raise
+                unreachable = error
+        if unreachable is not None and not answers:
+            raise unreachable
         return answers
 
     async def script(self, script: Script, keys: Sequence[str], *args: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import redis
@@ -25,6 +27,7 @@ from tests.stored_sessions import acquire, commit, commit_under, create
 
 pytestmark = pytest.mark.redis
 KEY = {"tenant": "a", "session_id": "s1"}
+Result = TypeVar("Result")
 DURABLE = ("appendonly yes", "appendfsync always")
 
 
@@ -218,7 +221,7 @@ async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, 
         master.kill()
         with contextlib.suppress(StoreUnavailable):  # when the vote takes longer than a commit's patience
             assert (await commit_under(store, lease, head, new_ids=(2,))).version == 2
-        found = await eventually_get(store)
+        found = await eventually(lambda: store.get(**KEY))
         assert found.version in (1, 2)
         await assert_whole(store, found)
         with contextlib.suppress(LeaseLost, VersionConflict):  # the gateway tries again
@@ -228,6 +231,32 @@ async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, 
         head = await commit(store, await store.get(**KEY), new_ids=(3,))
         assert head.version == 3
         await assert_whole(store, head)
+
+
+async def test_a_gateway_starts_while_a_replica_of_the_cluster_is_down(cluster: Topology) -> None:
+    cluster.servers[-1].kill()
+    async with opened(cluster.url) as store:
+        assert (await commit(store, await create(store))).version == 1
+
+
+async def test_D7_a_cluster_that_lost_a_part_serves_again_when_it_is_back(tmp_path: Path) -> None:
+    topology = start_cluster(tmp_path / "redis")
+    try:
+        async with opened(topology.url) as store:
+            for number in range(8):
+                await create(store, f"s{number}")
+            topology.servers[0].kill()
+            calls = (store.get(tenant="a", session_id=f"s{number}") for number in range(8))
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert {type(result) for result in results} <= {SessionHead, StoreUnavailable}
+            assert any(isinstance(result, StoreUnavailable) for result in results)
+            await asyncio.to_thread(topology.servers[0].start)
+            for number in range(8):
+                with contextlib.suppress(NotFound):  # the part's memory is lost: it had no append-only file
+                    await eventually(functools.partial(store.get, tenant="a", session_id=f"s{number}"))
+            assert len({(await create(store, f"new{number}")).session_id for number in range(8)}) == 8
+    finally:
+        topology.stop()
 
 
 def copied_master(topology: Topology) -> RedisServer:
@@ -242,11 +271,11 @@ def copied_master(topology: Topology) -> RedisServer:
     raise AssertionError("no server has the session")
 
 
-async def eventually_get(store: RedisSessionStore) -> SessionHead:
+async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
     deadline = time.monotonic() + 20.0
     while True:
         try:
-            return await store.get(**KEY)
+            return await call()
         except StoreUnavailable:
             if time.monotonic() > deadline:
                 raise
