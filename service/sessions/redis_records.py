@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -71,20 +71,19 @@ def decode_head(answer: Any, *, tenant: str, session_id: str) -> StoredHead | No
 
     Raises StoreUnavailable when it is another session's: an answer that went astray must never be used.
     """
-    fields: dict[bytes, bytes] = dict(_pairs(answer)) if isinstance(answer, Sequence) else answer
+    is_flat = isinstance(answer, list) and len(answer) % 2 == 0
+    fields = dict(zip(answer[::2], answer[1::2], strict=True)) if is_flat else answer
+    if not isinstance(fields, dict):
+        raise StoreUnavailable("the session store answered what nobody asked for")
     if not fields:
         return None
     try:
         stored = _stored_head({name.decode(): value.decode() for name, value in fields.items()})
-    except (KeyError, ValueError) as error:
+    except (AttributeError, KeyError, ValueError) as error:
         raise SnapshotCorrupt(f"the head of session {session_id!r} is damaged") from error
     if (stored.head.tenant, stored.head.session_id) != (tenant, session_id):
         raise StoreUnavailable("the session store answered with another session's head")
     return stored
-
-
-def _pairs(flat: Sequence[bytes]) -> zip[tuple[bytes, bytes]]:
-    return zip(flat[::2], flat[1::2], strict=True)
 
 
 def _stored_head(fields: Mapping[str, str]) -> StoredHead:
