@@ -3,6 +3,10 @@
 NsmError
 ├── InvalidRequest       a field of a request is wrong (message: field, limit, what was given)
 ├── BodyTooLarge         the request body is over the limit
+├── Unauthenticated      no valid API key
+├── Forbidden            a valid API key that may not do this
+├── RateLimited          the tenant has too many requests at this time
+├── QuotaExceeded        the tenant has stored all it may
 ├── NotFound             no such model, session or route object
 ├── SessionBusy          another turn of this session is running
 ├── LeaseLost            a turn's right to write its session went to somebody else; nothing of it was kept
@@ -38,6 +42,27 @@ class InvalidRequest(NsmError):
 
 class BodyTooLarge(NsmError):
     """The request body is larger than the server accepts."""
+
+
+class Unauthenticated(NsmError):
+    """The request has no valid API key."""
+
+
+class Forbidden(NsmError):
+    """The API key is valid, but not for this."""
+
+
+class RateLimited(NsmError):
+    """A limit of the tenant on requests was reached; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float, code: str = "rate_limit_exceeded") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.code = code
+
+
+class QuotaExceeded(NsmError):
+    """A limit of the tenant on what it stores was reached; waiting does not help."""
 
 
 class NotFound(NsmError):

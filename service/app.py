@@ -6,12 +6,15 @@ import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from nsm_core.errors import NsmError
+from service.api_keys import KeyFile
+from service.authentication import Authenticate
 from service.backends.base import InferenceBackend
 from service.deps import Services
 from service.documentation import add_docs_page
@@ -22,8 +25,10 @@ from service.middleware import Body, CatchErrors, Gate, RequestContext
 from service.prompts import PromptEncoder
 from service.routes import chat, completions, health, metrics, models, sessions, tokenize
 from service.sessions.base import SessionStore
+from service.sessions.quota import QuotaStore
 from service.settings import Settings
 from service.sweeping import sweeping
+from service.tenants import Tenants
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
@@ -31,8 +36,15 @@ ROUTES = (completions, chat, sessions, models, tokenize, health, metrics)
 
 
 def create_app(settings: Settings, backend: InferenceBackend, store: SessionStore) -> FastAPI:
-    """An application that starts and stops `backend` and `store` with itself. Its parts are at `app.state.services`."""
+    """An application that starts and stops `backend` and `store` with itself. Its parts are at `app.state.services`.
+
+    Raises ConfigError when the file of API keys cannot be used.
+    """
     collected, lifecycle = Metrics(backend), Lifecycle()
+    keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+    tenants = Tenants(keys, store, collected)
+    if keys is not None:
+        store = QuotaStore(store, tenants)
     services = Services(
         settings=settings,
         backend=backend,
@@ -47,7 +59,9 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
             lifecycle=lifecycle,
             detached_s=settings.detached_s,
             lease_s=settings.lease_s,
+            tenants=tenants,
         ),
+        tenants=tenants,
     )
     app = FastAPI(
         title="nsm",
@@ -62,14 +76,17 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
             Middleware(RequestContext, metrics=services.metrics),
             Middleware(CatchErrors),
             Middleware(Gate, lifecycle=services.lifecycle),
+            Middleware(Authenticate, tenants=tenants),
             Middleware(Body, max_bytes=settings.max_body_bytes),
         ],
         # The metrics are our own; nothing of a request goes to whatever provider the process may have.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.services = services
+    # for the document only, so that the page at /docs asks for a key: `Authenticate` is what checks it
+    needs_key = [Security(HTTPBearer(auto_error=False))] if tenants.has_keys else []
     for route in ROUTES:
-        app.include_router(route.router)
+        app.include_router(route.router, dependencies=[] if route is health else needs_key)
     add_docs_page(app)
     return app
 

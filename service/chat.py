@@ -96,7 +96,7 @@ class PrefixCutter:
         return delta.text.removeprefix(prefix)
 
 
-async def open_chat(services: Services, body: ChatBody, arrival: Arrival) -> Chat:
+async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
     check_n(body.n, 1, choice_limit(services.settings))
@@ -117,5 +117,6 @@ async def open_chat(services: Services, body: ChatBody, arrival: Arrival) -> Cha
         for choice_index in range(body.n)
     ]
     services.metrics.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
-    run = Run(services.backend, services.metrics, requests, arrival=arrival.time, is_stream=body.stream)
+    permit = services.tenants.enter(tenant, len(requests))
+    run = Run(services.backend, services.metrics, requests, permit=permit, arrival=arrival.time, is_stream=body.stream)
     return Chat(run, body, template, tokenizer, envelope)

@@ -112,7 +112,7 @@ class ChoiceText:
         return None if self._logprobs is None else self._logprobs.render(tokens)
 
 
-async def open_completion(services: Services, body: CompletionBody, arrival: Arrival) -> Completion:
+async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
     texts = body.texts()
@@ -130,6 +130,7 @@ async def open_completion(services: Services, body: CompletionBody, arrival: Arr
         services.backend,
         services.metrics,
         requests,
+        permit=services.tenants.enter(tenant, len(requests)),
         arrival=arrival.time,
         is_stream=body.stream,
         is_score_only=body.is_score_only,

@@ -18,11 +18,10 @@ from service.metrics import Metrics
 from service.prompts import PromptEncoder
 from service.sessions.base import SessionStore
 from service.settings import Settings
+from service.tenants import Caller, Tenants
 from service.turns import Turns
 
 prompt_logger = logging.getLogger("nsm.prompts")
-
-DEFAULT_TENANT = "default"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +35,7 @@ class Services:
     lifecycle: Lifecycle
     prompts: PromptEncoder
     turns: Turns
+    tenants: Tenants
 
     @property
     def model_name(self) -> str:
@@ -78,9 +78,10 @@ async def get_arrival(request: Request) -> Arrival:
     return Arrival(request_id=state.get("request_id", "none"), time=state.get("arrival", time.monotonic()))
 
 
-async def get_tenant() -> str:
-    """Whose sessions a request may see. One tenant until there are API keys; never a field that a client sends."""
-    return DEFAULT_TENANT
+async def get_tenant(request: Request) -> str:
+    """Whose sessions a request may see: the API key alone decides, never a field that a client sends."""
+    caller: Caller = request.scope["state"]["caller"]  # put there by `Authenticate`
+    return caller.tenant
 
 
 ServicesDep = Annotated[Services, Depends(get_services)]

@@ -21,18 +21,22 @@ from nsm_core.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineDead,
+    Forbidden,
     InvalidRequest,
     LeaseLost,
     NotFound,
     NsmError,
     NumericalError,
     Overloaded,
+    QuotaExceeded,
+    RateLimited,
     SessionBusy,
     SnapshotCorrupt,
     StateMismatch,
     StorageFull,
     StoreUnavailable,
     TurnCancelled,
+    Unauthenticated,
     VersionConflict,
 )
 
@@ -41,6 +45,9 @@ logger = logging.getLogger("nsm.errors")
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
 SERVER = "server_error"
+AUTHENTICATION = "authentication_error"
+PERMISSION = "permission_error"
+RATE_LIMIT = "rate_limit_error"
 # pydantic's kinds of error whose own words speak of Python
 KINDS = {
     "int_type": "must be an integer",
@@ -67,12 +74,18 @@ class Rule:
     type: str
     code: str | None
     retry: bool | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 RULES: Mapping[type[NsmError], Rule] = {
     InvalidRequest: Rule(400, INVALID, None),
     NotFound: Rule(404, NOT_FOUND, "not_found"),
     BodyTooLarge: Rule(413, INVALID, "body_too_large"),
+    Unauthenticated: Rule(401, AUTHENTICATION, "invalid_api_key", headers={"www-authenticate": 'Bearer realm="nsm"'}),
+    Forbidden: Rule(403, PERMISSION, "forbidden"),
+    RateLimited: Rule(429, RATE_LIMIT, "rate_limit_exceeded"),
+    # until something is deleted, the same request meets the same limit
+    QuotaExceeded: Rule(429, RATE_LIMIT, "quota_exceeded", retry=False),
     SessionBusy: Rule(409, INVALID, "session_busy"),
     # nothing was kept, and the session may well be free by now
     LeaseLost: Rule(409, INVALID, "lease_lost", retry=True),
@@ -93,7 +106,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
 }
 INTERNAL = Rule(500, SERVER, "internal_error")
-HTTP_TYPES = {404: NOT_FOUND, 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+HTTP_TYPES = {404: NOT_FOUND, 401: AUTHENTICATION, 403: PERMISSION, 429: RATE_LIMIT}
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
@@ -168,7 +181,7 @@ def shown(value: object) -> str:
 
 def _answer_deliberate(error: NsmError) -> ErrorAnswer:
     rule = rule_of(error)
-    headers = {}
+    headers = dict(rule.headers)
     retry_after_s = getattr(error, "retry_after_s", 1.0 if isinstance(error, EngineDead) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))

@@ -14,6 +14,7 @@ from service.backends.base import Generation, InferenceBackend
 from service.choices import ChoiceView, Delta
 from service.metrics import Metrics, RequestRecord
 from service.settings import Settings
+from service.tenants import Permit
 
 MAX_CHOICES = 128
 
@@ -42,15 +43,17 @@ class Run:
         metrics: Metrics,
         requests: Sequence[GenerationRequest],
         *,
+        permit: Permit,
         arrival: float,
         is_stream: bool,
         is_score_only: bool = False,
     ) -> None:
-        """Submits all requests or none. Raises what `submit` raises.
+        """Submits all requests or none. Raises what `submit` raises. `permit` is left when the run is.
 
         `is_score_only`: end each request when its prompt is scored, before any token is sampled.
         """
         self.choices: list[Choice] = []
+        self._permit = permit
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
         try:
@@ -63,6 +66,7 @@ class Run:
 
     def cancel(self) -> None:
         """Stop what has not ended; never blocks."""
+        self._permit.leave()
         for choice in self.choices:
             if choice.finished is None:
                 choice.generation.cancel()

@@ -26,6 +26,7 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer
 Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
+Rejection = Literal["invalid_api_key", "rate_limit", "concurrency_limit", "session_quota", "byte_quota"]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -82,6 +83,13 @@ class Metrics:
             registry=registry,
         )
 
+        self._rejected = Counter(
+            "nsm_rejected_total",
+            "Requests refused for want of a valid API key or for a limit of their tenant, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+
     def _register_sessions(self) -> None:
         registry = self.registry
         self._session_resume = Counter(
@@ -115,6 +123,9 @@ class Metrics:
     def http_request(self, *, method: str, route: str, status: int) -> None:
         """`route` is a template of ours, never a path as it was sent."""
         self._http_requests.labels(method if method in METHODS else "other", route, str(status)).inc()
+
+    def rejected(self, reason: Rejection) -> None:
+        self._rejected.labels(reason).inc()
 
     def session_resume(self, outcome: Outcome) -> None:
         self._session_resume.labels(outcome).inc()

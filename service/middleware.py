@@ -1,4 +1,4 @@
-"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, Body."""
+"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, (authentication.py) Authenticate, Body."""
 
 from __future__ import annotations
 
@@ -58,12 +58,15 @@ class RequestContext:
     def _report(self, scope: Scope, status: int, duration_s: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         self.metrics.http_request(method=scope["method"], route=route, status=status)
+        caller = scope["state"].get("caller")
+        who = {} if caller is None or caller.key_id is None else {"tenant": caller.tenant, "key": caller.key_id}
         fields = {
             "request_id": scope["state"]["request_id"],
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
             "duration_ms": round(duration_s * 1000, 1),
+            **who,
         }
         access_logger.info(logfmt(fields))
 

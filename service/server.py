@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
     configure_logging(settings.log_level)
     with bind(settings.host, settings.port) as sock:
+        require_keys(settings, sock)
         app = create_app(settings, make_backend(settings), make_store(settings))
         config = uvicorn_config(app)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -82,6 +84,22 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise cannot_listen(host, port, error) from error
     return sock
+
+
+def require_keys(settings: Settings, sock: socket.socket) -> None:
+    """Raises ConfigError when other hosts could use the server without a key; `sock` is bound, not yet listening."""
+    if settings.api_keys_file is None and not settings.allow_anonymous and not is_loopback(sock.getsockname()[0]):
+        raise ConfigError(
+            f"without API keys the server serves this machine only, not {settings.host}; name a file of keys with "
+            "NSM_API_KEYS_FILE (docs/tenants.md), or let everybody in with NSM_ALLOW_ANONYMOUS=true"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a numeric address."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

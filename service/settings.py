@@ -39,6 +39,8 @@ class Settings(BaseSettings):
     store: str = Field(default="sqlite", repr=False)  # see STORES; a Redis URL may hold a password
     model: Path | None = None  # a checkpoint directory; None: the bundled model
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
+    api_keys_file: Path | None = None  # None: one tenant, no keys
+    allow_anonymous: bool = False  # without keys, serve other hosts too
     num_threads: PositiveInt | None = None  # CPU threads of the model; None: torch decides
 
     max_slots: PositiveInt = 16  # requests that run at once
@@ -56,7 +58,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False  # prompt text in the log; off: never
 
-    @field_validator("data_dir", "model", mode="after")
+    @field_validator("data_dir", "model", "api_keys_file", mode="after")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return path if path is None else path.expanduser()

@@ -14,6 +14,7 @@ from service.continuation import Continuation
 from service.metrics import Metrics, RequestRecord
 from service.replay import RebuildReason
 from service.sessions.base import SessionHead
+from service.tenants import Permit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Turn:
         self.end: TurnEnd | None = None
         self.other_numerics: str | None = None  # see Continuation, as for the next
         self.rebuilt: RebuildReason | None = None
+        self.permit: Permit | None = None
         self._metrics = metrics
         self._detached_s = detached_s
         self._generation: Generation | None = None
@@ -107,6 +109,8 @@ class Turn:
         if self._timer is not None:
             self._timer.cancel()
             self._metrics.turn_detached(-1)
+        if self.permit is not None:
+            self.permit.leave()
         self.end = end
         self.ended.set()
         if end is not None:

@@ -31,6 +31,7 @@ from service.metrics import Metrics
 from service.replay import LostState, make_replay
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.records import session_busy
+from service.tenants import Tenants
 from service.turn import Turn, TurnEnd, stopping
 
 logger = logging.getLogger("nsm.turns")
@@ -50,6 +51,7 @@ class Turns:
         lifecycle: Lifecycle,
         detached_s: float,
         lease_s: float,
+        tenants: Tenants,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
@@ -57,6 +59,7 @@ class Turns:
         self._leases = Leases(store, lease_s=lease_s, metrics=metrics)
         self._metrics = metrics
         self._lifecycle = lifecycle
+        self._tenants = tenants
         self._detached_s = detached_s
         self._clock = clock
         self._running: dict[Key, Turn] = {}
@@ -71,7 +74,7 @@ class Turns:
         """Everything that can refuse a turn happens here, before the first event.
 
         Raises SessionBusy, NotFound, VersionConflict, StateMismatch, SnapshotCorrupt, StoreUnavailable, InvalidRequest,
-        Overloaded or EngineDead.
+        RateLimited, QuotaExceeded, Overloaded or EngineDead.
         """
         if self._is_draining:
             raise stopping()
@@ -79,6 +82,8 @@ class Turns:
         turn = self._claim(key)
         held: HeldLease | None = None
         try:
+            turn.permit = self._tenants.enter(request.tenant)
+            await self._tenants.check_stored_bytes(request.tenant)
             held = await self._take_lease(request, turn)
             start = await self._resume(held, request)
             generation_request = start.generation_request(request)

@@ -16,12 +16,13 @@ from nsm_core.errors import InvalidRequest, NotFound, StateMismatch, TurnCancell
 from nsm_core.sampling.params import SamplingParams
 from service.app import create_app
 from service.continuation import TurnRequest
-from service.deps import DEFAULT_TENANT, Services
+from service.deps import Services
 from service.schemas.sessions import SESSION_ID
 from service.server import make_backend
 from service.sessions.base import SessionHead
 from service.sessions.factory import make_store
 from service.settings import Settings
+from service.tenants import DEFAULT_TENANT
 from service.turn import Turn, TurnEnd
 
 MADE_UP = "sess_"  # how ids begin that nobody chose

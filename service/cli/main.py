@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import sessions
+from service.cli import keys, sessions
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.generate import generate
@@ -48,6 +48,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.add_typer(sessions.app, name="sessions")
+app.add_typer(keys.app, name="keys")
 app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
 app.command()(info)

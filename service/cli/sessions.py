@@ -125,7 +125,7 @@ async def _open(settings: Settings) -> AsyncIterator[SessionStore]:
 
 async def _newest(settings: Settings, limit: int) -> list[SessionHead]:
     """Up to `limit` heads of however many pages."""
-    from service.deps import DEFAULT_TENANT
+    from service.tenants import DEFAULT_TENANT
 
     heads: list[SessionHead] = []
     cursor: str | None = None
@@ -140,21 +140,21 @@ async def _newest(settings: Settings, limit: int) -> list[SessionHead]:
 
 
 async def _get(settings: Settings, session_id: str) -> SessionHead:
-    from service.deps import DEFAULT_TENANT
+    from service.tenants import DEFAULT_TENANT
 
     async with _open(settings) as store:
         return await store.get(tenant=DEFAULT_TENANT, session_id=session_id)
 
 
 async def _delete(settings: Settings, session_id: str) -> None:
-    from service.deps import DEFAULT_TENANT
+    from service.tenants import DEFAULT_TENANT
 
     async with _open(settings) as store:
         await store.delete(tenant=DEFAULT_TENANT, session_id=session_id)
 
 
 async def _read_log(settings: Settings, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
-    from service.deps import DEFAULT_TENANT
+    from service.tenants import DEFAULT_TENANT
 
     async with _open(settings) as store:
         head = await store.get(tenant=DEFAULT_TENANT, session_id=session_id)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from service.answers import send
 from service.chat import open_chat
-from service.deps import ArrivalDep, ServicesDep
+from service.deps import ArrivalDep, ServicesDep, TenantDep
 from service.documentation import GENERATION_RESPONSES
 from service.json_body import JsonRoute
 from service.schemas.chat import ChatBody
@@ -16,8 +16,10 @@ router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
 @router.post("/v1/chat/completions", response_class=Response, responses=GENERATION_RESPONSES)
-async def create_chat_completion(body: ChatBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+async def create_chat_completion(
+    body: ChatBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
+) -> Response:
     """Answer the last message. With `stream: true` the answer is server-sent events, the last of them `[DONE]`."""
     services.log_prompt(arrival, [message.model_dump() for message in body.messages])
-    chat = await open_chat(services, body, arrival)
+    chat = await open_chat(services, tenant, body, arrival)
     return await send(chat, is_stream=body.stream, request_id=arrival.request_id)

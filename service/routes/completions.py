@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from service.answers import send
 from service.completions import open_completion
-from service.deps import ArrivalDep, ServicesDep
+from service.deps import ArrivalDep, ServicesDep, TenantDep
 from service.documentation import GENERATION_RESPONSES
 from service.json_body import JsonRoute
 from service.schemas.completions import CompletionBody
@@ -16,8 +16,10 @@ router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
 @router.post("/v1/completions", response_class=Response, responses=GENERATION_RESPONSES)
-async def create_completion(body: CompletionBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+async def create_completion(
+    body: CompletionBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
+) -> Response:
     """Continue a text. With `stream: true` the answer is server-sent events, the last of them `[DONE]`."""
     services.log_prompt(arrival, body.prompt)
-    completion = await open_completion(services, body, arrival)
+    completion = await open_completion(services, tenant, body, arrival)
     return await send(completion, is_stream=body.stream, request_id=arrival.request_id)

@@ -33,6 +33,7 @@ from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.sessions.base import Lease, SessionHead
 from service.sessions.memory import MemorySessionStore
+from service.tenants import Tenants
 from service.turn import Turn, TurnEnd
 from service.turns import Turns
 from tests.fakes import FakeBackend, FakeGeneration, state_after
@@ -77,6 +78,7 @@ class House:
             lifecycle=self.lifecycle,
             detached_s=detached_s,
             lease_s=lease_s,
+            tenants=Tenants(None, self.store, self.metrics),
             clock=lambda: 5.0,
         )
 

@@ -1,0 +1,374 @@
+"""Keys, limits and quotas over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from service.middleware import access_logger
+from service.settings import Settings
+from service.tenants import Tenants
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, gateway
+from tests.tenants import StillClock, TestKey, make_key, write_keys
+
+COMPLETIONS = "/v1/completions"
+S1 = "/v1/sessions/s1/generate"
+OPEN = ["/health", "/health/live", "/health/ready", "/docs", "/docs/assets/swagger-ui.css", "/openapi.json"]
+CLOSED = ["/v1/models", "/v1/sessions", "/metrics", "/v1/nothing", "/", "/docs/", "/health/", "/openapi.json/x"]
+BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
+
+
+@contextlib.asynccontextmanager
+async def keyed(
+    path: Path, *keys: TestKey, backend: FakeBackend | None = None, is_live: bool = False, **limits: str
+) -> AsyncIterator[Gateway]:
+    """A gateway on the file `path` with these keys."""
+    write_keys(path, *keys, **limits)
+    async with gateway(backend or FakeBackend(), is_live=is_live, api_keys_file=path) as server:
+        yield server
+
+
+def with_still_clock(server: Gateway) -> StillClock:
+    """The clock of the server's rate limits."""
+    clock = StillClock()
+    server.services.tenants._clock = clock
+    return clock
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+@pytest.fixture
+def acme() -> TestKey:
+    return make_key("acme")
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------
+
+
+async def test_without_a_file_no_key_is_asked_for() -> None:
+    async with gateway(FakeBackend()) as server:
+        assert not server.services.tenants.has_keys
+        for headers in ({}, {"authorization": "Bearer anything"}):
+            response = await server.client.post(COMPLETIONS, json=BODY, headers=headers)
+            assert response.status_code == 200
+            assert not [name for name in response.headers if name.startswith("x-ratelimit")]
+        assert (await server.client.get("/metrics")).status_code == 200
+
+
+async def test_both_headers_carry_a_key(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="") as server:
+        for headers in (
+            {"authorization": f"Bearer {acme.text}"},
+            {"authorization": f"bearer  {acme.text}"},
+            {"x-api-key": acme.text},
+            {"authorization": "Basic abc", "x-api-key": acme.text},
+        ):
+            assert (await server.client.post(COMPLETIONS, json=BODY, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["none", "unknown", "cut", "basic", "empty", "bare", "not ascii"])
+async def test_without_a_valid_key_the_answer_is_401(
+    keys_file: Path, acme: TestKey, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers: dict[str, dict[str, Any]] = {
+        "none": {},
+        "unknown": make_key("acme").headers,
+        "cut": {"authorization": f"Bearer {acme.text[:-1]}"},
+        "basic": {"authorization": f"Basic {acme.text}"},
+        "empty": {"authorization": "Bearer "},
+        "bare": {"authorization": acme.text},
+        "not ascii": {"x-api-key": "nsm_é".encode("latin-1")},
+    }
+    backend = FakeBackend()
+    with caplog.at_level(logging.DEBUG):
+        async with keyed(keys_file, acme, backend=backend, acme="") as server:
+            response = await server.client.post(COMPLETIONS, json=BODY, headers=headers[kind])
+            rejected = server.metric("nsm_rejected_total", reason="invalid_api_key")
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["code"]) == (401, "authentication_error", "invalid_api_key")
+    assert response.headers["www-authenticate"] == 'Bearer realm="nsm"'
+    assert (backend.requests, rejected) == ([], 1)
+    assert acme.secret[:20] not in response.text + caplog.text
+
+
+async def test_health_and_documentation_are_open_and_all_else_is_closed(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="") as server:
+        for path in OPEN:
+            assert (await server.client.get(path)).status_code == 200, path
+        for path in CLOSED:
+            for method in ("GET", "HEAD", "POST", "OPTIONS", "DELETE"):
+                assert (await server.client.request(method, path)).status_code == 401, (method, path)
+
+
+async def test_every_documented_route_but_health_is_closed(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="") as server:
+        paths = (await server.client.get("/openapi.json")).json()["paths"]
+        assert len(paths) > 10
+        for path, operations in paths.items():
+            for method, operation in operations.items():
+                is_open = path.startswith("/health")
+                assert ("security" in operation) is not is_open
+                response = await server.client.request(method, path.replace("{", "").replace("}", ""))
+                assert (response.status_code == 401) is not is_open, (method, path)
+
+
+async def test_a_body_is_not_read_for_somebody_without_a_key(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="") as server:
+        too_large = b"x" * (server.services.settings.max_body_bytes + 1)
+        assert (await server.client.post(COMPLETIONS, content=too_large)).status_code == 401
+        assert (await server.client.post(COMPLETIONS, content=too_large, headers=acme.headers)).status_code == 413
+
+
+async def test_the_stock_client_gets_its_own_exceptions(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, is_live=True, acme="requests_per_s = 0.001\nburst = 1") as server:
+        base = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key=acme.text, max_retries=0) as client:
+            assert (await client.completions.create(model="fake-nsm", prompt="x", max_tokens=1)).choices[0].text == "It"
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model="fake-nsm", prompt="x")
+        async with openai.AsyncOpenAI(base_url=base, api_key="nsm_wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_keys_are_rotated_while_the_server_runs(keys_file: Path, acme: TestKey) -> None:
+    new = make_key("acme")
+    async with keyed(keys_file, acme, acme="") as server:
+        clock = StillClock()
+        keys = server.services.tenants._keys
+        assert keys is not None
+        keys._clock, keys._checked_at = clock, 0.0
+
+        async def statuses() -> list[int]:
+            clock.now += 1.0
+            return [(await server.client.get("/v1/sessions", headers=key.headers)).status_code for key in (acme, new)]
+
+        assert await statuses() == [200, 401]
+        await server.client.post("/v1/sessions", json={"id": "mine"}, headers=acme.headers)
+        write_keys(keys_file, acme, new, acme="")
+        assert await statuses() == [200, 200]
+        write_keys(keys_file, new, acme="")
+        assert await statuses() == [401, 200]
+        assert (await server.client.get("/v1/sessions/mine", headers=new.headers)).status_code == 200
+        keys_file.write_text("[[keys")
+        assert await statuses() == [401, 200]
+
+
+async def test_metrics_are_for_keys_that_say_so(keys_file: Path, acme: TestKey) -> None:
+    scraper = make_key("acme", metrics=True)
+    async with keyed(keys_file, acme, scraper, acme="requests_per_s = 0.001\nburst = 1") as server:
+        refused = await server.client.get("/metrics", headers=acme.headers)
+        assert (refused.status_code, error_of(refused)["type"]) == (403, "permission_error")
+        for _ in range(3):  # no limit of its tenant keeps a scraper out
+            assert (await server.client.get("/metrics", headers=scraper.headers)).status_code == 200
+
+
+async def test_no_key_is_in_logs_metrics_or_answers(
+    keys_file: Path, acme: TestKey, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger, scraper = make_key("acme"), make_key("acme", metrics=True)
+    said = ""
+    with caplog.at_level(logging.DEBUG):
+        async with keyed(keys_file, acme, scraper, acme="requests_per_s = 0.001\nburst = 2") as server:
+            for key in (acme, stranger, acme, acme):
+                response = await server.client.post(COMPLETIONS, json=BODY, headers=key.headers)
+                said += response.text + str(response.headers)
+            said += (await server.client.get("/metrics", headers=scraper.headers)).text
+            said += repr(server.services)
+    for key in (acme, stranger, scraper):
+        assert key.secret not in said + caplog.text
+    lines = [record.getMessage() for record in caplog.records if record.name == access_logger.name]
+    assert [line.endswith(f"tenant=acme key={acme.text.split('_')[1]}") for line in lines[:4]] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+# ---- one tenant's limits -------------------------------------------------------------------------------------------
+
+
+async def test_a_tenant_is_held_to_its_rate_and_told_where_it_stands(keys_file: Path, acme: TestKey) -> None:
+    second, rival = make_key("acme"), make_key("rival")
+    limits = {"acme": "requests_per_s = 0.5\nburst = 2", "rival": "requests_per_s = 0.5\nburst = 2"}
+    backend = FakeBackend()
+    async with keyed(keys_file, acme, second, rival, backend=backend, **limits) as server:
+        clock = with_still_clock(server)
+
+        async def post(key: TestKey) -> httpx.Response:
+            return await server.client.post(COMPLETIONS, json=BODY, headers=key.headers)
+
+        first = await post(acme)
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert first.headers["x-ratelimit-reset-requests"] == "2.000s"
+        assert (await post(second)).status_code == 200  # the limit is the tenant's, not the key's
+        refused = await post(acme)
+        error = error_of(refused)
+        assert (refused.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "rate_limit_exceeded")
+        assert "at most 2" in error["message"]
+        assert refused.headers["retry-after"] == "2"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert (await post(rival)).status_code == 200  # another's haste is not its fault
+        assert len(backend.requests) == 3
+        clock.now += 2.0
+        assert (await post(second)).status_code == 200
+        assert server.metric("nsm_rejected_total", reason="rate_limit") == 1
+
+
+async def test_requests_that_run_are_limited_and_stay_so_when_their_clients_leave(
+    keys_file: Path, acme: TestKey
+) -> None:
+    rival, backend = make_key("rival"), FakeBackend(hold=True)
+    async with keyed(
+        keys_file, acme, rival, backend=backend, is_live=True, acme="max_concurrent = 2", rival="max_concurrent = 2"
+    ) as server:
+        client = server.client
+        await client.post("/v1/sessions", json={"id": "s1"}, headers=acme.headers)
+
+        async def post(key: TestKey, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
+            return await client.post(path, json={"max_tokens": 1, **fields}, headers=key.headers)
+
+        async with client.stream("POST", S1, json={"input": "a", "stream": True}, headers=acme.headers):
+            await until(lambda: len(backend.running) == 1)
+        await until(lambda: server.metric("nsm_turns_detached") == 1)  # its client has left, the turn goes on
+        chat = asyncio.create_task(
+            post(acme, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True)
+        )
+        await until(lambda: len(backend.running) == 2)
+        for path, fields in (
+            (COMPLETIONS, {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/sessions/s2/generate", {"input": "x"}),
+        ):
+            refused = await post(acme, path, **fields)
+            error = error_of(refused)
+            assert (refused.status_code, error["code"]) == (429, "concurrency_limit_exceeded"), refused.text
+            assert "max_concurrent of this API key's tenant is 2: 2 requests are running" in error["message"]
+            assert refused.headers["retry-after"] == "1"
+        assert server.metric("nsm_rejected_total", reason="concurrency_limit") == 3
+        assert (await client.get("/v1/sessions/s1", headers=acme.headers)).status_code == 200
+        others = asyncio.create_task(post(rival, prompt=["x", "y"]))
+        await until(lambda: len(backend.running) == 4)
+        await client.post("/v1/sessions/s1/cancel", headers=acme.headers)
+        await until(lambda: len(backend.running) == 3)
+        third = asyncio.create_task(post(acme, prompt="x"))
+        await until(lambda: len(backend.running) == 4)
+        backend.release_all()
+        assert [(await task).status_code for task in (chat, others, third)] == [200, 200, 200]
+        assert set(server.services.tenants._running.values()) == {0}
+
+
+async def test_more_at_once_than_a_tenant_may_ever_have_is_a_bad_request(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="max_concurrent = 3") as server:
+        bodies: list[dict[str, Any]] = [{"prompt": "x", "n": 4}, {"prompt": ["x", "y"], "n": 2}]
+        for body in bodies:
+            response = await server.client.post(COMPLETIONS, json=body, headers=acme.headers)
+            assert response.status_code == 400
+            error = error_of(response)
+            assert error["param"] == "n"
+            assert "at most 3 (max_concurrent" in error["message"]
+            assert error["message"].endswith("got 4")
+
+
+async def test_a_refused_request_leaves_no_trace_in_the_count(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="max_concurrent = 1") as server:
+        for path, body in (
+            ("/v1/sessions/nope/generate", {"input": "x"}),
+            (COMPLETIONS, {"prompt": "x", "max_tokens": 0}),
+            (COMPLETIONS, BODY),
+            (COMPLETIONS, {**BODY, "stream": True}),
+        ):
+            assert (await server.client.post(path, json=body, headers=acme.headers)).status_code in (200, 400, 404)
+        assert server.services.tenants._running["acme"] == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what no event tells."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to pass")
+
+
+# ---- quotas --------------------------------------------------------------------------------------------------------
+
+
+async def test_D3_no_more_sessions_than_the_tenant_may_keep(keys_file: Path, acme: TestKey) -> None:
+    rival = make_key("rival")
+    async with keyed(keys_file, acme, rival, acme="max_sessions = 2", rival="") as server:
+
+        async def create(key: TestKey, **body: Any) -> httpx.Response:
+            return await server.client.post("/v1/sessions", json=body, headers=key.headers)
+
+        at_once = await asyncio.gather(*(create(acme, id=f"s{number}") for number in range(6)))
+        assert sorted(response.status_code for response in at_once) == [200, 200, *[429] * 4]
+        refused = next(response for response in at_once if response.status_code == 429)
+        error = error_of(refused)
+        assert (error["type"], error["code"]) == ("rate_limit_error", "quota_exceeded")
+        assert error["message"].startswith("max_sessions of this API key's tenant is 2, and ")
+        assert refused.headers["x-should-retry"] == "false"
+        assert server.metric("nsm_rejected_total", reason="session_quota") == 4
+        assert (await create(rival)).status_code == 200
+        kept = next(response.json()["id"] for response in at_once if response.status_code == 200)
+        turn = await server.client.post(
+            f"/v1/sessions/{kept}/generate", json={"input": "x", "max_tokens": 1}, headers=acme.headers
+        )
+        assert turn.status_code == 200  # what exists goes on
+        await server.client.delete(f"/v1/sessions/{kept}", headers=acme.headers)
+        assert (await create(acme)).status_code == 200
+
+
+async def test_D3_a_turn_that_could_not_be_kept_does_not_begin(keys_file: Path, acme: TestKey) -> None:
+    backend = FakeBackend()
+    async with keyed(keys_file, acme, backend=backend, acme="max_stored_bytes = 100") as server:
+        client, headers = server.client, acme.headers
+        for name in ("s1", "s2"):
+            assert (await client.post("/v1/sessions", json={"id": name}, headers=headers)).status_code == 200
+        turn = {"input": "x", "max_tokens": 1}
+        assert (await client.post(S1, json=turn, headers=headers)).status_code == 200
+        num_bytes = (await server.services.store.usage(tenant="acme")).num_bytes
+        assert num_bytes > 100
+        for path, body in (
+            ("/v1/sessions/s2/generate", turn),
+            (S1, turn),
+            ("/v1/sessions", {}),
+        ):
+            refused = await client.post(path, json=body, headers=headers)
+            error = error_of(refused)
+            assert (refused.status_code, error["code"]) == (429, "quota_exceeded"), path
+            assert f"max_stored_bytes of this API key's tenant is 100, and {num_bytes} are stored" in error["message"]
+        assert len(backend.requests) == 1
+        assert server.metric("nsm_rejected_total", reason="byte_quota") == 3
+        await client.delete("/v1/sessions/s1", headers=headers)
+        assert (await client.post("/v1/sessions/s2/generate", json=turn, headers=headers)).status_code == 200
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+async def test_tenants_without_keys_are_one_tenant(keys_file: Path) -> None:
+    settings = Settings(api_keys_file="~/keys.toml")
+    assert settings.api_keys_file == Path.home() / "keys.toml"
+    async with gateway(FakeBackend()) as server:
+        tenants: Tenants = server.services.tenants
+        assert tenants.take("default") is None
+        permits = [tenants.enter("default", 1000) for _ in range(3)]
+        for permit in permits * 2:
+            permit.leave()
+        assert tenants._running["default"] == 0
