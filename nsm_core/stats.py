@@ -9,12 +9,12 @@ import dataclasses
 class EngineStats:
     """Counters rise for ever; gauges say what holds now."""
 
-    num_running: int = 0              # gauge: requests that hold a slot
-    num_waiting: int = 0              # gauge: requests in the queue
-    max_slots: int = 0                # gauge: rows of the state pool
-    state_pool_bytes: int = 0         # gauge
-    num_steps: int = 0                # counter
-    step_seconds: float = 0.0         # counter
-    tokens_computed: int = 0          # counter: prompt tokens the model read
-    tokens_resumed: int = 0           # counter: prompt tokens covered by a resumed state
-    tokens_generated: int = 0         # counter
+    num_running: int = 0  # gauge: requests that hold a slot
+    num_waiting: int = 0  # gauge: requests in the queue
+    max_slots: int = 0  # gauge: rows of the state pool
+    state_pool_bytes: int = 0  # gauge
+    num_steps: int = 0  # counter
+    step_seconds: float = 0.0  # counter
+    tokens_computed: int = 0  # counter: prompt tokens the model read
+    tokens_resumed: int = 0  # counter: prompt tokens covered by a resumed state
+    tokens_generated: int = 0  # counter
