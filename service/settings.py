@@ -31,7 +31,8 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
 class Settings(BaseSettings):
     """Build it with `load_settings`: only that refuses misspelt variables."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    # An empty variable is one that is not set: compose and unit files write them so.
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
@@ -60,8 +61,8 @@ class Settings(BaseSettings):
 
     @field_validator("data_dir", "model", "api_keys_file", mode="after")
     @classmethod
-    def _expand_home(cls, path: Path | None) -> Path | None:
-        return path if path is None else path.expanduser()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path if path is None else path.expanduser().absolute()
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -95,7 +96,7 @@ class Settings(BaseSettings):
             return None
         if self.store == "sqlite":
             return self.data_dir / DATABASE_FILE
-        return Path(self.store.removeprefix("sqlite:///")).expanduser()
+        return Path(self.store.removeprefix("sqlite:///")).expanduser().absolute()
 
     @property
     def is_redis(self) -> bool:
