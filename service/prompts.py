@@ -43,7 +43,6 @@ class PromptEncoder:
         """Ids are taken as they are."""
         if not ids:
             raise InvalidRequest(f"{param} must hold at least 1 token id, got an empty list", param=param)
-        self._check_length(len(ids), param)
         self.check_ids(ids, param=param)
         return Prompt(ids=tuple(ids))
 
@@ -58,7 +57,8 @@ class PromptEncoder:
         return ids
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        """Raises InvalidRequest for an id outside the vocabulary."""
+        """Raises InvalidRequest for too many ids, or one outside the vocabulary."""
+        self._check_length(len(ids), param)
         vocab_size = self.tokenizer.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)

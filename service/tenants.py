@@ -13,9 +13,8 @@ from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited, Unauthen
 from service.api_keys import KeyFile, TenantLimits
 from service.metrics import Metrics, Rejection
 from service.rate_limit import Allowance, TokenBucket
-from service.sessions.base import SessionStore
+from service.sessions.base import DEFAULT_TENANT, SessionStore
 
-DEFAULT_TENANT = "default"  # of a server without keys
 NO_LIMITS = TenantLimits()
 CONCURRENCY_RETRY_S = 1.0
 

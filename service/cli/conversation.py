@@ -19,10 +19,9 @@ from service.continuation import TurnRequest
 from service.deps import Services
 from service.schemas.sessions import SESSION_ID
 from service.server import make_backend
-from service.sessions.base import SessionHead
+from service.sessions.base import DEFAULT_TENANT, SessionHead
 from service.sessions.factory import make_store
 from service.settings import Settings
-from service.tenants import DEFAULT_TENANT
 from service.turn import Turn, TurnEnd
 
 MADE_UP = "sess_"  # how ids begin that nobody chose

@@ -23,6 +23,7 @@ DataDir = Annotated[
 Store = Annotated[
     str | None, typer.Option(show_default=False, help="sqlite, sqlite:///PATH or a Redis URL (default: NSM_STORE).")
 ]
+Tenant = Annotated[str, typer.Option(help="Whose sessions.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 MaxTokens = Annotated[int, typer.Option(help="Most new tokens.")]

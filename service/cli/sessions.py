@@ -13,6 +13,7 @@ import typer
 
 from service.cli import options
 from service.cli.output import console, print_fields, print_json, write_text
+from service.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from nsm_core.tokenizer import Tokenizer
@@ -29,12 +30,13 @@ app = typer.Typer(help="Show and delete stored sessions.", no_args_is_help=True)
 @app.command("list")
 def list_sessions(
     limit: Annotated[int, typer.Option(min=1, help="Most sessions to show.")] = 20,
+    tenant: options.Tenant = DEFAULT_TENANT,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Sessions, newest first."""
-    heads = asyncio.run(_newest(_settings(data_dir, store), limit))
+    heads = asyncio.run(_newest(_settings(data_dir, store), tenant, limit))
     if as_json:
         print_json([session_fields(head) for head in heads])
     elif not heads:
@@ -46,12 +48,13 @@ def list_sessions(
 @app.command()
 def show(
     session_id: SessionId,
+    tenant: options.Tenant = DEFAULT_TENANT,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
     """One session: where it is and what it takes."""
-    head = asyncio.run(_get(_settings(data_dir, store), session_id))
+    head = asyncio.run(_get(_settings(data_dir, store), tenant, session_id))
     if as_json:
         print_json(session_fields(head))
     else:
@@ -59,15 +62,21 @@ def show(
 
 
 @app.command()
-def delete(session_id: SessionId, data_dir: options.DataDir = None, store: options.Store = None) -> None:
+def delete(
+    session_id: SessionId,
+    tenant: options.Tenant = DEFAULT_TENANT,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+) -> None:
     """Delete a session for good: its state, its log, its head."""
-    asyncio.run(_delete(_settings(data_dir, store), session_id))
+    asyncio.run(_delete(_settings(data_dir, store), tenant, session_id))
     print(f"deleted {session_id}")
 
 
 @app.command()
 def log(
     session_id: SessionId,
+    tenant: options.Tenant = DEFAULT_TENANT,
     model: options.Model = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
@@ -76,7 +85,7 @@ def log(
 ) -> None:
     """Everything a session has read and written, from its token log."""
     settings = _settings(data_dir, store, model=model)
-    head, log_ids = asyncio.run(_read_log(settings, session_id))
+    head, log_ids = asyncio.run(_read_log(settings, tenant, session_id))
     text = None if ids else _tokenizer_of(settings, head).decode(log_ids)
     if as_json:
         print_json({"id": session_id, "ids": list(log_ids), **({} if text is None else {"text": text})})
@@ -123,15 +132,13 @@ async def _open(settings: Settings) -> AsyncIterator[SessionStore]:
         await store.close()
 
 
-async def _newest(settings: Settings, limit: int) -> list[SessionHead]:
+async def _newest(settings: Settings, tenant: str, limit: int) -> list[SessionHead]:
     """Up to `limit` heads of however many pages."""
-    from service.tenants import DEFAULT_TENANT
-
     heads: list[SessionHead] = []
     cursor: str | None = None
     async with _open(settings) as store:
         while len(heads) < limit:
-            page = await store.list(tenant=DEFAULT_TENANT, limit=min(PAGE, limit - len(heads)), cursor=cursor)
+            page = await store.list(tenant=tenant, limit=min(PAGE, limit - len(heads)), cursor=cursor)
             heads += page.heads
             cursor = page.next_cursor
             if cursor is None:
@@ -139,26 +146,20 @@ async def _newest(settings: Settings, limit: int) -> list[SessionHead]:
     return heads
 
 
-async def _get(settings: Settings, session_id: str) -> SessionHead:
-    from service.tenants import DEFAULT_TENANT
-
+async def _get(settings: Settings, tenant: str, session_id: str) -> SessionHead:
     async with _open(settings) as store:
-        return await store.get(tenant=DEFAULT_TENANT, session_id=session_id)
+        return await store.get(tenant=tenant, session_id=session_id)
 
 
-async def _delete(settings: Settings, session_id: str) -> None:
-    from service.tenants import DEFAULT_TENANT
-
+async def _delete(settings: Settings, tenant: str, session_id: str) -> None:
     async with _open(settings) as store:
-        await store.delete(tenant=DEFAULT_TENANT, session_id=session_id)
+        await store.delete(tenant=tenant, session_id=session_id)
 
 
-async def _read_log(settings: Settings, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
-    from service.tenants import DEFAULT_TENANT
-
+async def _read_log(settings: Settings, tenant: str, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
     async with _open(settings) as store:
-        head = await store.get(tenant=DEFAULT_TENANT, session_id=session_id)
-        return head, await store.read_log(tenant=DEFAULT_TENANT, session_id=session_id)
+        head = await store.get(tenant=tenant, session_id=session_id)
+        return head, await store.read_log(tenant=tenant, session_id=session_id)
 
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:

@@ -12,6 +12,8 @@ import enum
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
+DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
+
 Damage = Literal["missing", "corrupt"]
 
 

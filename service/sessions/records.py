@@ -83,7 +83,7 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
         return float.fromhex(created_at), session_id
     except (ValueError, OverflowError, binascii.Error) as error:
         raise InvalidRequest(
-            f"after must be a next_cursor of an earlier page, got {cursor!r}", param="after"
+            f"after must be a next_cursor of an earlier page, got {cursor[:80]!r}", param="after"
         ) from error
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
 from service.app import create_app
-from service.server import bind, make_backend, run, serve, uvicorn_config
+from service.server import bind, is_loopback, make_backend, require_keys, run, serve, uvicorn_config
 from service.sessions.factory import make_store
 from service.sessions.memory import MemorySessionStore
 from service.sessions.sqlite import SqliteSessionStore
@@ -226,3 +226,33 @@ def test_the_application_needs_no_torch() -> None:
     """With a backend in another process the gateway runs without the model's libraries."""
     code = "import sys, service.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+# ---- who may reach it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.0.2", False),
+        ("fe80::1%eth0", False),
+        ("::ffff:10.0.0.1", False),
+    ],
+)
+def test_which_addresses_only_this_machine_reaches(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+def test_without_keys_other_hosts_are_served_only_when_the_operator_says_so(tmp_path: Path) -> None:
+    with bind("0.0.0.0", 0) as everywhere, bind("localhost", 0) as here:
+        with pytest.raises(ConfigError, match=r"not 0\.0\.0\.0; .*NSM_API_KEYS_FILE.*NSM_ALLOW_ANONYMOUS=true"):
+            require_keys(Settings(host="0.0.0.0"), everywhere)
+        require_keys(Settings(host="0.0.0.0", allow_anonymous=True), everywhere)
+        require_keys(Settings(host="0.0.0.0", api_keys_file=tmp_path / "keys.toml"), everywhere)
+        require_keys(Settings(host="localhost"), here)

@@ -96,3 +96,19 @@ def test_a_store_that_cannot_be_used_is_named(nsm: Nsm, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith(f"nsm: cannot create the session store {file / 'sessions.db'}: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_another_tenants_sessions_are_seen_under_its_name_only(nsm: Nsm, data_dir: Path) -> None:
+    session_id = talk(nsm)
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            if "tenant" in [column[1] for column in connection.execute(f"PRAGMA table_info({table})")]:
+                connection.execute(f"UPDATE {table} SET tenant = 'acme' WHERE tenant = 'default'")
+    connection.close()
+    assert nsm("sessions", "list").stdout == "no sessions\n"
+    (listed,) = json.loads(nsm("sessions", "list", "--tenant", "acme", "--json").stdout)
+    assert listed["id"] == session_id
+    for command in (("show",), ("log", "--ids"), ("delete",)):
+        assert_one_line(nsm("sessions", *command, session_id), f"session '{session_id}' does not exist")
+        assert nsm("sessions", *command, session_id, "--tenant", "acme").exit_code == 0
+    assert nsm("sessions", "list", "--tenant", "acme").stdout == "no sessions\n"

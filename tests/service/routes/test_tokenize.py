@@ -70,3 +70,11 @@ async def test_bad_bodies(server: Gateway, path: str, body: dict[str, Any], para
     error = error_of(response)
     assert error["param"] == param
     assert words in error["message"]
+
+
+async def test_no_more_tokens_than_a_prompt_may_have() -> None:
+    async with gateway(FakeBackend(), max_prompt_tokens=10) as server:
+        assert (await server.client.post("/detokenize", json={"tokens": [5] * 10})).status_code == 200
+        response = await server.client.post("/detokenize", json={"tokens": [5] * 11})
+        assert response.status_code == 400
+        assert error_of(response)["message"] == "tokens must have at most 10 tokens, got 11"
