@@ -26,6 +26,7 @@ from service.prompts import PromptEncoder
 from service.routes import chat, completions, health, metrics, models, sessions, tokenize
 from service.sessions.base import SessionStore
 from service.sessions.quota import QuotaStore
+from service.sessions.redis import RedisSessionStore
 from service.settings import Settings
 from service.sweeping import sweeping
 from service.tenants import Tenants
@@ -41,6 +42,8 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
     Raises ConfigError when the file of API keys cannot be used.
     """
     collected, lifecycle = Metrics(backend), Lifecycle()
+    if isinstance(store, RedisSessionStore):
+        collected.watch_redis_pool(store.num_connections_in_use)
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     tenants = Tenants(keys, store, collected)
     if keys is not None:

@@ -7,7 +7,7 @@ A "request" is one call to the engine: a body with n=2 and two prompts makes fou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -38,6 +38,11 @@ class Metrics:
         self.registry.register(EngineCollector(backend))
         self._register_requests()
         self._register_sessions()
+
+    def watch_redis_pool(self, num_in_use: Callable[[], int]) -> None:
+        """For servers whose sessions are in Redis."""
+        name, what = "nsm_redis_pool_in_use", "Connections to Redis with a command under way."
+        Gauge(name, what, registry=self.registry).set_function(num_in_use)
 
     def _register_requests(self) -> None:
         registry = self.registry

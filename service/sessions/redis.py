@@ -73,7 +73,6 @@ class RedisSessionStore:
         self._client = RedisClient(address)
         self._index = TenantIndex(self._client, self._keys)
 
-    @property
     def num_connections_in_use(self) -> int:
         return self._client.num_in_use
 
@@ -387,7 +386,7 @@ def _lease_fields(lease: Lease) -> tuple[int, int, str]:
 def _place(cursor: str) -> IndexEntry:
     created_at, session_id = decode_cursor(cursor)
     if not math.isfinite(created_at):
-        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {cursor!r}", param="after")
+        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {cursor[:80]!r}", param="after")
     return IndexEntry(session_id, created_at)
 
 

@@ -34,12 +34,12 @@ def _check_node(name: str, info: Mapping[str, Any]) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
         oldest = ".".join(map(str, OLDEST_SERVER))
         raise ConfigError(f"the Redis server {name} has version {version}; {oldest} or later is needed")
-    policy = info["maxmemory_policy"]
+    policy = info.get("maxmemory_policy", "unknown")
     if policy != "noeviction":
         raise ConfigError(
             f"the Redis server {name} has maxmemory-policy {policy}, which may drop sessions; set it to noeviction"
         )
-    if not int(info["aof_enabled"]):
+    if not int(info.get("aof_enabled", 0)):
         logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
 
 

@@ -91,3 +91,9 @@ async def test_P1_what_one_replica_did_the_other_sees(pair: tuple[Gateway, Gatew
     assert [(session["id"], session["version"]) for session in listed] == [("s", 1)]
     assert (await one.client.delete("/v1/sessions/s")).status_code == 200
     assert (await two.client.get("/v1/sessions/s")).status_code == 404
+
+
+async def test_D2_the_pool_in_use_is_a_metric(pair: tuple[Gateway, Gateway], alone: Gateway) -> None:
+    await create(pair[0], "s")
+    assert "nsm_redis_pool_in_use 0.0" in (await pair[0].client.get("/metrics")).text
+    assert "nsm_redis_pool_in_use" not in (await alone.client.get("/metrics")).text

@@ -81,7 +81,7 @@ async def test_D1_a_cancelled_call_never_gives_its_answer_to_another(
             checks = [asyncio.create_task(check_own(store, name)) for name in rng.sample(names, 3)]
             await asyncio.gather(*cancelled, return_exceptions=True)
             await asyncio.gather(*checks)
-        assert store.num_connections_in_use == 0
+        assert store.num_connections_in_use() == 0
         for name in names:
             assert_whole(
                 await store.get(tenant="a", session_id=name), await store.log_marks(tenant="a", session_id=name)
