@@ -334,6 +334,30 @@ async def test_D3_no_more_sessions_than_the_tenant_may_keep(keys_file: Path, acm
         assert (await create(acme)).status_code == 200
 
 
+async def test_D3_forks_and_imports_count_as_new_sessions(keys_file: Path, acme: TestKey) -> None:
+    limits = {"sessions": "max_sessions = 2", "bytes": "max_stored_bytes = {}"}
+    async with keyed(keys_file, acme, acme="") as server:
+        client, headers = server.client, acme.headers
+        await client.post("/v1/sessions", json={"id": "s1"}, headers=headers)
+        assert (await client.post(S1, json={"input": "x", "max_tokens": 1}, headers=headers)).status_code == 200
+        exported = (await client.get("/v1/sessions/s1/export", headers=headers)).content
+        num_bytes = (await server.services.store.usage(tenant="acme")).num_bytes
+        clock = StillClock()
+        keys = server.services.tenants._keys
+        assert keys is not None
+        keys._clock, keys._checked_at = clock, 0.0
+        for name, room in (("sessions", 2), ("bytes", 2 * num_bytes)):
+            write_keys(keys_file, acme, acme=limits[name].format(room))
+            clock.now += 1.0
+            statuses = []
+            for number in range(2):
+                fork = await client.post("/v1/sessions/s1/fork", json={"id": f"f{number}"}, headers=headers)
+                copy = await client.post(f"/v1/sessions/import?id=i{number}", content=exported, headers=headers)
+                statuses += [fork.status_code, copy.status_code]
+            assert statuses == [200, 429, 429, 429], name
+            await client.delete("/v1/sessions/f0", headers=headers)
+
+
 async def test_D3_a_turn_that_could_not_be_kept_does_not_begin(keys_file: Path, acme: TestKey) -> None:
     backend = FakeBackend()
     async with keyed(keys_file, acme, backend=backend, acme="max_stored_bytes = 100") as server:
