@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
 
@@ -19,6 +21,9 @@ from tests.samples import sample_texts
 
 pytest_plugins = ["tests.redis_servers"]
 
+EXCUSED = {"gpu", "tmpfs"}  # markers of tests that --no-skips lets a machine skip: no package would help
+CAP_SYS_ADMIN = 21
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("reduced", max_examples=25, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, print_blob=True)
@@ -26,7 +31,7 @@ hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, p
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="full counts and the tests marked slow")
-    parser.addoption("--no-skips", action="store_true", help="fail the run when a test is skipped; no GPU is excused")
+    parser.addoption("--no-skips", action="store_true", help="fail the run when a test is skipped; see EXCUSED")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +57,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not session.config.getoption("--no-skips") or reporter is None:
         return
-    skipped = [report for report in reporter.stats.get("skipped", ()) if "gpu" not in getattr(report, "keywords", ())]
+    reports = reporter.stats.get("skipped", ())
+    skipped = [report for report in reports if not EXCUSED & set(getattr(report, "keywords", ()))]
     if skipped and session.exitstatus == pytest.ExitCode.OK:
         reporter.ensure_newline()
         reporter.write_line(f"--no-skips: {len(skipped)} skipped, which fails this run", red=True)
@@ -66,7 +72,16 @@ def _missing() -> dict[str, str]:
         missing["gpu"] = "no CUDA device"
     if shutil.which("redis-server") is None:
         missing["redis"] = "no redis-server; Debian has it in the package redis-server"
+    if not _may_mount():
+        missing["tmpfs"] = "not allowed to mount a file system"
     return missing
+
+
+def _may_mount() -> bool:
+    """Whether this process has CAP_SYS_ADMIN; also root often lacks it in a container."""
+    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
+    capabilities = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")]
+    return any(int(mask, 16) >> CAP_SYS_ADMIN & 1 for mask in capabilities)
 
 
 def _is_wanted(item: pytest.Item) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -28,6 +29,11 @@ class Presence:
         """Whether the store that had this name is not open any more: closed, or its process has ended."""
         return name != self.name and _remove_if_free(self._path(name))
 
+    def is_alone(self) -> bool:
+        """Whether no other store has this database open."""
+        remove_leftovers(self._database)
+        return list(_files(self._database)) == [self._path(self.name)]
+
     def end(self) -> None:
         self._path(self.name).unlink(missing_ok=True)
         os.close(self._descriptor)
@@ -38,8 +44,12 @@ class Presence:
 
 def remove_leftovers(database: Path) -> None:
     """Files that processes left behind that could not close their store."""
-    for path in database.parent.glob(f"{database.name}-open-*"):
+    for path in _files(database):
         _remove_if_free(path)
+
+
+def _files(database: Path) -> Iterator[Path]:
+    return database.parent.glob(f"{database.name}-open-*")
 
 
 def _lock_new(path: Path) -> int:

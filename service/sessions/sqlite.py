@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from nsm_core.errors import NsmError, StoreUnavailable
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.sessions.base import (
     UNSET,
     Lease,
@@ -38,6 +38,7 @@ from service.sessions.records import (
 )
 from service.sessions.sqlite_connection import ConnectionThread, Result, empty_write_ahead_log, reading, transaction
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
+from service.sessions.sqlite_reserve import Reserve
 from service.sessions.sqlite_rows import (
     EXISTS,
     HEAD_COLUMNS,
@@ -82,6 +83,7 @@ class SqliteSessionStore:
         self._max_bytes = max_bytes
         self._busy_timeout_s = busy_timeout_s
         self._clock = clock
+        self._reserve = Reserve(path)
         self._opened: _Opened | None = None
 
     async def open(self) -> None:
@@ -95,10 +97,18 @@ class SqliteSessionStore:
         reader = ConnectionThread("reader", self._path, busy_timeout_s=timeout)
         self._opened = _Opened(writer, reader, presence)
         try:
-            await writer.run(self._prepare)
+            await self._prepare_file(writer)
         except NsmError:
             await self.close()
             raise
+
+    async def _prepare_file(self, writer: ConnectionThread) -> None:
+        try:
+            await writer.run(self._prepare)
+        except StorageFull:
+            self._reserve.give_up()
+            await writer.run(self._prepare)
+        await asyncio.to_thread(self._reserve.fill)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         migrate(connection, self._path)
@@ -108,6 +118,8 @@ class SqliteSessionStore:
     async def close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
+            if opened.presence.is_alone():
+                self._reserve.remove()  # before the last connection puts the write-ahead log into the database
             await opened.writer.close()
             await opened.reader.close()
             opened.presence.end()
@@ -323,7 +335,7 @@ class SqliteSessionStore:
                     raise not_found(session_id)
             empty_write_ahead_log(connection)
 
-        await self._write(work)
+        await self._write(self._reserve.lent_to(work))
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         created_before, id_before = (float("inf"), "") if cursor is None else decode_cursor(cursor)
@@ -357,7 +369,7 @@ class SqliteSessionStore:
                 empty_write_ahead_log(connection)
             return num_removed
 
-        return await self._write(work)
+        return await self._write(self._reserve.lent_to(work))
 
     async def check_writable(self) -> None:
         def work(connection: sqlite3.Connection) -> None:

@@ -75,10 +75,16 @@ def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether there was no room on the disk, for the database or for the index of its write-ahead log."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
 def _translate(error: sqlite3.Error, path: Path) -> NsmError:
     """By SQLite's primary result code, the low byte of the extended one."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    if code == sqlite3.SQLITE_FULL:
+    if is_full(error):
         return StorageFull(f"the session store {path} is full")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreUnavailable(f"the session store {path} is locked by another process")

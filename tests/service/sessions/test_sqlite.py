@@ -214,7 +214,7 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         await create(store)
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
         (presence,) = (name for name in modes if name.startswith("sessions.db-open-"))
-        assert set(modes) == {"sessions.db", "sessions.db-wal", "sessions.db-shm", presence}
+        assert set(modes) == {"sessions.db", "sessions.db-wal", "sessions.db-shm", "sessions.db-reserve", presence}
         assert set(modes.values()) == {0o600}
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 

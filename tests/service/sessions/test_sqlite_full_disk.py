@@ -1,0 +1,142 @@
+"""A real file system of a few megabytes, filled to the last byte."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import NotFound, StorageFull
+from service.sessions.base import SessionHead
+from service.sessions.sqlite import SqliteSessionStore
+from service.sessions.sqlite_reserve import RESERVE_BYTES, Reserve
+from service.sessions.sqlite_schema import CHECKPOINT_PAGES, PAGE_BYTES
+from tests import stored_sessions
+from tests.service.sessions.test_sqlite import opened, start_writer
+from tests.stored_sessions import commit
+
+TENANT = "default"
+NUM_FLOATS = 100_000
+
+
+@pytest.fixture(params=[8, 40], ids=["8MB", "40MB"])
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The only thing on it is the store's directory."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def path(disk: Path) -> Path:
+    return disk / "data" / "sessions.db"
+
+
+async def fill_with_sessions(store: SqliteSessionStore) -> list[SessionHead]:
+    heads: list[SessionHead] = []
+    with pytest.raises(StorageFull):
+        for number in range(1_000):
+            head = await stored_sessions.create(store, f"s{number}", tenant=TENANT, metadata={})
+            heads.append(await commit(store, head, num_floats=NUM_FLOATS))
+    return heads
+
+
+def fill_with_other_data(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while True:
+            ballast.write(b"x" * 4096)
+
+
+async def delete(store: SqliteSessionStore, head: SessionHead) -> None:
+    await store.delete(tenant=TENANT, session_id=head.session_id)
+    with pytest.raises(NotFound):
+        await store.get(tenant=TENANT, session_id=head.session_id)
+
+
+@pytest.mark.tmpfs
+async def test_sessions_can_be_deleted_from_a_full_disk_and_their_room_is_used_again(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        heads = await fill_with_sessions(store)
+        for head in heads[:3]:
+            await delete(store, head)
+        created = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        assert (await commit(store, created, num_floats=NUM_FLOATS)).version == 1
+        assert (await store.load(tenant=TENANT, session_id=heads[3].session_id)).head == heads[3]
+
+
+@pytest.mark.tmpfs
+async def test_a_disk_may_be_filled_and_emptied_again_and_again(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        for _ in range(3):
+            await fill_with_sessions(store)
+            page = await store.list(tenant=TENANT, limit=1_000)
+            for head in page.heads:
+                await delete(store, head)
+
+
+@pytest.mark.tmpfs
+async def test_sessions_can_be_deleted_from_a_full_disk_after_a_restart(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        heads = await fill_with_sessions(store)
+    async with opened(SqliteSessionStore(path)) as store:
+        await delete(store, heads[0])
+
+
+@pytest.mark.tmpfs
+async def test_sessions_can_be_deleted_when_others_filled_the_disk_after_a_kill(disk: Path, path: Path) -> None:
+    writer = await start_writer(path, num_commits=1_000_000)
+    assert writer.stdout is not None
+    for _ in range(12):
+        await writer.stdout.readline()
+    writer.kill()
+    await writer.communicate()
+    fill_with_other_data(disk)
+    async with opened(SqliteSessionStore(path)) as store:
+        fill_with_other_data(disk)
+        await delete(store, await store.get(tenant=TENANT, session_id="s1"))
+
+
+@pytest.mark.tmpfs
+async def test_sessions_whose_time_is_up_make_room_on_a_full_disk(path: Path) -> None:
+    clock = stored_sessions.Clock()
+    async with opened(SqliteSessionStore(path, clock=clock)) as store:
+        head = await stored_sessions.create(store, "short", tenant=TENANT, metadata={}, ttl_s=10.0)
+        await commit(store, head, num_floats=NUM_FLOATS)
+        await fill_with_sessions(store)
+        clock.advance(20.0)
+        assert await store.remove_expired() == 1
+
+
+async def test_a_store_that_is_open_keeps_room_aside_and_the_last_to_close_it_gives_it_back(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    reserve = tmp_path / "sessions.db-reserve"
+    async with opened(SqliteSessionStore(path)):
+        assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+        async with opened(SqliteSessionStore(path)):
+            pass
+        assert reserve.stat().st_size == RESERVE_BYTES
+    assert [file.name for file in tmp_path.iterdir()] == ["sessions.db"]
+
+
+async def test_the_write_ahead_log_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.db"
+    log = tmp_path / "sessions.db-wal"
+    async with opened(SqliteSessionStore(path)) as store:
+        for number in range(40):
+            head = await stored_sessions.create(store, f"s{number}", tenant=TENANT, metadata={})
+            await commit(store, head, num_floats=NUM_FLOATS)
+            assert log.stat().st_size < 1.3 * CHECKPOINT_PAGES * PAGE_BYTES
+
+
+def test_where_no_room_can_be_kept_aside_nothing_breaks(tmp_path: Path) -> None:
+    reserve = Reserve(tmp_path / "nowhere" / "sessions.db")
+    reserve.fill()
+    reserve.give_up()
+    reserve.remove()
