@@ -81,7 +81,7 @@ def _require_metrics(caller: Caller) -> None:
 
 def _too_fast(allowance: Allowance, retry_after_s: float) -> RateLimited:
     return RateLimited(
-        f"too many requests: at most {allowance.limit} at once for this API key's tenant; "
-        f"try again in {retry_after_s:.2g} s",
+        f"too many requests: requests_per_s of this API key's tenant is {allowance.per_s:g}, its burst "
+        f"{allowance.limit}; try again in {retry_after_s:.2f} s",
         retry_after_s=retry_after_s,
     )

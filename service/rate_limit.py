@@ -15,6 +15,7 @@ class Allowance:
     `remaining`: how many more would be let in now; `reset_s`: until all `limit` of them would.
     """
 
+    per_s: float
     limit: int
     remaining: int
     reset_s: float
@@ -40,6 +41,7 @@ class TokenBucket:
         if is_allowed:
             self._missing += 1
         return Allowance(
+            per_s=per_s,
             limit=burst,
             remaining=int(max(0.0, burst - self._missing + ROUNDING)),
             reset_s=self._missing / per_s,
