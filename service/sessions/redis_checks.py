@@ -25,8 +25,8 @@ async def check_server(client: RedisClient, keys: Keyspace) -> None:
         await client.call(lambda attempt: _check_schema(attempt, keys))
     except StoreUnavailable as error:
         if error.__cause__ is not None and is_refusal(error.__cause__):
-            raise ConfigError(f"NSM_STORE (--store): {error}") from error
-        raise
+            raise ConfigError(f"NSM_STORE (--store): {client.address}: {error}") from error
+        raise StoreUnavailable(f"{client.address}: {error}", retry_after_s=error.retry_after_s) from error
 
 
 def _check_node(name: str, info: Mapping[str, Any]) -> None:

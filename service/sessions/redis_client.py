@@ -129,7 +129,7 @@ class RedisClient:
             except ERRORS as error:
                 elapsed_s = time.monotonic() - start
                 if not is_passing(error) or elapsed_s + pause_s > patience_s:
-                    raise translate(error, self.address) from error
+                    raise translate(error) from error
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s, number = min(2 * pause_s, MAX_PAUSE_S), number + 1
 

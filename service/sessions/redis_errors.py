@@ -43,21 +43,21 @@ def is_passing(error: BaseException) -> bool:
     return not is_refusal(error) and (isinstance(error, _PASSING) or _code(error) in _PASSING_CODES)
 
 
-def translate(error: BaseException, address: object) -> NsmError:
-    """Messages of Redis are not passed on: they may quote arguments."""
+def translate(error: BaseException) -> NsmError:
+    """Clients read these: no address in them, and nothing that Redis said, which may quote arguments."""
     if isinstance(error, exceptions.OutOfMemoryError) or _code(error) == "OOM":
-        return StorageFull(f"the session store {address} is full: Redis reached its maxmemory")
+        return StorageFull("the session store is full: Redis reached its maxmemory")
     if is_refusal(error):
-        message = f"the session store {address} refuses the user, the password or a command"
+        message = "the session store refuses the user, the password or a command"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if _code(error) == "MISCONF":
-        message = f"the session store {address} cannot write to its disk"
+        message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if is_passing(error):
-        message = f"the session store {address} cannot be reached ({type(error).__name__})"
+        message = f"the session store cannot be reached ({type(error).__name__})"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_S)
     kind = _code(error) or type(error).__name__
-    return StoreUnavailable(f"the session store {address} failed ({kind})")
+    return StoreUnavailable(f"the session store failed ({kind})")
 
 
 def _code(error: BaseException | None) -> str:

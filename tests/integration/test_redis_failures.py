@@ -116,6 +116,10 @@ async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(dur
                 await call
             assert time.monotonic() - start < 2.0
             assert caught.value.retry_after_s > 0
+            assert "127.0.0.1" not in str(caught.value)  # clients read it
+        with pytest.raises(StoreUnavailable, match=f"{durable.url}: .*cannot be reached"):
+            async with opened(durable.url):
+                pass
         await asyncio.to_thread(durable.servers[0].start)
         assert (await store.load(**KEY)).head == head
         assert (await commit(store, head)).version == 2
