@@ -179,6 +179,14 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
+def field_path(place: Sequence[int | str]) -> str:
+    """("messages", 0, "content") -> messages[0].content"""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
 def _answer_deliberate(error: NsmError) -> ErrorAnswer:
     rule = rule_of(error)
     headers = dict(rule.headers)
@@ -212,18 +220,10 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     """The first of pydantic's findings: a client mends one field at a time."""
     item = errors[0]
     place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
-    param = _join(place) or None
+    param = field_path(place) or None
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"
     else:
         wish = KINDS.get(item["type"]) or item["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
         message = f"{param or 'the body'} {wish}, got {shown(item.get('input'))}"
     return ErrorAnswer(status=400, type=INVALID, message=message, param=param)
-
-
-def _join(place: Sequence[int | str]) -> str:
-    """("messages", 0, "content") -> messages[0].content"""
-    text = ""
-    for part in place:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text

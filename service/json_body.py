@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterator
 from email.message import Message
 from typing import Any
 
@@ -13,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
+from service.errors import field_path
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -61,7 +64,32 @@ def parse(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        refuse_non_finite(raw)
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def refuse_non_finite(raw: bytes) -> None:
+    """Raises InvalidRequest naming the first field with NaN, Infinity or 1e999, if that is all that is wrong.
+
+    It is no JSON, but Python's own encoder writes it, so it is a wrong value to whoever sent it.
+    """
+    try:
+        value = json.loads(raw.decode())
+        found = next(non_finite_fields(value), None)
+    except (ValueError, RecursionError):
+        return
+    if found is not None and found[0]:
+        param, number = field_path(found[0]), json.dumps(found[1])
+        raise InvalidRequest(f"{param} must be a finite number, got {number}", param=param, code="invalid_json")
+
+
+def non_finite_fields(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], float]]:
+    """Each number in a parsed JSON value that is not finite, with the way to it, in the order of the text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from non_finite_fields(part, (*place, key))
 
 
 def check_content_type(value: str) -> None:
