@@ -83,10 +83,14 @@ class Turn:
 
     def begin(self, generation: Generation, start: Continuation, record: RequestRecord) -> None:
         """The engine admitted the turn."""
-        self._generation = generation
         self._record = record
         self.other_numerics = start.other_numerics
         self.rebuilt = start.rebuilt
+        self.attach(generation)
+
+    def attach(self, generation: Generation) -> None:
+        """What `stop` is to cancel."""
+        self._generation = generation
         if self._stop_error is not None:  # it came while the session was being loaded
             generation.cancel()
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
 from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest
 from nsm_core.errors import (
@@ -96,6 +96,25 @@ class Turns:
         turn.begin(generation, start, self._metrics.start_request(arrival=request.arrival))
         self._track(self._run(turn, held, generation, start, generation_request))
         return turn
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self, *, tenant: str, session_id: str) -> AsyncIterator[tuple[Turn, HeldLease]]:
+        """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
+
+        Raises SessionBusy, NotFound, StoreUnavailable or Overloaded.
+        """
+        if self._is_draining:
+            raise stopping()
+        key = (tenant, session_id)
+        turn = self._claim(key)
+        try:
+            held = await self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+            try:
+                yield turn, held
+            finally:
+                await held.give_back()
+        finally:
+            self._release(key)
 
     async def cancel(self, *, tenant: str, session_id: str) -> bool:
         """Stops the session's turn and waits for its end; whether there was one that so ended without a commit."""

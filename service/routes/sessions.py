@@ -1,4 +1,4 @@
-"""/v1/sessions: create, list, get, change, delete; generate and cancel; fork; files."""
+"""/v1/sessions: create, list, get, change, delete; generate and cancel; fork, rewind; files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
 from service.imports import ImportRequest, import_session
 from service.json_body import JsonRoute, json_response
-from service.schemas.sessions import SESSION_ID, CreateSessionBody, ForkBody, GenerateBody, UpdateSessionBody
+from service.rewinds import RewindRequest, rewind_session
+from service.schemas.sessions import (
+    SESSION_ID,
+    CreateSessionBody,
+    ForkBody,
+    GenerateBody,
+    RewindBody,
+    UpdateSessionBody,
+)
 from service.session_file import read_file, write_file
 from service.session_turns import open_session_turn
 from service.sessions.base import SessionHead
@@ -141,6 +149,27 @@ async def fork(
         ttl_s=body.ttl_s_over(copy.head.ttl_s),
         forked_from=f"{session_id}@{copy.head.position}",
     )
+    return json_response(session_object(services, head))
+
+
+@router.post("/v1/sessions/{session_id}/rewind", response_class=Response)
+async def rewind(
+    session_id: SessionIdDep, body: RewindBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
+) -> Response:
+    """Back to the end of an earlier turn, or to any token of the log; what came after it is deleted.
+
+    It is a new version itself. The state is made by reading the log that stays; a running turn makes it 409.
+    """
+    request = RewindRequest(
+        request_id=f"rewind-{uuid.uuid4().hex}",
+        tenant=tenant,
+        session_id=session_id,
+        to_version=body.to_version,
+        to_position=body.to_position,
+        expected_version=body.expected_version,
+        deadline=arrival.time + services.settings.request_timeout_s,
+    )
+    head = await rewind_session(services.turns, services.backend, services.store, request)
     return json_response(session_object(services, head))
 
 

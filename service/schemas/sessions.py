@@ -112,6 +112,20 @@ class ForkBody(RequestBody):
         return self.ttl_s if "ttl_s" in self.model_fields_set else inherited
 
 
+class RewindBody(RequestBody):
+    """Where to go back to: exactly one of the first two."""
+
+    to_version: int | None = Field(default=None, description="the end of the turn that made this version; 0: empty")
+    to_position: int | None = Field(default=None, description="this many tokens of the log stay")
+    expected_version: int | None = Field(default=None, description="409 when the session is at another version")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> RewindBody:
+        if (self.to_version is None) == (self.to_position is None):
+            raise InvalidRequest("exactly one of to_version and to_position is required", param="to_version")
+        return self
+
+
 class GenerateBody(SamplingFields):
     """One turn: read `input`, then sample."""
 

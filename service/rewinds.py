@@ -1,0 +1,129 @@
+"""A session goes back to an earlier token of its log, as if it had never gone on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+
+from nsm_core.engine.request import EndState
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import SEED_BITS
+from service.backends.base import InferenceBackend
+from service.continuation import Continuation, require_version, resume
+from service.prefill import read_again
+from service.replay import sampled_counts, seed_of
+from service.sessions.base import LogMark, SessionHead, SessionStore
+from service.turn import Turn
+from service.turns import Turns
+
+MAX_SHOWN_VERSIONS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RewindRequest:
+    """Exactly one of `to_version`, the end of that turn, and `to_position`, so many tokens of the log, is not None.
+
+    `deadline`: a `time.monotonic()` reading, for the reading of the log.
+    """
+
+    request_id: str
+    tenant: str
+    session_id: str
+    to_version: int | None
+    to_position: int | None
+    expected_version: int | None
+    deadline: float
+
+    def num_log_tokens(self, head: SessionHead, marks: Sequence[LogMark]) -> int:
+        """How much of the log stays. Raises InvalidRequest."""
+        if self.to_position is not None:
+            if not 0 <= self.to_position <= head.num_log_tokens:
+                raise InvalidRequest(
+                    f"to_position must be in [0, {head.num_log_tokens}], got {self.to_position}", param="to_position"
+                )
+            return self.to_position
+        ends = {0: 0} | {mark.version: mark.num_log_tokens for mark in marks}
+        if self.to_version not in ends:
+            last = ", ".join(str(version) for version in list(ends)[-MAX_SHOWN_VERSIONS:])
+            raise InvalidRequest(
+                f"to_version must be a version that the session's log still has (the last are {last}), "
+                f"got {self.to_version}",
+                param="to_version",
+            )
+        return ends[self.to_version]
+
+
+async def rewind_session(
+    turns: Turns, backend: InferenceBackend, store: SessionStore, request: RewindRequest
+) -> SessionHead:
+    """The head after the rewind, at a new version. The state is made by reading what stays of the log.
+
+    The last token that stays is not fed but pending, whether it was sampled or read: so the next turn may be given more
+    to read, or nothing, and is the one that an unbroken session would have had at that place. Only a log of one token
+    is fed: a state stands on at least one.
+
+    Raises what `Turns.open_turn` raises; then nothing has changed.
+    """
+    tenant, session_id = request.tenant, request.session_id
+    async with turns.exclusive(tenant=tenant, session_id=session_id) as (turn, held):
+        head, model, tokenizer = held.stored.head, backend.model, backend.tokenizer
+        require_version(head, request.expected_version)
+        # refuses what this model must not read; the state itself is not used
+        await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
+        marks = await store.log_marks(tenant=tenant, session_id=session_id)
+        num_log_tokens = request.num_log_tokens(head, marks)
+        log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
+        seed, end = _seed_at(marks, num_log_tokens), None
+        if log_ids:
+            state, position, pending = await _state_after(backend, log_ids, request, turn)
+            counts = sampled_counts(log_ids, marks)
+            end = EndState(state=state, position=position, pending=pending, new_ids=(), generated_counts=counts)
+        start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+        return await held.rewind(
+            expected_version=head.version,
+            snapshot=None if end is None else await asyncio.to_thread(_encode, start, end, seed),
+            position=0 if end is None else end.position,
+            model_fingerprint=model.fingerprint,
+            num_log_tokens=num_log_tokens,
+            num_sampled=_num_sampled_since_mark(marks, num_log_tokens),
+            seed=None if end is None else seed,
+        )
+
+
+async def _state_after(
+    backend: InferenceBackend, log_ids: tuple[int, ...], request: RewindRequest, turn: Turn
+) -> tuple[bytes, int, int | None]:
+    """State, position and pending token."""
+    fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
+    finished = await read_again(
+        backend, fed, request_id=request.request_id, deadline=request.deadline, on_start=turn.attach
+    )
+    error = turn.error_of(finished)
+    if error is not None:
+        raise error
+    if finished.end_state is None:
+        raise RuntimeError("the engine ended a session's request without its state")
+    return finished.end_state.state, len(fed), pending
+
+
+def _encode(start: Continuation, end: EndState, seed: int) -> bytes:
+    return start.next_snapshot(end, seed=seed, created_at=time.time()).encode()
+
+
+def _seed_at(marks: Sequence[LogMark], num_log_tokens: int) -> int:
+    """The seed of the turn that the last token belongs to; a new one where nobody knows it."""
+    index = next((i for i, mark in enumerate(marks) if mark.num_log_tokens >= num_log_tokens), len(marks))
+    seed = seed_of(marks[: index + 1])
+    return secrets.randbits(SEED_BITS) if seed is None else seed
+
+
+def _num_sampled_since_mark(marks: Sequence[LogMark], num_log_tokens: int) -> int:
+    """How many of the last tokens that stay, after the last mark that stays, were sampled."""
+    cut = next((mark for mark in marks if mark.num_log_tokens > num_log_tokens), None)
+    if cut is None:
+        return 0
+    last_kept = max((mark.num_log_tokens for mark in marks if mark.num_log_tokens <= num_log_tokens), default=0)
+    return max(0, num_log_tokens - max(last_kept, cut.num_log_tokens - cut.num_sampled))
