@@ -48,9 +48,9 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
     services: Services = app.state.services
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
-        logger.info("%s", start_line(services, f"[{host}]" if ":" in host else host, port))
+        line = start_line(services, f"[{host}]" if ":" in host else host, port)
         try:
-            await GracefulServer(config, services).serve(sockets=[sock])
+            await GracefulServer(config, services, line).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
             raise cannot_listen(host, port, error) from error
     logger.info("stopped")
@@ -129,13 +129,19 @@ class GracefulServer(uvicorn.Server):
     """On the first signal: no new work, running work may finish, then what is left is cut off in good order.
 
     uvicorn alone would close its sockets at once, and so would never tell anybody that it is not ready.
+    `start_line` is logged once connections are accepted.
     """
 
-    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services, start_line: str) -> None:
         super().__init__(config)
         self._services = services
+        self._start_line = start_line
         self._loop = asyncio.get_running_loop()
         self._stopping: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("%s", self._start_line)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""

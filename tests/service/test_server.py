@@ -68,6 +68,21 @@ async def test_an_idle_server_stops_at_once(sig: signal.Signals) -> None:
         await asyncio.wait_for(task, 5)
 
 
+async def test_the_start_line_is_logged_when_connections_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening: list[bool] = []
+
+    def note(_message: str, line: str = "") -> None:
+        found = re.match(r"serving fake-nsm on http://127\.0\.0\.1:(\d+)", line)
+        if found:
+            with socket.socket() as probe:
+                listening.append(probe.connect_ex(("127.0.0.1", int(found[1]))) == 0)
+
+    monkeypatch.setattr("service.server.logger.info", note)
+    async with served(FakeBackend()):
+        pass
+    assert listening == [True]
+
+
 async def test_running_streams_finish_and_new_work_is_refused() -> None:
     backend = FakeBackend(hold=True)
     async with served(backend) as (task, client):
@@ -144,7 +159,8 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
     line = await _read_line(process.stderr, b"serving fake-nsm")
     found = re.search(rb"http://127\.0\.0\.1:(\d+)", line)
     assert found
-    await _until_it_accepts(int(found[1]))
+    with socket.create_connection(("127.0.0.1", int(found[1]))):
+        pass  # whoever has read the line may connect
     process.send_signal(signal.SIGINT)
     await _read_line(process.stderr, b"stopping")
     process.send_signal(signal.SIGINT)
@@ -157,18 +173,6 @@ async def _read_line(log: asyncio.StreamReader, words: bytes) -> bytes:
             if words in line:
                 return line
     raise AssertionError(f"the process ended without saying {words!r}")
-
-
-async def _until_it_accepts(port: int) -> None:
-    for _ in range(1000):
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except ConnectionRefusedError:
-            await asyncio.sleep(0.01)
-        else:
-            writer.close()
-            return
-    raise AssertionError("the server never listened")
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
