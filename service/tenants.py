@@ -32,7 +32,7 @@ ANYBODY = Caller(tenant=DEFAULT_TENANT, key_id=None, may_read_metrics=True)
 
 
 class Permit:
-    """Room for requests to the engine. `leave` gives it back; idempotent."""
+    """Room for requests to the engine. `leave`, or the end of a `with`, gives it back; idempotent."""
 
     def __init__(self, running: Counter[str], tenant: str, num_requests: int) -> None:
         self._running = running
@@ -42,6 +42,12 @@ class Permit:
     def leave(self) -> None:
         self._running[self._tenant] -= self._num_requests
         self._num_requests = 0
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
 
 class Tenants:

@@ -101,17 +101,19 @@ class Turns:
     async def exclusive(self, *, tenant: str, session_id: str) -> AsyncIterator[tuple[Turn, HeldLease]]:
         """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
 
-        Raises SessionBusy, NotFound, StoreUnavailable or Overloaded.
+        Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
         """
         if self._is_draining:
             raise stopping()
         key = (tenant, session_id)
         turn = self._claim(key)
         try:
+            turn.permit = self._tenants.enter(tenant)
             held = await self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
             try:
                 yield turn, held
             finally:
+                turn.has_written = held.has_written
                 await held.give_back()
         finally:
             self._release(key)
@@ -123,7 +125,9 @@ class Turns:
             return False
         turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
         await turn.ended.wait()
-        return turn.end is not None and turn.end.finished.reason is FinishReason.ABORT
+        if turn.end is None:  # it was refused, or was no turn: see `exclusive`
+            return not turn.has_written
+        return turn.end.finished.reason is FinishReason.ABORT
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""

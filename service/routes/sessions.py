@@ -208,7 +208,8 @@ async def import_file(
         is_rebuild_allowed=rebuild,
         deadline=arrival.time + services.settings.request_timeout_s,
     )
-    head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
+    with services.tenants.enter(tenant):  # it may have to read the file's log
+        head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
     extra = {"rebuilt": "fingerprint_mismatch"} if is_rebuilt else {}
     return json_response({**session_object(services, head), **extra})
 

@@ -241,7 +241,7 @@ async def test_requests_that_run_are_limited_and_stay_so_when_their_clients_leav
         await client.post("/v1/sessions", json={"id": "s1"}, headers=acme.headers)
 
         async def post(key: TestKey, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
-            return await client.post(path, json={"max_tokens": 1, **fields}, headers=key.headers)
+            return await client.post(path, json=fields, headers=key.headers)
 
         async with client.stream("POST", S1, json={"input": "a", "stream": True}, headers=acme.headers):
             await until(lambda: len(backend.running) == 1)
@@ -254,13 +254,14 @@ async def test_requests_that_run_are_limited_and_stay_so_when_their_clients_leav
             (COMPLETIONS, {"prompt": "x"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
             ("/v1/sessions/s2/generate", {"input": "x"}),
+            ("/v1/sessions/s2/rewind", {"to_position": 0}),
         ):
             refused = await post(acme, path, **fields)
             error = error_of(refused)
             assert (refused.status_code, error["code"]) == (429, "concurrency_limit_exceeded"), refused.text
             assert "max_concurrent of this API key's tenant is 2: 2 requests are running" in error["message"]
             assert refused.headers["retry-after"] == "1"
-        assert server.metric("nsm_rejected_total", reason="concurrency_limit") == 3
+        assert server.metric("nsm_rejected_total", reason="concurrency_limit") == 4
         assert (await client.get("/v1/sessions/s1", headers=acme.headers)).status_code == 200
         others = asyncio.create_task(post(rival, prompt=["x", "y"]))
         await until(lambda: len(backend.running) == 4)
@@ -289,6 +290,7 @@ async def test_a_refused_request_leaves_no_trace_in_the_count(keys_file: Path, a
     async with keyed(keys_file, acme, acme="max_concurrent = 1") as server:
         for path, body in (
             ("/v1/sessions/nope/generate", {"input": "x"}),
+            ("/v1/sessions/nope/rewind", {"to_position": 0}),
             (COMPLETIONS, {"prompt": "x", "max_tokens": 0}),
             (COMPLETIONS, BODY),
             (COMPLETIONS, {**BODY, "stream": True}),
