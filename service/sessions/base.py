@@ -274,6 +274,13 @@ class SessionStore(Protocol):
         """
         ...
 
+    async def list_tenants(self) -> tuple[str, ...]:
+        """Every tenant with a session, sorted; also one whose sessions have all expired but are not removed yet.
+
+        For whole stores (backups, moves); it may read something of every session.
+        """
+        ...
+
     async def usage(self, *, tenant: str) -> TenantUsage:
         """What the tenant's sessions take; one whose TTL ran out counts until it is removed."""
         ...

@@ -245,6 +245,9 @@ class MemorySessionStore:
         page = tuple(heads[:limit])
         return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
 
+    async def list_tenants(self) -> tuple[str, ...]:
+        return tuple(sorted({tenant for tenant, _ in self._records}))
+
     async def usage(self, *, tenant: str) -> TenantUsage:
         heads = [record.head for (owner, _), record in self._records.items() if owner == tenant]
         num_bytes = sum(head.snapshot_bytes + TOKEN_BYTES * head.num_log_tokens for head in heads)

@@ -30,6 +30,7 @@ class QuotaStore:
         self.acquire, self.renew, self.release = store.acquire, store.renew, store.release
         self.commit, self.rewind = store.commit, store.rewind
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list
+        self.list_tenants = store.list_tenants
         self.usage, self.remove_expired, self.check_writable = store.usage, store.remove_expired, store.check_writable
 
     async def create(

@@ -323,6 +323,9 @@ class RedisSessionStore:
                 heads.append(stored.head)
         return heads
 
+    async def list_tenants(self) -> tuple[str, ...]:
+        return await self._index.tenants()
+
     async def usage(self, *, tenant: str) -> TenantUsage:
         return await self._index.usage(tenant)
 

@@ -35,6 +35,7 @@ COMMIT_PATIENCE_S = 5.0  # a turn's work is at stake, and its lease lives longer
 FIRST_PAUSE_S = 0.02  # between attempts; doubles, with jitter
 MAX_PAUSE_S = 0.5
 READ_BYTES = 1024 * 1024  # at once: snapshots are megabytes
+KEYS_AT_ONCE = 1000  # of a scan: the server answers nobody else meanwhile
 HEALTH_CHECK_S = 15  # an idle connection is pinged before it is used again
 UNBOUNDED = 2**31  # of redis-py's pools: ours is the bound
 
@@ -66,6 +67,11 @@ class Attempt:
         if unreachable is not None and not answers:
             raise unreachable
         return answers
+
+    async def scan(self, pattern: str) -> AsyncIterator[bytes]:
+        """The names of all keys that fit, on whatever server; one may come twice."""
+        async for key in self._redis.scan_iter(match=pattern, count=KEYS_AT_ONCE):
+            yield key
 
     async def script(self, script: Script, keys: Sequence[str], *args: Any) -> Any:
         try:

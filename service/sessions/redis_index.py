@@ -13,7 +13,7 @@ import logging
 from nsm_core.errors import NsmError
 from service.sessions.base import SessionHead, TenantUsage
 from service.sessions.records import TOKEN_BYTES
-from service.sessions.redis_client import RedisClient
+from service.sessions.redis_client import Attempt, RedisClient
 from service.sessions.redis_keys import Keyspace
 from service.sessions.redis_records import MICROSECONDS, optional_us, to_us
 from service.sessions.redis_scripts import INDEX_FORGET, INDEX_PAGE, INDEX_PUT, INDEX_RESERVE, INDEX_USAGE
@@ -70,6 +70,16 @@ class TenantIndex:
         flat = await self._client.script(INDEX_PAGE, self._keys.tenant(tenant), *place, limit)
         names = zip(flat[::2], flat[1::2], strict=True)
         return [IndexEntry(name.decode(), int(created_us) / MICROSECONDS) for name, created_us in names]
+
+    async def tenants(self) -> tuple[str, ...]:
+        """All there are, sorted. Goes through the names of all keys: an index has only the hash of its tenant's."""
+
+        async def work(attempt: Attempt) -> set[str]:
+            heads = {self._keys.tenant_tag(key): key async for key in attempt.scan(self._keys.any_head)}
+            names = [await attempt.command("HGET", key, "tenant") for key in heads.values()]
+            return {name.decode() for name in names if name is not None}
+
+        return tuple(sorted(await self._client.call(work)))
 
     async def usage(self, tenant: str) -> TenantUsage:
         num_sessions, num_bytes = await self._client.script(INDEX_USAGE, self._keys.tenant(tenant))

@@ -40,6 +40,16 @@ class Keyspace:
         return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
 
     @property
+    def any_head(self) -> str:
+        """A pattern for the heads of all sessions."""
+        return f"{self.prefix}:{{*.*}}:head"
+
+    @staticmethod
+    def tenant_tag(head_key: bytes) -> bytes:
+        """What the heads of one tenant have in common."""
+        return head_key.rpartition(b".")[0]
+
+    @property
     def schema(self) -> str:
         return f"{self.prefix}:schema"
 

@@ -351,6 +351,13 @@ class SqliteSessionStore:
 
         return await self._read(work)
 
+    async def list_tenants(self) -> tuple[str, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[str, ...]:
+            rows = connection.execute("SELECT tenant FROM usage WHERE num_sessions > 0 ORDER BY tenant").fetchall()
+            return tuple(tenant for (tenant,) in rows)
+
+        return await self._read(work)
+
     async def usage(self, *, tenant: str) -> TenantUsage:
         def work(connection: sqlite3.Connection) -> TenantUsage:
             row = connection.execute("SELECT num_sessions, num_bytes FROM usage WHERE tenant = ?", (tenant,)).fetchone()

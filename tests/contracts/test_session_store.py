@@ -157,6 +157,16 @@ async def test_pages_are_newest_first_and_complete(store: SessionStore) -> None:
     assert (len(exact.heads), exact.next_cursor) == (5, None)
 
 
+async def test_every_tenant_with_a_session_is_listed_once(store: SessionStore) -> None:
+    assert await store.list_tenants() == ()
+    for tenant, session_id in (("zoe", "s1"), ("a", "s1"), ("a", "s2"), ("é:{*}", "s1")):
+        await create(store, session_id, tenant=tenant)
+    assert await store.list_tenants() == ("a", "zoe", "é:{*}")
+    await store.delete(tenant="zoe", session_id="s1")
+    await store.delete(tenant="a", session_id="s2")
+    assert await store.list_tenants() == ("a", "é:{*}")
+
+
 async def test_a_cursor_stays_good_when_sessions_come_go_and_move_on(store: SessionStore) -> None:
     heads = [await create(store, f"s{number}") for number in range(4)]
     page = await store.list(tenant="a", limit=2)

@@ -366,6 +366,7 @@ async def every_call(store: RedisSessionStore) -> None:
     assert len(await store.log_marks(**KEY)) == 1
     page = await store.list(tenant="a", limit=1)
     assert len(page.heads) == (await store.usage(tenant="a")).num_sessions == 1
+    assert await store.list_tenants() == ("a",)
     await store.check_writable()
     await store.delete(**KEY)
 
