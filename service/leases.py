@@ -31,6 +31,7 @@ class HeldLease:
         on_lost: Callable[[NsmError], None],
     ) -> None:
         self.stored = leased.stored
+        self.has_written = False
         self._lease = leased.lease
         self._store = store
         self._lease_s = lease_s
@@ -66,7 +67,7 @@ class HeldLease:
             self._is_over = True
             self._metrics.lease_lost()
             raise
-        self._is_over = True
+        self._is_over = self.has_written = True
         return head
 
     async def _stop_renewing(self) -> None:

@@ -41,6 +41,7 @@ class Turn:
         self.other_numerics: str | None = None  # see Continuation, as for the next
         self.rebuilt: RebuildReason | None = None
         self.permit: Permit | None = None
+        self.has_written = False  # what was no turn but held the session as one has changed it
         self._metrics = metrics
         self._detached_s = detached_s
         self._generation: Generation | None = None

@@ -113,6 +113,7 @@ class Turns:
             try:
                 yield turn, held
             finally:
+                turn.has_written = held.has_written
                 await held.give_back()
         finally:
             self._release(key)
@@ -124,7 +125,9 @@ class Turns:
             return False
         turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
         await turn.ended.wait()
-        return turn.end is not None and turn.end.finished.reason is FinishReason.ABORT
+        if turn.end is None:  # it was refused, or was no turn: see `exclusive`
+            return not turn.has_written
+        return turn.end.finished.reason is FinishReason.ABORT
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""

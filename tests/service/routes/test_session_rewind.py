@@ -176,12 +176,35 @@ async def test_P5_a_rewind_and_a_turn_exclude_each_other_and_a_cancel_stops_it()
             await house.client.post("/v1/sessions/s1/generate", json={"input": "x"}),
         ):
             assert (response.status_code, error_of(response)["code"]) == (409, "session_busy")
-        ok(await house.client.post("/v1/sessions/s1/cancel"))
+        assert ok(await house.client.post("/v1/sessions/s1/cancel"))["cancelled"]
         response = await rewinding
         assert (response.status_code, error_of(response)["code"]) == (409, "turn_cancelled")
         backend.forget_permits()
         backend.release(10)
         assert (await say(house, 9))["session"]["version"] == 2
+
+
+async def test_a_cancel_that_comes_too_late_for_a_rewind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway(FakeBackend()) as house:
+        await three_turns(house)
+        store, is_writing, may_write = house.services.store, asyncio.Event(), asyncio.Event()
+        write = store.rewind
+
+        async def slow(*lease: Any, **fields: Any) -> Any:
+            is_writing.set()
+            await may_write.wait()
+            return await write(*lease, **fields)
+
+        monkeypatch.setattr(store, "rewind", slow)
+        rewinding = asyncio.create_task(rewind(house, to_version=1))
+        await is_writing.wait()
+        cancelling = asyncio.create_task(house.client.post("/v1/sessions/s1/cancel"))
+        turn = house.services.turns._running["default", "s1"]
+        while turn._stop_error is None:  # noqa: ASYNC110 - it tells nobody that it is to stop
+            await asyncio.sleep(0)
+        may_write.set()
+        assert not ok(await cancelling)["cancelled"]
+        assert ok(await rewinding)["version"] == 4
 
 
 async def test_a_reading_that_fails_leaves_the_session_as_it_was() -> None:
