@@ -9,6 +9,9 @@ from typing import Any
 
 from nsm_core.errors import ConfigError
 
+MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
+MAX_LAYERS = 1024
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -47,8 +50,9 @@ class ModelConfig:
             "mlp_hidden",
             "timescale_groups",
         ):
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, f"{name} must be a positive integer, got {value!r}")
+            value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high
+            _require(is_size, f"{name} must be a whole number in [1, {high}], got {value!r}")
         _require(self.conv_taps >= 2, f"conv_taps must be at least 2, got {self.conv_taps}")
         _require(
             self.d_model % self.num_heads == 0,

@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
     api_keys_file: Path | None = None  # None: one tenant, no keys
     allow_anonymous: bool = False  # without keys, serve other hosts too
-    num_threads: PositiveInt | None = None  # CPU threads of the model; None: torch decides
+    num_threads: int | None = Field(default=None, ge=1, le=1024)  # CPU threads of the model; None: torch decides
 
     max_slots: PositiveInt = 16  # requests that run at once
     token_budget: PositiveInt = 256  # most tokens in one step

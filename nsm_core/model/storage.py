@@ -107,10 +107,10 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
         )
     stored, form = _read_tensors(directory / WEIGHTS_FILE)
-    with torch.device("meta"):
-        model = NsmModel(config)
-    model.to_empty(device="cpu")
     try:
+        with torch.device("meta"):
+            model = NsmModel(config)
+        model.to_empty(device="cpu")  # fails for sizes that no machine has the memory for
         model.load_state_dict(_decode(stored))
     except RuntimeError as error:
         summary = " ".join(str(error).split())[:300]

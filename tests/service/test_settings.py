@@ -91,6 +91,8 @@ def test_store_choices(store: str, path: str | None) -> None:
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
         ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
         ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "'nan'"]),
+        ("NSM_NUM_THREADS", "100000", ["NSM_NUM_THREADS", "--num-threads", "1024", "'100000'"]),
+        ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
     ],
 )

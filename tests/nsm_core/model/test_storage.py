@@ -89,6 +89,14 @@ def widen_config(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**fields, "mlp_hidden": 128}))
 
 
+def change_config(**changes: object):  # type: ignore[no-untyped-def]
+    def change(directory: Path) -> None:
+        fields = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**fields, **changes}))
+
+    return change
+
+
 def shrink_vocabulary(directory: Path) -> None:
     fields = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**fields, "vocab_size": 100}))
@@ -109,6 +117,14 @@ def remove(name: str):  # type: ignore[no-untyped-def]
         (break_config, ConfigError, "num_slots"),
         (widen_config, CheckpointError, "does not fit"),
         (shrink_vocabulary, CheckpointError, "512 tokens"),
+        (
+            change_config(d_model=10**9),
+            ConfigError,
+            r"d_model must be a whole number in \[1, 1048576\], got 1000000000",
+        ),
+        (change_config(num_layers=10**9), ConfigError, r"num_layers must be .* \[1, 1024\], got 1000000000"),
+        (change_config(num_heads=True), ConfigError, "num_heads must be a whole number .* got True"),
+        (change_config(d_model=2**20, mlp_hidden=2**20), CheckpointError, "does not fit"),
         (cut_weights, CheckpointError, "weights.safetensors"),
         (remove("config.json"), ConfigError, "config.json"),
         (remove("weights.safetensors"), CheckpointError, "weights.safetensors"),
