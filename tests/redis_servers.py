@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import itertools
+import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +22,7 @@ import redis
 SERVICE = "sessions"
 START_S = 20.0  # for a server to answer, a cluster to form, a Sentinel to see the others
 NUM_SLOTS = 16384
+PR_SET_PDEATHSIG = 1
 
 _prefixes = itertools.count()
 
@@ -27,9 +32,12 @@ def own_prefix() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that outgoing connections take; not the same in test runs side by side, whatever their seeds."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -44,6 +52,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} did not happen within {START_S:g} s")
         time.sleep(0.02)
+
+
+def _die_with_the_tests() -> None:
+    """In the new process: a test run that is killed leaves no servers behind (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RedisServer:
@@ -69,9 +83,15 @@ class RedisServer:
 
     def start(self) -> None:
         command = ["redis-server", str(self.directory / "redis.conf")]
-        self.process = subprocess.Popen([*command, "--sentinel"] if self.is_sentinel else command)
+        command = [*command, "--sentinel"] if self.is_sentinel else command
+        self.process = subprocess.Popen(command, preexec_fn=_die_with_the_tests)
         with self.client() as client:
-            wait_until(lambda: bool(client.ping()), "the start of redis-server")
+            wait_until(lambda: self._answers(client), "the start of redis-server")
+
+    def _answers(self, client: redis.Redis) -> bool:
+        if self.process is None or self.process.poll() is not None:
+            raise RuntimeError(f"redis-server ended:\n{(self.directory / 'log').read_text()}")
+        return bool(client.ping())
 
     def kill(self) -> None:
         """kill -9."""
