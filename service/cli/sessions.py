@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options
 from service.cli.output import console, print_fields, print_json, write_text
+from service.cli.stores import opened_store, store_settings
 from service.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from nsm_core.tokenizer import Tokenizer
-    from service.sessions.base import SessionHead, SessionStore
+    from service.sessions.base import SessionHead
     from service.settings import Settings
 
 PAGE = 100
 
 SessionId = Annotated[str, typer.Argument(help="Id of a session, as `nsm sessions list` shows it.", show_default=False)]
 
-app = typer.Typer(help="Show and delete stored sessions.", no_args_is_help=True)
+app = typer.Typer(help="Stored sessions: show, delete, back up, move.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -36,7 +34,7 @@ def list_sessions(
     as_json: options.AsJson = False,
 ) -> None:
     """Sessions, newest first."""
-    heads = asyncio.run(_newest(_settings(data_dir, store), tenant, limit))
+    heads = asyncio.run(_newest(store_settings(data_dir, store), tenant, limit))
     if as_json:
         print_json([session_fields(head) for head in heads])
     elif not heads:
@@ -54,7 +52,7 @@ def show(
     as_json: options.AsJson = False,
 ) -> None:
     """One session: where it is and what it takes."""
-    head = asyncio.run(_get(_settings(data_dir, store), tenant, session_id))
+    head = asyncio.run(_get(store_settings(data_dir, store), tenant, session_id))
     if as_json:
         print_json(session_fields(head))
     else:
@@ -69,7 +67,7 @@ def delete(
     store: options.Store = None,
 ) -> None:
     """Delete a session for good: its state, its log, its head."""
-    asyncio.run(_delete(_settings(data_dir, store), tenant, session_id))
+    asyncio.run(_delete(store_settings(data_dir, store), tenant, session_id))
     print(f"deleted {session_id}")
 
 
@@ -84,7 +82,7 @@ def log(
     as_json: options.AsJson = False,
 ) -> None:
     """Everything a session has read and written, from its token log."""
-    settings = _settings(data_dir, store, model=model)
+    settings = store_settings(data_dir, store, model=model)
     head, log_ids = asyncio.run(_read_log(settings, tenant, session_id))
     text = None if ids else _tokenizer_of(settings, head).decode(log_ids)
     if as_json:
@@ -108,35 +106,11 @@ def session_fields(head: SessionHead) -> dict[str, Any]:
     }
 
 
-def _settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
-    from nsm_core.errors import ConfigError
-    from service.settings import load_settings
-
-    settings = load_settings(data_dir=data_dir, store=store, model=model)
-    if settings.store == "memory":
-        raise ConfigError(
-            "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"
-        )
-    return settings
-
-
-@contextlib.asynccontextmanager
-async def _open(settings: Settings) -> AsyncIterator[SessionStore]:
-    from service.sessions.factory import make_store
-
-    store = make_store(settings)
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
 async def _newest(settings: Settings, tenant: str, limit: int) -> list[SessionHead]:
     """Up to `limit` heads of however many pages."""
     heads: list[SessionHead] = []
     cursor: str | None = None
-    async with _open(settings) as store:
+    async with opened_store(settings) as store:
         while len(heads) < limit:
             page = await store.list(tenant=tenant, limit=min(PAGE, limit - len(heads)), cursor=cursor)
             heads += page.heads
@@ -147,17 +121,17 @@ async def _newest(settings: Settings, tenant: str, limit: int) -> list[SessionHe
 
 
 async def _get(settings: Settings, tenant: str, session_id: str) -> SessionHead:
-    async with _open(settings) as store:
+    async with opened_store(settings) as store:
         return await store.get(tenant=tenant, session_id=session_id)
 
 
 async def _delete(settings: Settings, tenant: str, session_id: str) -> None:
-    async with _open(settings) as store:
+    async with opened_store(settings) as store:
         await store.delete(tenant=tenant, session_id=session_id)
 
 
 async def _read_log(settings: Settings, tenant: str, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
-    async with _open(settings) as store:
+    async with opened_store(settings) as store:
         head = await store.get(tenant=tenant, session_id=session_id)
         return head, await store.read_log(tenant=tenant, session_id=session_id)
 

@@ -1,0 +1,152 @@
+"""`nsm sessions backup`, `restore` and `copy`: all of a store's sessions at once, beside a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from service.cli import options
+from service.cli.output import note
+from service.cli.progress import progress
+from service.cli.stores import opened_store, store_settings
+
+if TYPE_CHECKING:
+    from service.moving import Moved, Outcome
+    from service.settings import Settings
+
+Tenant = Annotated[str | None, typer.Option(help="Only this tenant's sessions.", show_default="all tenants")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace sessions that are there under the same id.")]
+
+SAID: dict[Outcome, str] = {
+    "written": "written",
+    "replaced": "replaced",
+    "same": "there already",
+    "exists": "skipped: another session has the id (--overwrite replaces it)",
+    "gone": "deleted meanwhile",
+    "failed": "not written",
+}
+
+
+def backup(
+    file: Annotated[Path, typer.Argument(help="Where to; an older file there is replaced.", show_default=False)],
+    tenant: Tenant = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+) -> None:
+    """Write all sessions into one file."""
+    if not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {file.parent}", param_hint="'FILE'")
+    tally = Tally()
+    asyncio.run(_backup(store_settings(data_dir, store), file.absolute(), tenant, tally))
+    tally.tell(f"backup {file}")
+
+
+async def _backup(settings: Settings, file: Path, tenant: str | None, tally: Tally) -> None:
+    from service.moving import all_sessions
+    from service.moving import backup as run
+
+    async with opened_store(settings) as opened:
+        names = await all_sessions(opened, tenant=tenant)
+        await _follow(run(opened, names, file), tally, label="backup", total=len(names))
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `nsm sessions backup` wrote.", show_default=False)],
+    tenant: Tenant = None,
+    overwrite: Overwrite = False,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+) -> None:
+    """Bring the sessions of a backup into a store."""
+    tally = Tally()
+    settings = store_settings(data_dir, store)
+    with file.open("rb") as raw:
+        asyncio.run(_restore(settings, raw, file.stat().st_size, tenant, overwrite, tally))
+    tally.tell(f"restore {file}")
+
+
+async def _restore(
+    settings: Settings, raw: BinaryIO, num_bytes: int, tenant: str | None, is_overwriting: bool, tally: Tally
+) -> None:
+    from service.moving import restore as run
+
+    async with opened_store(settings) as opened:
+        steps = run(opened, raw, tenant=tenant, is_overwriting=is_overwriting)
+        await _follow(steps, tally, label="restore", total=num_bytes)
+
+
+def copy(
+    source: Annotated[str | None, typer.Option("--from", help="URL of a store.", show_default="NSM_STORE")] = None,
+    target: Annotated[str | None, typer.Option("--to", help="URL of a store.", show_default="NSM_STORE")] = None,
+    tenant: Tenant = None,
+    overwrite: Overwrite = False,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Copy all sessions from one store into another."""
+    from nsm_core.errors import ConfigError
+
+    settings = (store_settings(data_dir, source), store_settings(data_dir, target))
+    places = [(one.store if one.is_redis else one.store_name()) for one in settings]
+    if places[0] == places[1]:
+        raise ConfigError(f"--from and --to are the same store, {settings[0].store_name()}")
+    tally = Tally()
+    asyncio.run(_copy(*settings, tenant, overwrite, tally))
+    tally.tell(f"copy to {settings[1].store_name()}")
+
+
+async def _copy(source: Settings, target: Settings, tenant: str | None, is_overwriting: bool, tally: Tally) -> None:
+    from service.moving import all_sessions, copy_sessions
+
+    async with opened_store(source) as from_store, opened_store(target) as to_store:
+        names = await all_sessions(from_store, tenant=tenant)
+        steps = copy_sessions(from_store, to_store, names, is_overwriting=is_overwriting)
+        await _follow(steps, tally, label="copy", total=len(names))
+
+
+async def _follow(steps: AsyncGenerator[Moved], tally: Tally, *, label: str, total: int) -> None:
+    """Counts and shows what is done. `total`: sessions, or bytes where the steps tell those."""
+    from nsm_core.errors import NsmError
+
+    try:
+        with progress(label, total) as advance:
+            async with contextlib.aclosing(steps):
+                async for moved in steps:
+                    tally.add(moved)
+                    advance(moved.num_bytes_read or tally.num_sessions)
+    except NsmError as error:
+        raise NsmError(f"{error}; until there: {tally}") from error
+
+
+class Tally:
+    """What became of how many sessions."""
+
+    def __init__(self) -> None:
+        self.num_sessions = 0
+        self._counts: Counter[Outcome] = Counter()
+        self._odd: list[Moved] = []
+
+    def add(self, moved: Moved) -> None:
+        self.num_sessions += 1
+        self._counts[moved.outcome] += 1
+        if moved.outcome in ("exists", "failed"):
+            self._odd.append(moved)
+
+    def tell(self, title: str) -> None:
+        """The counts; on standard error what was not done; exit status 1 when a session failed."""
+        for moved in self._odd:
+            reason = SAID[moved.outcome] if moved.error is None else f"{SAID[moved.outcome]}: {moved.error}"
+            note(f"{moved.name.tenant}/{moved.name.session_id}: {reason}")
+        print(f"{title}: {self}")
+        if self._counts["failed"]:
+            raise typer.Exit(1)
+
+    def __str__(self) -> str:
+        words = {outcome: said.partition(":")[0] for outcome, said in SAID.items()}
+        told = [f"{self._counts[name]} {word}" for name, word in words.items() if self._counts[name]]
+        return ", ".join(told) or "no sessions"

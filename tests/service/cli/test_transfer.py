@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.redis_servers import Topology
+from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.service.cli.test_sessions import talk
+
+
+def listed(nsm: Nsm, store: str) -> list[tuple[str, int, int]]:
+    found = json.loads(nsm("sessions", "list", "--store", store, "--json").stdout)
+    return [(session["id"], session["version"], session["position"]) for session in found]
+
+
+def test_what_was_backed_up_and_restored_goes_on_as_the_original(nsm: Nsm, tmp_path: Path) -> None:
+    file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
+    session_id = talk(nsm, "Hello")
+    talk(nsm, "Hello\nAgain")
+    assert nsm("sessions", "backup", file).stdout == f"backup {file}: 2 written\n"
+    assert nsm("sessions", "restore", file, "--store", other).stdout == f"restore {file}: 2 written\n"
+    assert nsm("sessions", "restore", file, "--store", other).stdout == f"restore {file}: 2 there already\n"
+    assert listed(nsm, other) == listed(nsm, "sqlite")
+    again = ("chat", "--session", session_id, "--max-tokens", 6)
+    assert nsm(*again, "--store", other, stdin="And now?").stdout == nsm(*again, stdin="And now?").stdout
+
+
+def test_a_restore_tells_what_it_skipped(nsm: Nsm, tmp_path: Path) -> None:
+    file, session_id = tmp_path / "all.nsm", talk(nsm)
+    nsm("sessions", "backup", file)
+    nsm("chat", "--session", session_id, "--max-tokens", 2, stdin="More")
+    result = nsm("sessions", "restore", file)
+    assert (result.exit_code, result.stdout) == (0, f"restore {file}: 1 skipped\n")
+    assert f"default/{session_id}: skipped: another session has the id" in result.stderr
+    assert nsm("sessions", "restore", file, "--overwrite").stdout == f"restore {file}: 1 replaced\n"
+    assert [version for _, version, _ in listed(nsm, "sqlite")] == [1]
+
+
+def test_a_damaged_backup_tells_what_was_restored(nsm: Nsm, tmp_path: Path) -> None:
+    file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
+    first, _ = talk(nsm), talk(nsm)
+    nsm("sessions", "backup", file)
+    file.write_bytes(file.read_bytes()[:-100])
+    result = nsm("sessions", "restore", file, "--store", other)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("nsm: this is no backup that can be used: it was cut off after ")
+    assert result.stderr.endswith("; until there: 1 written\n")
+    assert [session_id for session_id, *_ in listed(nsm, other)] == [first]
+
+
+def test_a_session_with_a_damaged_state_is_told_and_the_others_saved(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+    damaged, _ = talk(nsm), talk(nsm)
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        connection.execute("UPDATE snapshots SET snapshot = zeroblob(100) WHERE session_id = ?", (damaged,))
+    connection.close()
+    result = nsm("sessions", "backup", tmp_path / "all.nsm")
+    assert (result.exit_code, result.stdout) == (1, f"backup {tmp_path / 'all.nsm'}: 1 written, 1 not written\n")
+    assert result.stderr.startswith(f"default/{damaged}: not written: ")
+    assert "snapshot refused" in result.stderr
+
+
+@pytest.mark.redis
+def test_sessions_move_to_redis_and_back(nsm: Nsm, redis_single: Topology, tmp_path: Path) -> None:
+    url, back = redis_single.own_url(), f"sqlite:///{tmp_path / 'back.db'}"
+    session_id = talk(nsm, "Hello\nAgain")
+    result = nsm("sessions", "copy", "--to", url)
+    assert result.stdout == f"copy to {redis_single.url}: 1 written\n"
+    assert nsm("sessions", "copy", "--to", url).stdout == f"copy to {redis_single.url}: 1 there already\n"
+    assert nsm("sessions", "copy", "--from", url, "--to", back).exit_code == 0
+    assert listed(nsm, url) == listed(nsm, back) == listed(nsm, "sqlite")
+    again = ("chat", "--session", session_id, "--max-tokens", 6)
+    answers = {nsm(*again, "--store", store, stdin="And now?").stdout for store in (url, back, "sqlite")}
+    assert len(answers) == 1
+
+
+def test_what_cannot_be_done_is_one_line(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+    letters, nowhere = tmp_path / "letters", tmp_path / "no" / "all.nsm"
+    letters.write_text("Dear Emma, " * 100)
+    message = "this is no backup that can be used: it does not begin with the magic bytes; until there: no sessions"
+    assert_one_line(nsm("sessions", "restore", letters), message)
+    assert_one_line(nsm("sessions", "restore", nowhere), f"{nowhere}: No such file or directory")
+    message = f"Invalid value for 'FILE': there is no directory {nowhere.parent}"
+    assert_one_line(nsm("sessions", "backup", nowhere), message, status=2)
+    message = f"--from and --to are the same store, {data_dir / 'sessions.db'}"
+    assert_one_line(nsm("sessions", "copy", "--to", f"sqlite:///{data_dir / 'sessions.db'}"), message)
+    assert nsm("sessions", "backup", tmp_path / "all.nsm").stdout == f"backup {tmp_path / 'all.nsm'}: no sessions\n"
