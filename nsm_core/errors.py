@@ -12,8 +12,8 @@ NsmError
 ├── LeaseLost            a turn's right to write its session went to somebody else; nothing of it was kept
 ├── TurnCancelled        a session's turn was stopped on request; nothing of it was kept
 ├── VersionConflict      the session moved on since it was read
-├── StateMismatch        a snapshot belongs to another model, session, tenant or position
-├── SnapshotCorrupt      a snapshot's bytes do not match its checksum or layout
+├── StateMismatch        a session was made by another model than the one that runs
+├── SnapshotCorrupt      what is stored of a session is damaged: not what was written, or not its own
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
 ├── NumericalError       the model gave values that are not finite for this request
@@ -95,11 +95,11 @@ class VersionConflict(NsmError):
 
 
 class StateMismatch(NsmError):
-    """A snapshot belongs to another model, session, tenant or token position."""
+    """A session was made by another model than the one that runs."""
 
 
 class SnapshotCorrupt(NsmError):
-    """A snapshot's bytes do not match its checksum, header or layout."""
+    """What is stored of a session is not what was written, or belongs to another session, version or position."""
 
 
 class Overloaded(NsmError):

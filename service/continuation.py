@@ -120,10 +120,10 @@ class Continuation:
         )
 
     def new_log_ids(self, end: EndState) -> tuple[int, ...]:
-        """What the turn adds to the token log. Raises StateMismatch."""
+        """What the turn adds to the token log. Raises SnapshotCorrupt."""
         new_ids = end.new_ids[len(self._known_ids) :]
         num_log_tokens = self.head.num_log_tokens + len(new_ids)
-        _require_log(num_log_tokens, end.position, end.pending)
+        _require_log(self.head, num_log_tokens, end.position, end.pending)
         return new_ids
 
     def next_snapshot(self, end: EndState, *, seed: int, created_at: float) -> Snapshot:
@@ -148,7 +148,8 @@ class Continuation:
 def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation | LostState:
     """Decodes and checks what the store gave; LostState when it is to be made again from the log.
 
-    Raises StateMismatch, also for a damaged state of a model whose tokenizer may be another one.
+    Raises StateMismatch for a session of another tokenizer, also for a damaged state of a model that may have another
+    one; SnapshotCorrupt for what is stored in the session's place but is not its state.
     """
     head = stored.head
     if stored.damage is not None:
@@ -160,7 +161,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
             )
         return LostState(reason=stored.damage)
     if stored.snapshot is None:
-        _require_log(head.num_log_tokens, 0, None)
+        _require_log(head, head.num_log_tokens, 0, None)
         return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
     try:
         snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
@@ -168,12 +169,12 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         return resume(dataclasses.replace(stored, snapshot=None, damage="corrupt"), model=model, tokenizer=tokenizer)
     header = snapshot.header
     _require_owner(header, head)
-    _require_log(head.num_log_tokens, header.position, header.pending_id)
+    _require_log(head, head.num_log_tokens, header.position, header.pending_id)
     _require_tokenizer(header, model, tokenizer)
     if header.model_fingerprint != model.fingerprint:
         return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
     if header.layout != parse_layout(model.state_layout):
-        raise StateMismatch(f"the state of session {head.session_id!r} has another layout than this model's")
+        raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
     return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer)
 
 
@@ -190,7 +191,9 @@ def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:
         found, expected = getattr(header, name), getattr(head, name)
         if found != expected:
             # neither value of a tenant or id is shown: the stored one may be somebody else's
-            raise StateMismatch(f"the state stored for session {head.session_id!r} has another {name}; it is not used")
+            raise SnapshotCorrupt(
+                f"the state stored for session {head.session_id!r} has another {name}; it is not used"
+            )
 
 
 def _require_tokenizer(header: SnapshotHeader, model: ModelInfo, tokenizer: Tokenizer) -> None:
@@ -202,8 +205,10 @@ def _require_tokenizer(header: SnapshotHeader, model: ModelInfo, tokenizer: Toke
         )
 
 
-def _require_log(num_log_tokens: int, position: int, pending_id: int | None) -> None:
+def _require_log(head: SessionHead, num_log_tokens: int, position: int, pending_id: int | None) -> None:
     """The log holds everything fed and the pending token: otherwise a token was lost or read twice."""
     expected = position + (pending_id is not None)
     if num_log_tokens != expected:
-        raise StateMismatch(f"the token log has {num_log_tokens} tokens where the state says {expected}")
+        raise SnapshotCorrupt(
+            f"the token log of session {head.session_id!r} has {num_log_tokens} tokens where the state says {expected}"
+        )

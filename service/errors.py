@@ -147,7 +147,8 @@ def report(error: Exception, *, request_id: str | None) -> None:
     """Log what an operator must see: deliberate refusals are no news, anything else comes with its traceback."""
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
-            logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+            level = logging.ERROR if isinstance(error, SnapshotCorrupt) else logging.WARNING  # stored data was lost
+            logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error)
     elif not isinstance(error, RequestValidationError | HTTPException):
         logger.error("request %s failed", request_id, exc_info=error)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from nsm_core.errors import StateMismatch
+from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import SamplerState
 from service.sessions.base import LogMark, SessionHead
 
@@ -33,9 +33,11 @@ class Replay:
 
 
 def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...], marks: Sequence[LogMark]) -> Replay:
-    """Raises StateMismatch when the log is not the head's."""
+    """Raises SnapshotCorrupt when the log is not the head's."""
     if len(log_ids) != head.num_log_tokens:
-        raise StateMismatch(f"the token log has {len(log_ids)} tokens where the session says {head.num_log_tokens}")
+        raise SnapshotCorrupt(
+            f"the token log of session {head.session_id!r} has {len(log_ids)} tokens of {head.num_log_tokens}"
+        )
     if lost.sampler is not None:
         seed, counts = lost.sampler.seed, lost.sampler.generated_counts
         return Replay(reason=lost.reason, log_ids=log_ids, seed=seed, generated_counts=counts)

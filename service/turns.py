@@ -30,7 +30,7 @@ from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.replay import LostState, make_replay
 from service.sessions.base import SessionHead, SessionStore
-from service.sessions.records import session_busy
+from service.sessions.records import naming, session_busy
 from service.tenants import Tenants
 from service.turn import Turn, TurnEnd, stopping
 
@@ -87,7 +87,8 @@ class Turns:
             held = await self._take_lease(request, turn)
             start = await self._resume(held, request)
             generation_request = start.generation_request(request)
-            generation = self._backend.submit(generation_request)
+            with naming(request.session_id):
+                generation = self._backend.submit(generation_request)
         except BaseException:
             if held is not None:
                 await held.give_back()

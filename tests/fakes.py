@@ -18,7 +18,7 @@ from nsm_core.engine.request import (
     TokenEvent,
     TokenLogprob,
 )
-from nsm_core.errors import NsmError, StateMismatch
+from nsm_core.errors import NsmError, SnapshotCorrupt, StateMismatch
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
 from service.backends.base import ModelInfo
@@ -108,7 +108,7 @@ class FakeBackend:
         if resume is not None and resume.fingerprint != self.model.fingerprint:
             raise StateMismatch(f"state of model {resume.fingerprint}, this is {self.model.fingerprint}")
         if resume is not None and int.from_bytes(resume.state[32:], "little") != resume.position:
-            raise StateMismatch(f"the state was not reached by feeding {resume.position} tokens")
+            raise SnapshotCorrupt(f"the state was not reached by feeding {resume.position} tokens")
         generation = FakeGeneration(self, request)
         self.requests.append(request)
         self.running.add(generation)

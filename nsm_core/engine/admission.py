@@ -48,7 +48,7 @@ class AdmissionCheck:
             raise StateMismatch(f"the state was made by model {resume.fingerprint}, this is model {self.fingerprint}")
         position = self.spec.read_position(resume.state)
         if position != resume.position:
-            raise StateMismatch(f"the state stands at position {position}, expected {resume.position}")
+            raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
         self._check_counts(resume.generated_counts)
 
     def _check_counts(self, generated_counts: Mapping[int, int]) -> None:

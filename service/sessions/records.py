@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import struct
+from collections.abc import Iterator
 
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.snapshot import verify
@@ -60,10 +62,20 @@ def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
     return StoredSession(head=head, snapshot=raw)
 
 
+@contextlib.contextmanager
+def naming(session_id: str) -> Iterator[None]:
+    """Damage found inside is told with the session's id, so that an operator knows where to look."""
+    try:
+        yield
+    except SnapshotCorrupt as error:
+        raise SnapshotCorrupt(f"session {session_id!r}: {error}") from error
+
+
 def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
     """What `load` answers with; raises SnapshotCorrupt."""
     if raw is not None:
-        verify(raw)
+        with naming(head.session_id):
+            verify(raw)
     elif head.num_log_tokens:
         raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
     return StoredSession(head=head, snapshot=raw)

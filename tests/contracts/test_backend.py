@@ -174,7 +174,7 @@ async def test_the_queue_is_bounded(backend: InferenceBackend) -> None:
     ("change", "error"),
     [
         ({"fingerprint": "another model"}, StateMismatch),
-        ({"position": 1000}, StateMismatch),
+        ({"position": 1000}, SnapshotCorrupt),
         ({"state": b"short"}, SnapshotCorrupt),
     ],
     ids=["fingerprint", "position", "length"],

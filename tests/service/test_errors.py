@@ -12,6 +12,7 @@ from nsm_core.errors import (
     NsmError,
     Overloaded,
     SessionBusy,
+    SnapshotCorrupt,
     StorageFull,
     VersionConflict,
 )
@@ -105,6 +106,17 @@ def test_an_unexpected_error_shows_its_request_id_and_nothing_else(caplog: pytes
         report(error, request_id="req_1")
     assert "req_1" in caplog.text
     assert "the secret is 42" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(SnapshotCorrupt("session 's1': bad"), logging.ERROR), (StorageFull("full"), logging.WARNING)]
+)
+def test_damage_to_what_is_stored_is_an_error_in_the_log(
+    error: NsmError, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    report(error, request_id="r1")
+    (record,) = caplog.records
+    assert (record.levelno, str(error) in record.message) == (level, True)
 
 
 def test_a_refusal_is_not_worth_a_log_line(caplog: pytest.LogCaptureFixture) -> None:

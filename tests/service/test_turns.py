@@ -19,6 +19,7 @@ from nsm_core.errors import (
     NotFound,
     Overloaded,
     SessionBusy,
+    SnapshotCorrupt,
     StateMismatch,
     StorageFull,
     StoreUnavailable,
@@ -275,6 +276,16 @@ async def test_a_refusal_of_the_engine_frees_the_session() -> None:
         assert (await house.say(5)).head.version == 1
 
 
+async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its_session() -> None:
+    async with make_house() as house:
+        await house.say(5, 6)
+        snapshot = await house.snapshot()
+        wrong = Snapshot(snapshot.header, snapshot.state[:32] + bytes(len(snapshot.state) - 32))
+        house.store._records["default", "s1"].snapshot = wrong.encode()
+        with pytest.raises(SnapshotCorrupt, match="session 's1': the state was not reached"):
+            await house.open(9)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -295,7 +306,8 @@ async def test_R2_R3_a_state_that_is_not_this_sessions_is_refused_never_used(cha
         snapshot = await house.snapshot()
         wrong = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state)
         house.store._records["default", "s1"].snapshot = wrong.encode()
-        with pytest.raises(StateMismatch):
+        error = StateMismatch if "tokenizer_fingerprint" in changes else SnapshotCorrupt
+        with pytest.raises(error, match="session 's1'"):
             await house.open(9)
         assert len(house.backend.requests) == 1
         house.store._records["default", "s1"].snapshot = snapshot.encode()
@@ -395,7 +407,7 @@ async def test_a_log_that_is_damaged_as_well_is_an_error() -> None:
         record = house.store._records["default", "s1"]
         record.snapshot, log = None, record.log
         record.log = log[:-1]
-        with pytest.raises(StateMismatch, match="token log"):
+        with pytest.raises(SnapshotCorrupt, match="log of session 's1'"):
             await house.open(9)
         record.log = log
         assert (await house.say(9)).head.version == 2

@@ -54,8 +54,8 @@ def test_sampling_names_known_tokens_only(tiny_tokenizer: Tokenizer) -> None:
     ("change", "kind", "message"),
     [
         ({"fingerprint": "another"}, StateMismatch, "made by model another"),
-        ({"position": 7}, StateMismatch, "position 0, expected 7"),
-        ({"position": -1}, StateMismatch, "position 0, expected -1"),
+        ({"position": 7}, SnapshotCorrupt, "position 0, expected 7"),
+        ({"position": -1}, SnapshotCorrupt, "position 0, expected -1"),
         ({"state": STATE[:-1]}, SnapshotCorrupt, "bytes"),
         ({"state": STATE + b"\0"}, SnapshotCorrupt, "bytes"),
         ({"state": b""}, SnapshotCorrupt, "bytes"),

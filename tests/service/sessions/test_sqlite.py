@@ -158,7 +158,7 @@ async def test_a_damaged_snapshot_is_an_error_never_an_empty_state(path: Path) -
         await commit(store, await create(store))
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE snapshots SET snapshot = substr(snapshot, 2)")
-        with pytest.raises(SnapshotCorrupt):
+        with pytest.raises(SnapshotCorrupt, match="session 's1': snapshot refused"):
             await store.load(**KEY)
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("DELETE FROM snapshots")
