@@ -36,7 +36,7 @@ def test_every_source_folder_is_a_package() -> None:
 
 
 def test_no_file_is_overcrowded() -> None:
-    long = {str(path): n for path in SOURCES if (n := len(path.read_text("utf-8").split("\n"))) > MAX_LINES}
+    long = {str(path): n for path in SOURCES if (n := len(path.read_text("utf-8").splitlines())) > MAX_LINES}
     assert long == {}
 
 
