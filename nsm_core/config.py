@@ -94,6 +94,9 @@ class ModelConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read model config {path}: {error}") from error
         _require(isinstance(fields, dict), f"{path} must hold one JSON object")
+        # A stored model names everything: a field that is missing must not become today's default.
+        missing = sorted({field.name for field in dataclasses.fields(cls)} - set(fields))
+        _require(not missing, f"{path} lacks {', '.join(missing)}")
         return cls.from_dict(fields)
 
 

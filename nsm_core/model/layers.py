@@ -94,7 +94,8 @@ class Router(nn.Module):
         groups = torch.arange(slots) * config.timescale_groups // slots
         self.log_timescale = nn.Parameter((-math.log(TIMESCALE_BASE) * groups).repeat(heads, 1))
         self.register_buffer("selection_bias", torch.zeros(heads, slots))
-        self.register_buffer("slot_load", torch.full((heads, slots), config.write_top_k / slots), persistent=False)
+        self.register_buffer("slot_load", torch.empty(heads, slots), persistent=False)
+        self.reset_load()
         self._init_weights(config)
 
     def _init_weights(self, config: ModelConfig) -> None:
@@ -127,6 +128,10 @@ class Router(nn.Module):
             strength = F.softplus(self.strength(x))[..., None]
             log_decay = (-self.log_timescale.exp() * strength * routing).clamp(min=LOG_DECAY_MIN)
             return log_decay, -torch.expm1(log_decay)
+
+    def reset_load(self) -> None:
+        """The load of every slot is its fair share again, as at the start of training."""
+        self.slot_load.fill_(self.top_k / self.slots)
 
     def _track_load(self, fade: Tensor) -> None:
         selected = (fade > 0).flatten(0, -3).to(self.slot_load.dtype).mean(dim=0)

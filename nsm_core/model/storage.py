@@ -112,6 +112,8 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
             model = NsmModel(config)
         model.to_empty(device="cpu")  # fails for sizes that no machine has the memory for
         model.load_state_dict(_decode(stored))
+        for block in model.layers:
+            block.mixer.router.reset_load()  # not stored, so `to_empty` left it as the memory was
     except RuntimeError as error:
         summary = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error

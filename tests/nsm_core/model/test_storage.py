@@ -97,6 +97,12 @@ def change_config(**changes: object):  # type: ignore[no-untyped-def]
     return change
 
 
+def forget_a_size(directory: Path) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    del fields["num_heads"]
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
 def shrink_vocabulary(directory: Path) -> None:
     fields = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**fields, "vocab_size": 100}))
@@ -115,6 +121,7 @@ def remove(name: str):  # type: ignore[no-untyped-def]
     ("damage", "error", "words"),
     [
         (break_config, ConfigError, "num_slots"),
+        (forget_a_size, ConfigError, "lacks num_heads"),
         (widen_config, CheckpointError, "does not fit"),
         (shrink_vocabulary, CheckpointError, "512 tokens"),
         (
@@ -138,6 +145,13 @@ def test_damaged_files_are_refused_by_name(
     damage(tmp_path)
     with pytest.raises(error, match=words):
         load_checkpoint(tmp_path)
+
+
+def test_a_loaded_model_starts_with_a_fair_load(model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The load is not stored: it must not be whatever the memory held."""
+    save_model(model, tiny_tokenizer, tmp_path, WeightFormat.FP32)
+    for block in read_model(tmp_path)[0].layers:
+        assert (block.mixer.router.slot_load == CONFIG.write_top_k / CONFIG.num_memory_slots).all()
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
