@@ -11,6 +11,7 @@ from nsm_core.errors import ConfigError
 
 MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
 MAX_LAYERS = 1024
+LAYER_KINDS = "NWA"  # slot memory, window attention, full attention: see nsm_core/model/registry.py
 
 
 def _require(condition: bool, message: str) -> None:
@@ -23,9 +24,11 @@ class ModelConfig:
     """Shape of a model; stored as `config.json` beside the weights.
 
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
+    `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, W attention to the
+    last `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers.
     """
 
-    architecture: str = "pulse"
+    layer_pattern: str = "N"
     vocab_size: int = 8192
     d_model: int = 512
     num_layers: int = 8
@@ -36,6 +39,10 @@ class ModelConfig:
     conv_taps: int = 4
     taper: float = 0.1
     timescale_groups: int = 1
+    num_kv_heads: int = 8
+    window: int = 256
+    max_context: int = 2048
+    rope_base: float = 10000.0
     norm_eps: float = 1e-6
     chat_template: str = "plain-v1"
 
@@ -49,6 +56,9 @@ class ModelConfig:
             "write_top_k",
             "mlp_hidden",
             "timescale_groups",
+            "num_kv_heads",
+            "window",
+            "max_context",
         ):
             value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
             is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high
@@ -68,6 +78,22 @@ class ModelConfig:
             f"({self.timescale_groups})",
         )
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        pattern = self.layer_pattern
+        _require(
+            bool(pattern) and set(pattern) <= set(LAYER_KINDS),
+            f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, got {pattern!r}",
+        )
+        if set(pattern) <= {"N"}:
+            return
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
+        )
+        _require(self.head_dim % 2 == 0, f"d_model / num_heads must be even for attention, got {self.head_dim}")
+        _require(self.rope_base > 1, f"rope_base must be above 1, got {self.rope_base}")
 
     @property
     def head_dim(self) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nsm_core.model.layers import Router
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import Router
 
 # A slot with less than this share of its fair load k/M is dead.
 DEAD_SHARE = 0.01

@@ -7,52 +7,60 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.layers import PulseBlock, Segments
-from nsm_core.state.spec import State, StateSpec, TensorSpec
+from nsm_core.model.block import Block
+from nsm_core.model.mixer import Mixer
+from nsm_core.model.registry import build_mixers
+from nsm_core.model.segments import Segments, token_positions
+from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 
 # A long prompt is read in pieces of this many tokens: activations stay bounded whatever its length.
 SUPER_CHUNK_LEN = 2048
 
 
-def _state_spec(config: ModelConfig) -> StateSpec:
-    slots = (config.num_heads, config.num_memory_slots, 2 * config.head_dim)
-    tail = (config.conv_taps - 1, 3 * config.d_model)
-    tensors = [TensorSpec("position", (), torch.int64)]
-    for layer in range(config.num_layers):
+def _state_spec(mixers: list[Mixer]) -> StateSpec:
+    tensors = [TensorSpec(POSITION, (), torch.int64)]
+    for layer, mixer in enumerate(mixers):
         # fp32 on purpose: a session adds one rounding error per token, for its whole life
-        tensors.append(TensorSpec(f"layers.{layer}.slots", slots, torch.float32))
-        tensors.append(TensorSpec(f"layers.{layer}.conv_tail", tail, torch.float32))
+        shapes = mixer.state_shapes()
+        tensors.extend(TensorSpec(f"layers.{layer}.{name}", shape, torch.float32) for name, shape in shapes.items())
     return StateSpec(tuple(tensors))
 
 
-class NsmModel(nn.Module):
-    """A stack of PULSE blocks with tied input and output embeddings.
+def _layer_state(state: State, layer: int) -> State:
+    prefix = f"layers.{layer}."
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
-    Three forms agree within the tolerances of docs/model.md: `forward` over any split of a text, `step` token by token,
-    and the recurrent reference in `nsm_core.ops.slot_scan.reference`. All are functional: a given state stays as is.
+
+class NsmModel(nn.Module):
+    """A stack of blocks, of the kinds that the layer pattern names, with tied input and output embeddings.
+
+    `forward` over any split of a text and `step` token by token agree within the tolerances of docs/model.md. Both are
+    functional: a given state stays as it is.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.state_spec = _state_spec(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
-        self.blocks = nn.ModuleList(PulseBlock(config) for _ in range(config.num_layers))
+        mixers = build_mixers(config)
+        self.state_spec = _state_spec(mixers)
+        self.blocks = nn.ModuleList(Block(config, mixer) for mixer in mixers)
         self.final_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.checkpoint_blocks = False  # training only: recompute blocks in the backward pass
 
     @property
-    def layers(self) -> list[PulseBlock]:
+    def layers(self) -> list[Block]:
         """The blocks, bottom first."""
-        return [block for block in self.blocks if isinstance(block, PulseBlock)]
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def initial_state(self, batch_size: int) -> State:
-        """The learned start of a sequence, `batch_size` times; position 0, nothing in the convolutions."""
-        state = self.state_spec.zeros(batch_size, self.embedding.weight.device)
+        """The start of a text, `batch_size` times: learned slots, position 0, nothing read."""
+        position = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
+        state: State = {POSITION: position}
         for layer, block in enumerate(self.layers):
-            initial = block.mixer.initial_slots.to(torch.float32)
-            state[f"layers.{layer}.slots"] = initial.expand(batch_size, -1, -1, -1).clone()
+            initial = block.mixer.initial_state(batch_size)
+            state.update({f"layers.{layer}.{name}": value for name, value in initial.items()})
         return state
 
     def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
@@ -63,37 +71,47 @@ class NsmModel(nn.Module):
         """
         pieces, start = [], 0
         for piece in torch.split(ids, SUPER_CHUNK_LEN, dim=1):
-            segments = Segments()
+            rest = valid = None
             if lengths is not None:
                 rest = (lengths - start).clamp(min=0, max=piece.shape[1])
                 valid = torch.arange(piece.shape[1], device=ids.device) < rest[:, None]
-                segments = Segments(lengths=rest, valid=valid)
-            hidden, state = self.read(piece, state, segments)
+            hidden, state = self.read(piece, state, lengths=rest, valid=valid)
             pieces.append(hidden)
             start += piece.shape[1]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)), state
 
-    def read(self, ids: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        """One piece of `forward`, with full control over padding and document starts (training)."""
+    def read(
+        self,
+        ids: Tensor,
+        state: State,
+        *,
+        lengths: Tensor | None = None,
+        valid: Tensor | None = None,
+        reset: Tensor | None = None,
+        is_fresh: bool = False,
+    ) -> tuple[Tensor, State]:
+        """One piece of `forward`, with full control over padding and document starts (see Segments)."""
+        num_read = ids.shape[1] if lengths is None else lengths
+        positions = token_positions(state[POSITION], ids.shape[1], reset)
+        segments = Segments(positions, lengths, valid, reset, is_fresh)
         x = self.embedding(ids) * self.config.d_model**0.5
-        num_read = ids.shape[1] if segments.lengths is None else segments.lengths
-        new_state: State = {"position": state["position"] + num_read}
+        new_state: State = {POSITION: state[POSITION] + num_read if reset is None else positions[:, -1] + 1}
         for layer, block in enumerate(self.layers):
-            slots, tail = f"layers.{layer}.slots", f"layers.{layer}.conv_tail"
+            carried = _layer_state(state, layer)
             if self.checkpoint_blocks and self.training:
-                x, *carried = checkpoint(block, x, state[slots], state[tail], segments, use_reentrant=False)
+                x, carried = checkpoint(block, x, carried, segments, use_reentrant=False)
             else:
-                x, *carried = block(x, state[slots], state[tail], segments)
-            new_state[slots], new_state[tail] = carried
+                x, carried = block(x, carried, segments)
+            new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
         return self.final_norm(x), new_state
 
     def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
         """One token a row: ids [B] -> hidden [B,d] and the new state."""
         x = self.embedding(ids) * self.config.d_model**0.5
-        new_state: State = {"position": state["position"] + 1}
+        new_state: State = {POSITION: state[POSITION] + 1}
         for layer, block in enumerate(self.layers):
-            slots, tail = f"layers.{layer}.slots", f"layers.{layer}.conv_tail"
-            x, new_state[slots], new_state[tail] = block.step(x, state[slots], state[tail])
+            x, carried = block.step(x, _layer_state(state, layer), state[POSITION])
+            new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
         return self.final_norm(x), new_state
 
     def logits(self, hidden: Tensor) -> Tensor:

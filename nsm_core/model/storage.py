@@ -21,6 +21,7 @@ from torch import Tensor
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import Router
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
@@ -112,8 +113,8 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
             model = NsmModel(config)
         model.to_empty(device="cpu")  # fails for sizes that no machine has the memory for
         model.load_state_dict(_decode(stored))
-        for block in model.layers:
-            block.mixer.router.reset_load()  # not stored, so `to_empty` left it as the memory was
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.reset_load()  # not stored, so `to_empty` left it as the memory was
     except RuntimeError as error:
         summary = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error

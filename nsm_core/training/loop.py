@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.errors import ConfigError
-from nsm_core.model.layers import Segments
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import Router
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
@@ -36,8 +36,7 @@ class LossModule(nn.Module):
 
     def forward(self, batch: Batch, state: State) -> tuple[Tensor, State]:
         """Mean loss over the valid targets in nats per token, and the state after the batch."""
-        segments = Segments(valid=batch.valid, reset=batch.reset)
-        hidden, state = self.model.read(batch.ids, state, segments)
+        hidden, state = self.model.read(batch.ids, state, valid=batch.valid, reset=batch.reset)
         logits = self.model.logits(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
         return loss, {name: value.detach() for name, value in state.items()}
@@ -130,6 +129,7 @@ class Trainer:
         self.val_batches = self._batches("val")
         self.optimizers = Optimizers(self.model, config)
         self.first_step = checkpointing.load(config.out, self.model, self.optimizers) if config.resume else 0
+        self._routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.module = self._build_module()
 
     def _batches(self, split: str) -> PackedBatches:
@@ -181,8 +181,8 @@ class Trainer:
         return config.out
 
     def _rescue_dead_slots(self) -> None:
-        for block in self.model.layers:
-            block.mixer.router.rescue_dead_slots()
+        for router in self._routers:
+            router.rescue_dead_slots()
 
     def _zero_states(self, rows: int) -> list[State]:
         """One state a part of the batch; the first step resets every row, so the values do not matter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsm_core.config import ModelConfig
-from nsm_core.model.layers import Segments
+from nsm_core.config import LAYER_KINDS, ModelConfig
+from nsm_core.model.attention import rotary, rotate
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.registry import MIXERS
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from tests.counts import scaled
@@ -21,8 +24,9 @@ FP32_TOLERANCE = 2e-4  # docs/model.md, "Tolerances"
 FP64_TOLERANCE = 1e-10
 CONFIG = ModelConfig(
     vocab_size=300, d_model=32, num_layers=3, num_heads=2, num_memory_slots=16, write_top_k=4, mlp_hidden=64,
-    timescale_groups=4,
+    timescale_groups=4, num_kv_heads=1, window=24, max_context=80,
 )  # fmt: skip
+PATTERNS = ("N", "W", "A", "NWA")
 
 
 def make_model(config: ModelConfig = CONFIG) -> NsmModel:
@@ -32,12 +36,23 @@ def make_model(config: ModelConfig = CONFIG) -> NsmModel:
     for block in model.layers:
         for weight in (block.mixer.out.weight, block.mlp.down.weight):
             weight.normal_(std=weight.shape[1] ** -0.5)
-        block.mixer.initial_slots.normal_()
+        if isinstance(block.mixer, PulseMixer):
+            block.mixer.initial_slots.normal_()
     return model
 
 
+def with_fields(**fields: object) -> ModelConfig:
+    return ModelConfig.from_dict({**dataclasses.asdict(CONFIG), **fields})
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def model(request: pytest.FixtureRequest) -> NsmModel:
+    """Windows shorter than the texts: their edges are met in every test."""
+    return make_model(with_fields(layer_pattern=request.param))
+
+
 @pytest.fixture(scope="module")
-def model() -> NsmModel:
+def pulse() -> NsmModel:
     return make_model()
 
 
@@ -78,8 +93,9 @@ def test_R7_any_split_gives_the_same_logits_and_state(model: NsmModel, cuts: set
     assert_same(read(model, parts, model.initial_state(1)), read(model, [ids], model.initial_state(1)))
 
 
-def test_splits_agree_to_rounding_in_fp64() -> None:
-    model = make_model().double()
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_splits_agree_to_rounding_in_fp64(pattern: str) -> None:
+    model = make_model(with_fields(layer_pattern=pattern)).double()
     ids = random_ids(1, 130)
     state = {
         name: value.double() if value.is_floating_point() else value for name, value in model.initial_state(1).items()
@@ -155,15 +171,18 @@ def test_the_given_state_is_not_modified(model: NsmModel) -> None:
 def test_packed_documents_do_not_leak_into_each_other(model: NsmModel) -> None:
     """The second document of a packed row reads as if it stood alone, whatever was before it."""
     second = random_ids(1, CHUNK_LEN, 5)
-    alone = model.read(second, model.initial_state(1), Segments())
+    alone = model.read(second, model.initial_state(1))
     for seed in (1, 2):
         first = random_ids(1, CHUNK_LEN, seed)
         packed = torch.cat((first, second), dim=1)
         reset = torch.tensor([[True, True]])
         valid = torch.ones_like(packed, dtype=torch.bool)
         valid[:, 50:CHUNK_LEN] = False  # padding between the two
-        hidden, state = model.read(packed, model.initial_state(1), Segments(valid=valid, reset=reset))
-        assert_same((hidden[:, CHUNK_LEN:], {**state, "position": alone[1]["position"]}), alone)
+        for is_fresh in (False, True):
+            hidden, state = model.read(packed, model.initial_state(1), valid=valid, reset=reset, is_fresh=is_fresh)
+            torch.testing.assert_close(hidden[:, CHUNK_LEN:], alone[0], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+            follow = random_ids(1, 30, 9)
+            assert_same(model(follow, state), model(follow, alone[1]))
 
 
 def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
@@ -175,26 +194,53 @@ def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
 def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     state = model.initial_state(3)
     assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
-    per_layer = 4 * (2 * CONFIG.num_memory_slots * CONFIG.d_model + 9 * CONFIG.d_model)
-    assert model.state_spec.num_bytes == 8 + CONFIG.num_layers * per_layer
+    slots = 2 * CONFIG.num_memory_slots * CONFIG.d_model + 9 * CONFIG.d_model
+    kv_width = 2 * CONFIG.num_kv_heads * CONFIG.head_dim
+    numbers = {"N": slots, "W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
+    pattern = model.config.layer_pattern * CONFIG.num_layers
+    assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for kind in pattern[: CONFIG.num_layers])
     assert len(model.state_spec.pack(state)) == model.state_spec.num_bytes
 
 
-def test_slots_stay_in_the_hull_of_what_was_written(model: NsmModel) -> None:
+def test_the_registry_knows_every_kind_of_layer() -> None:
+    assert set(MIXERS) == set(LAYER_KINDS)
+
+
+def test_attention_does_not_look_past_its_window() -> None:
+    """Three layers of window 24 reach 72 tokens back: what lies further has no effect, what lies nearer has."""
+    model = make_model(with_fields(layer_pattern="W"))
+    ids = random_ids(1, 120)
+    for changed, is_seen in ((119 - 72, True), (119 - 73, False)):
+        other = ids.clone()
+        other[0, changed] = (other[0, changed] + 1) % CONFIG.vocab_size
+        hidden = [model(text, model.initial_state(1))[0][0, -1] for text in (ids, other)]
+        assert torch.equal(*hidden) != is_seen
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(3))
+    scores = []
+    for start in (0, 1_000_000):
+        rotated = [rotate(x, *rotary(torch.tensor([start + at]), 16, 10000.0)) for x, at in ((q, 40), (k, 3))]
+        scores.append((rotated[0] * rotated[1]).sum())
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+
+
+def test_slots_stay_in_the_hull_of_what_was_written(pulse: NsmModel) -> None:
     """Convex writes: no value of a bank grows past the largest one that was ever written or there at the start."""
-    state = model.initial_state(1)
+    state = pulse.initial_state(1)
     for seed in range(20):
-        _, state = model(random_ids(1, 100, seed), state)
+        _, state = pulse(random_ids(1, 100, seed), state)
     head_dim = CONFIG.head_dim
     for layer in range(CONFIG.num_layers):
         keys = state[f"layers.{layer}.slots"][..., :head_dim]
-        start = model.layers[layer].mixer.initial_slots[..., :head_dim].abs().max()
+        start = pulse.layers[layer].mixer.initial_slots[..., :head_dim].abs().max()
         assert keys.abs().max() <= max(float(start), head_dim**0.5) + 1e-4  # a normed key is at most sqrt(K) long
 
 
-def test_routing_is_continuous_at_a_tie(model: NsmModel) -> None:
+def test_routing_is_continuous_at_a_tie(pulse: NsmModel) -> None:
     """Noise of a GEMM's last bits must not move the written slots: the marginal slot fades in from zero."""
-    router = model.layers[0].mixer.router
+    router = pulse.layers[0].mixer.router
     x = torch.randn(4096, CONFIG.d_model)
     moved = (router.routing(x) - router.routing(x * (1 + 1e-6))).abs().max()
     assert moved < 1e-4
@@ -204,7 +250,7 @@ def test_routing_is_continuous_at_a_tie(model: NsmModel) -> None:
 
 
 def test_all_slots_written_means_plain_softmax() -> None:
-    model = make_model(ModelConfig.from_dict({**_fields(CONFIG), "write_top_k": CONFIG.num_memory_slots}))
+    model = make_model(with_fields(write_top_k=CONFIG.num_memory_slots))
     router = model.layers[0].mixer.router
     x = torch.randn(5, CONFIG.d_model)
     want = torch.softmax(router.logits(x).unflatten(-1, (CONFIG.num_heads, -1)), dim=-1)
@@ -213,10 +259,6 @@ def test_all_slots_written_means_plain_softmax() -> None:
     assert_same(
         read(model, list(ids.split(9, dim=1)), model.initial_state(1)), read(model, [ids], model.initial_state(1))
     )
-
-
-def _fields(config: ModelConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.__slots__}
 
 
 @pytest.mark.parametrize("num_prompts", [scaled(8, 64)])

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from nsm_core.config import ModelConfig
 from nsm_core.evaluation.perplexity import evaluate
-from nsm_core.model.layers import Segments
 from nsm_core.model.nsm import NsmModel
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.tokenizer import Tokenizer
@@ -46,7 +45,7 @@ def packed_losses(model: NsmModel, split: TokenizedSplit, *, seq_len: int) -> tu
     state, nats, num_targets = model.state_spec.zeros(1), 0.0, 0
     for step in range(packed.steps_per_epoch):
         batch = packed.batch(step)
-        hidden, state = model.read(batch.ids, state, Segments(valid=batch.valid, reset=batch.reset))
+        hidden, state = model.read(batch.ids, state, valid=batch.valid, reset=batch.reset)
         nats += F.cross_entropy(model.logits(hidden)[0], batch.targets[0], reduction="sum").item()
         num_targets += int(batch.valid.sum())
     return nats, num_targets

@@ -1,33 +1,23 @@
-"""The PULSE linear-gate layer and the block around it (docs/model.md, equations 1-6)."""
+"""The PULSE linear-gate layer: routed slot memory (docs/model.md, equations 1-6)."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
+from nsm_core.model.mixer import Mixer
+from nsm_core.model.segments import Segments
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN, LOG_DECAY_MIN, slot_scan_chunked
 from nsm_core.ops.slot_scan.step import slot_step
+from nsm_core.state.spec import State
 
 # Heads forget at different speeds from the start: softplus(bias) of the write strength runs over this range.
 WRITE_STRENGTH_RANGE = (0.03, 2.0)
 TIMESCALE_BASE = 4.0
-
-
-class Segments(NamedTuple):
-    """Where the tokens of a batch begin and end. All None: full rows that continue their states.
-
-    lengths [B]: right-padded rows, the rest of a row is padding. valid [B,T] bool: tokens that may touch the slots.
-    reset [B, T/CHUNK_LEN] bool: a document starts at this chunk; its memory is the learned start.
-    """
-
-    lengths: Tensor | None = None
-    valid: Tensor | None = None
-    reset: Tensor | None = None
 
 
 def _inverse_softplus(x: Tensor) -> Tensor:
@@ -144,7 +134,7 @@ class Router(nn.Module):
         self.selection_bias += rate * ((self.slot_load < 0.1 * fair).float() - (self.slot_load > 0.9).float())
 
 
-class PulseMixer(nn.Module):
+class PulseMixer(Mixer):
     """Routed slot memory: conv, sparse convex writes, softmax read, output gate."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -167,6 +157,15 @@ class PulseMixer(nn.Module):
     def scale(self) -> Tensor:
         return self.log_scale.exp() * (2.0 / math.sqrt(self.head_dim))
 
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        taps, channels = self.conv.weight.shape
+        return {"slots": tuple(self.initial_slots.shape), "conv_tail": (taps - 1, channels)}
+
+    def initial_state(self, batch_size: int) -> State:
+        slots = self.initial_slots.to(torch.float32)
+        tail = torch.zeros(batch_size, *self.state_shapes()["conv_tail"], device=slots.device)
+        return {"slots": slots.expand(batch_size, -1, -1, -1).clone(), "conv_tail": tail}
+
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = torch.unflatten(F.silu(qkv), -1, (3, self.heads, self.head_dim)).unbind(-3)
         normed = (self.head_dim,)
@@ -177,10 +176,10 @@ class PulseMixer(nn.Module):
         out: Tensor = self.out(normed * F.silu(gate))
         return out
 
-    def forward(self, x: Tensor, slots: Tensor, tail: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B,T,d]; slots [B,H,M,2K]; tail [B,taps-1,3d] -> y [B,T,d], slots, tail."""
+    def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
+        """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]."""
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
-        qkv, tail = self.conv(qkv, tail, segments)
+        qkv, tail = self.conv(qkv, state["conv_tail"], segments)
         q, k, v = self._heads(qkv)
         log_decay, write = self.router(x)
         if segments.valid is not None:
@@ -193,55 +192,16 @@ class PulseMixer(nn.Module):
             log_decay=log_decay,
             write=write,
             scale=self.scale,
-            state=slots,
+            state=state["slots"],
             reset=segments.reset,
             initial=self.initial_slots,
         )
-        return self._output(read, gate), slots, tail
+        return self._output(read, gate), {"slots": slots, "conv_tail": tail}
 
-    def step(self, x: Tensor, slots: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One token a row: x [B,d] -> y [B,d], slots, tail."""
+    def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
-        qkv, tail = self.conv.step(qkv, tail)
+        qkv, tail = self.conv.step(qkv, state["conv_tail"])
         q, k, v = self._heads(qkv)
         _, write = self.router(x)
-        read, slots = slot_step(q=q, k=k, v=v, write=write, scale=self.scale, state=slots)
-        return self._output(read, gate), slots, tail
-
-
-class SwiGlu(nn.Module):
-    """Gated feed-forward."""
-
-    def __init__(self, d_model: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(d_model, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, d_model, bias=False)
-        nn.init.normal_(self.up.weight, std=d_model**-0.5)
-        nn.init.zeros_(self.down.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * value)
-        return out
-
-
-class PulseBlock(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mixer = PulseMixer(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mlp = SwiGlu(config.d_model, config.mlp_hidden)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, slots: Tensor, tail: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, slots, tail = self.mixer(self.mixer_norm(x), slots, tail, segments)
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), slots, tail
-
-    def step(self, x: Tensor, slots: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, slots, tail = self.mixer.step(self.mixer_norm(x), slots, tail)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), slots, tail
+        read, slots = slot_step(q=q, k=k, v=v, write=write, scale=self.scale, state=state["slots"])
+        return self._output(read, gate), {"slots": slots, "conv_tail": tail}

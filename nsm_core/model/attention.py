@@ -1,0 +1,139 @@
+"""Softmax attention over the last tokens of the text, as a layer with a fixed-size state: its key-value cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.mixer import Mixer
+from nsm_core.model.segments import Segments, documents_of
+from nsm_core.state.spec import State
+
+
+def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary embedding (Su et al. 2021), [..., K/2] fp32, for positions [...].
+
+    Angles are taken in fp64: at position 1e6 an fp32 angle is off by a twentieth of a radian.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles = positions[..., None].double() * base**-exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., H, K]; cos, sin [..., K/2]. Halves of a head are rotated against each other, in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class WindowAttention(Mixer):
+    """A token attends to itself and to the `window` tokens before it; grouped keys and values, QK-norm, rotary.
+
+    The state holds the keys (rotated) and values of the last `window` tokens, the oldest first; those before the
+    beginning of the text do not count.
+    """
+
+    def __init__(self, config: ModelConfig, window: int) -> None:
+        super().__init__()
+        self.window, self.heads, self.kv_heads = window, config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps, self.rope_base = config.head_dim, config.norm_eps, config.rope_base
+        d, kv_width = config.d_model, self.kv_heads * self.head_dim
+        self.project = nn.Linear(d, d + 2 * kv_width, bias=False)
+        self.log_scale = nn.Parameter(torch.zeros(self.heads))
+        self.out = nn.Linear(d, d, bias=False)
+        nn.init.normal_(self.project.weight, std=d**-0.5)
+        nn.init.zeros_(self.out.weight)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"kv": (self.window, 2, self.kv_heads, self.head_dim)}
+
+    def initial_state(self, batch_size: int) -> State:
+        return {"kv": torch.zeros(batch_size, *self.state_shapes()["kv"], device=self.out.weight.device)}
+
+    def _heads(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B,T,d] -> q [B,T,H,K], scaled, and kv [B,T,2,Hkv,K]; queries and keys normed and rotated."""
+        kv_width = self.kv_heads * self.head_dim
+        q, k, v = self.project(x).split((x.shape[-1], kv_width, kv_width), dim=-1)
+        cos, sin = rotary(positions, self.head_dim, self.rope_base)
+        q = rotate(self._normed(q, self.heads), cos, sin)
+        k = rotate(self._normed(k, self.kv_heads), cos, sin)
+        scale = (self.log_scale.exp() / math.sqrt(self.head_dim))[:, None]
+        return q * scale.to(q.dtype), torch.stack((k, torch.unflatten(v, -1, (self.kv_heads, self.head_dim))), dim=2)
+
+    def _normed(self, x: Tensor, heads: int) -> Tensor:
+        return F.rms_norm(torch.unflatten(x, -1, (heads, self.head_dim)), (self.head_dim,), eps=self.eps)
+
+    def _attend(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+        """q [B,T,H,K], kv [B,S,2,Hkv,K], mask [B or 1, T, S] bool (None: causal, T = S) -> [B,T,d]."""
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=2).transpose(1, 2) for x in kv.unbind(dim=2))
+        mask = None if mask is None else mask[:, None]
+        read = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
+        )
+        return read.transpose(1, 2).flatten(-2)
+
+    def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
+        """state: kv [B,window,2,Hkv,K]."""
+        q, kv = self._heads(x, segments.positions)
+        joined = torch.cat((state["kv"].to(kv.dtype), kv), dim=1)
+        num_tokens = x.shape[1]
+        if segments.is_fresh and num_tokens <= self.window:
+            read = self._attend(q, kv, self._fresh_mask(segments))
+        elif num_tokens > self.window and num_tokens % self.window == 0:
+            read = self._attend_in_blocks(q, joined, segments)
+        else:
+            read = self._attend(q, joined, self._mask(segments, num_tokens))
+        out: Tensor = self.out(read)
+        return out, {"kv": self._last(joined, segments.lengths).to(state["kv"].dtype)}
+
+    def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
+        q, kv = self._heads(x[:, None], positions[:, None])
+        joined = torch.cat((state["kv"], kv), dim=1)
+        mask = self._in_text(positions)[:, None]
+        return self.out(self._attend(q, joined, mask)[:, 0]), {"kv": joined[:, 1:]}
+
+    def _in_text(self, positions: Tensor) -> Tensor:
+        """[B, window + 1]: which of the cached tokens and the token at `positions` [B] belong to the text."""
+        back = torch.arange(self.window, -1, -1, device=positions.device)
+        return back <= positions[:, None]
+
+    def _fresh_mask(self, segments: Segments) -> Tensor | None:
+        """[B,T,T], None for plain causal attention."""
+        if segments.reset is None:
+            return None
+        document = documents_of(segments.reset)
+        return (document[:, :, None] == document[:, None, :]).tril()
+
+    def _mask(self, segments: Segments, num_tokens: int) -> Tensor:
+        """[B, T, window + T]: who sees whom among the cached tokens and the new ones."""
+        query = torch.arange(num_tokens, device=segments.positions.device)
+        key = torch.arange(-self.window, num_tokens, device=query.device)
+        distance = query[:, None] - key
+        near = (distance >= 0) & (distance <= self.window)
+        # Positions count from the start of a document: what lies further back is another text, or none.
+        return near & (distance <= segments.positions[:, :, None])
+
+    def _attend_in_blocks(self, q: Tensor, joined: Tensor, segments: Segments) -> Tensor:
+        """The same with T a multiple of the window: block i needs the keys of blocks i - 1 and i only."""
+        window, num_blocks = self.window, q.shape[1] // self.window
+        pairs = joined.unfold(1, 2 * window, window).movedim(-1, 2)  # [B, n, 2 window, 2, Hkv, K]
+        query = torch.arange(window, device=q.device)
+        distance = query[:, None] + window - torch.arange(2 * window, device=q.device)
+        near = (distance >= 0) & (distance <= window)
+        blocks = (num_blocks, window)
+        mask = near & (distance <= torch.unflatten(segments.positions, 1, blocks)[..., None])
+        read = self._attend(torch.unflatten(q, 1, blocks).flatten(0, 1), pairs.flatten(0, 1), mask.flatten(0, 1))
+        return torch.unflatten(read, 0, (-1, num_blocks)).flatten(1, 2)
+
+    def _last(self, joined: Tensor, lengths: Tensor | None) -> Tensor:
+        """The cache after each row's last token; joined [B, window + T, ...]."""
+        if lengths is None:
+            return joined[:, -self.window :]
+        index = lengths[:, None] + torch.arange(self.window, device=lengths.device)
+        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        return joined[rows, index]

@@ -1,0 +1,33 @@
+"""The seam between a block and what mixes information along the sequence."""
+
+from __future__ import annotations
+
+import abc
+
+from torch import Tensor, nn
+
+from nsm_core.model.segments import Segments
+from nsm_core.state.spec import State
+
+
+class Mixer(nn.Module, abc.ABC):
+    """A layer with a fixed-size state. Functional: a given state stays as it is.
+
+    `forward` over any split of a text and `step` token by token agree within the tolerances of docs/model.md.
+    """
+
+    @abc.abstractmethod
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the fp32 tensors that the layer carries, without the batch dimension."""
+
+    @abc.abstractmethod
+    def initial_state(self, batch_size: int) -> State:
+        """The start of a text: the tensors of `state_shapes`, [batch_size, *shape] fp32."""
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
+        """x [B,T,d] on top of `state`; returns y [B,T,d] and the state after each row's end."""
+
+    @abc.abstractmethod
+    def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
+        """One token a row: x [B,d], positions [B] -> y [B,d] and the new state."""

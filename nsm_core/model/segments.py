@@ -1,0 +1,42 @@
+"""Where the tokens of a batch begin and end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+
+
+class Segments(NamedTuple):
+    """What a layer must know of its tokens besides their vectors.
+
+    positions [B,T] int64: tokens before this one in its text. lengths [B]: right-padded rows, the rest of a row is
+    padding. valid [B,T] bool: tokens that may touch the slots. reset [B, T/CHUNK_LEN] bool: a document starts at this
+    chunk; its memory is the learned start. The last three are None for full rows that continue their states.
+    `is_fresh`: no row continues a state, which spares full attention an empty cache.
+    """
+
+    positions: Tensor
+    lengths: Tensor | None = None
+    valid: Tensor | None = None
+    reset: Tensor | None = None
+    is_fresh: bool = False
+
+
+def token_positions(start: Tensor, num_tokens: int, reset: Tensor | None) -> Tensor:
+    """[B,T]: positions that go on from `start` [B], and from 0 at each chunk where a document starts."""
+    offsets = torch.arange(num_tokens, device=start.device)
+    continued = start[:, None] + offsets
+    if reset is None:
+        return continued
+    chunk_starts = torch.arange(reset.shape[1], device=start.device) * CHUNK_LEN
+    latest = torch.where(reset, chunk_starts, -1).cummax(dim=1).values.repeat_interleave(CHUNK_LEN, dim=1)
+    return torch.where(latest < 0, continued, offsets - latest)
+
+
+def documents_of(reset: Tensor) -> Tensor:
+    """[B,T]: which document of its row a token belongs to; 0 is the one that the row's state comes from."""
+    return reset.long().cumsum(dim=1).repeat_interleave(CHUNK_LEN, dim=1)
