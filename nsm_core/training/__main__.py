@@ -14,16 +14,20 @@ from nsm_core.errors import NsmError
 from nsm_core.training.config import PRESETS, TrainConfig
 from nsm_core.training.loop import train
 
-MODEL_FIELDS = (
-    "vocab_size",
-    "d_model",
-    "num_layers",
-    "num_heads",
-    "num_memory_slots",
-    "write_top_k",
-    "mlp_hidden",
-    "timescale_groups",
-)
+MODEL_FIELDS: dict[str, type[int] | type[str]] = {
+    "layer_pattern": str,
+    "vocab_size": int,
+    "d_model": int,
+    "num_layers": int,
+    "num_heads": int,
+    "num_memory_slots": int,
+    "write_top_k": int,
+    "mlp_hidden": int,
+    "timescale_groups": int,
+    "num_kv_heads": int,
+    "window": int,
+    "max_context": int,
+}
 HELP = {
     "data": "directory with *-train*.jsonl.zst and *-val.jsonl.zst",
     "out": "directory for the model, the log and what a resumed run needs",
@@ -36,8 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     """One option for each field of TrainConfig and for each size of the model."""
     parser = argparse.ArgumentParser("nsm train", description="Train a model on a corpus directory.")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="base", help="model size to start from")
-    for name in MODEL_FIELDS:
-        parser.add_argument(_flag(name), type=int, help="overrides the preset")
+    for name, kind in MODEL_FIELDS.items():
+        parser.add_argument(_flag(name), type=kind, help="overrides the preset")
     for field in dataclasses.fields(TrainConfig):
         if field.name == "model":
             continue
@@ -48,8 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
             action = argparse.BooleanOptionalAction
             parser.add_argument(_flag(field.name), action=action, default=default, help=text)
         else:
-            kind = Path if required or field.name == "tokenizer" else type(default)
-            parser.add_argument(_flag(field.name), type=kind, required=required, default=default, help=text)
+            value = Path if required or field.name == "tokenizer" else type(default)
+            parser.add_argument(_flag(field.name), type=value, required=required, default=default, help=text)
     return parser
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nsm_core.errors import CheckpointError
 from nsm_core.model.nsm import NsmModel
+from nsm_core.training.average import WeightAverage
 from nsm_core.training.optim import Optimizers
 
 RESUME_FILE = "resume.safetensors"
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL, _OPTIMIZER, _AVERAGE = "model.", "optimizer.", "average."
 
 
 def _model_tensors(model: NsmModel) -> dict[str, Tensor]:
@@ -23,18 +24,22 @@ def _model_tensors(model: NsmModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def save(directory: Path, step: int, model: NsmModel, optimizers: Optimizers) -> None:
+def save(
+    directory: Path, step: int, model: NsmModel, optimizers: Optimizers, average: WeightAverage | None = None
+) -> None:
     """Writes the file whole or not at all; `step` is the next one to do."""
     tensors = {_MODEL + name: value for name, value in _model_tensors(model).items()}
     tensors.update({_OPTIMIZER + name: value for name, value in optimizers.tensors().items()})
+    if average is not None:
+        tensors.update({_AVERAGE + name: value for name, value in average.tensors().items()})
     partial = directory / (RESUME_FILE + ".partial")
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     save_file(plain, str(partial), metadata={"step": str(step), "config": model.config.to_json()})
     os.replace(partial, directory / RESUME_FILE)
 
 
-def load(directory: Path, model: NsmModel, optimizers: Optimizers) -> int:
-    """Restores model and optimisers; returns the step to go on with. Raises CheckpointError."""
+def load(directory: Path, model: NsmModel, optimizers: Optimizers, average: WeightAverage | None = None) -> int:
+    """Restores model, optimisers and average; returns the step to go on with. Raises CheckpointError."""
     file = directory / RESUME_FILE
     if not file.exists():
         raise CheckpointError(f"nothing to resume: {file} does not exist")
@@ -47,6 +52,13 @@ def load(directory: Path, model: NsmModel, optimizers: Optimizers) -> int:
         for name, target in _model_tensors(model).items():
             target.copy_(tensors[_MODEL + name])
     device = next(model.parameters()).device
-    memory = {name: value.to(device) for name, value in tensors.items() if name.startswith(_OPTIMIZER)}
-    optimizers.load_tensors({name.removeprefix(_OPTIMIZER): value for name, value in memory.items()})
+    optimizers.load_tensors({name: value.to(device) for name, value in _part(tensors, _OPTIMIZER).items()})
+    if average is not None:
+        if not (averaged := _part(tensors, _AVERAGE)):
+            raise CheckpointError(f"{file} holds no averaged weights: it was made with --ema 0")
+        average.load_tensors(averaged)
     return int(metadata["step"])
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -8,11 +8,19 @@ from pathlib import Path
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
 
+_PULSE = ModelConfig(timescale_groups=4)
+
+# All but `tiny` and `small` have 34.6 to 34.7 million parameters; the feed-forward width makes up for what the mixers
+# of a kind have less. `sliding-window` carries as many bytes from token to token as `base`.
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=2048, d_model=128, num_layers=4, num_heads=4, num_memory_slots=32, write_top_k=4, mlp_hidden=384
     ),
-    "base": ModelConfig(timescale_groups=4),
+    "small": dataclasses.replace(_PULSE, d_model=256, num_layers=4, num_heads=4, num_kv_heads=4, mlp_hidden=704),
+    "base": _PULSE,
+    "hybrid": dataclasses.replace(_PULSE, layer_pattern="NW", num_kv_heads=2, mlp_hidden=1728),
+    "sliding-window": ModelConfig(layer_pattern="W", num_kv_heads=2, mlp_hidden=2048),
+    "transformer": ModelConfig(layer_pattern="A", max_context=1024, mlp_hidden=1792),
 }
 
 
@@ -39,6 +47,7 @@ class TrainConfig:
     clip: float = 1.0
     dropout: float = 0.0
     carry: float = 0.5
+    ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
     precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU
@@ -55,6 +64,7 @@ class TrainConfig:
             self._require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("warmup", "decay", "dropout", "carry"):
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
+        self._require(0.0 <= self.ema < 1.0, "ema", "in [0, 1)")
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")

@@ -142,6 +142,7 @@ class Batch:
     targets: Tensor  # [rows, seq_len] int64: the next token of the same document
     valid: Tensor  # [rows, seq_len] bool
     reset: Tensor  # [rows, seq_len // chunk_len] bool: the chunk begins at the learned start
+    has_inner_starts: bool  # some document starts elsewhere than at the beginning of a row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,6 +228,7 @@ class PackedBatches:
             targets=torch.from_numpy(targets),
             valid=torch.from_numpy(valid),
             reset=torch.from_numpy(reset),
+            has_inner_starts=bool(reset[:, 1:].any()),
         )
 
     def _lay_out(self, epoch: int) -> _Layout:

@@ -38,10 +38,9 @@ class TrainLog:
             self._csv.writeheader()
         self._board = _tensorboard_writer(directory / "tensorboard")
 
-    def advance(self, loss: float) -> None:
+    def advance(self) -> None:
         """One more step is done."""
         self._bar.update()
-        self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 
     def write(self, row: dict[str, float]) -> None:
         """`row` holds some of FIELDS; elapsed time is added."""
@@ -50,6 +49,7 @@ class TrainLog:
         row = {**row, "elapsed_s": round(time.monotonic() - self._started, 1)}
         self._csv.writerow(row)
         self._file.flush()
+        self._bar.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
         self._bar.write("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
         if self._board is not None:
             for name, value in row.items():

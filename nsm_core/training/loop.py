@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
 from nsm_core.training import checkpointing
+from nsm_core.training.average import WeightAverage
 from nsm_core.training.config import TrainConfig
 from nsm_core.training.data import IGNORED_TARGET, Batch, PackedBatches, tokenize_split
 from nsm_core.training.data_files import read_documents
@@ -34,12 +37,21 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, state: State) -> tuple[Tensor, State]:
-        """Mean loss over the valid targets in nats per token, and the state after the batch."""
-        hidden, state = self.model.read(batch.ids, state, valid=batch.valid, reset=batch.reset)
+    def forward(self, batch: Batch, state: State, is_fresh: bool) -> tuple[Tensor, State]:
+        """Mean loss over the valid targets in nats per token, and the state after the batch.
+
+        `is_fresh`: no row goes on from `state`.
+        """
+        hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
         return loss, {name: value.detach() for name, value in state.items()}
+
+    def _read(self, batch: Batch, state: State, without_cache: bool) -> tuple[Tensor, State]:
+        if without_cache and not batch.has_inner_starts:  # plain causal attention, which has the fastest kernels
+            state = self.model.initial_state(len(batch.ids))
+            return self.model.read(batch.ids, state, valid=batch.valid, is_fresh=True)
+        return self.model.read(batch.ids, state, valid=batch.valid, reset=batch.reset, is_fresh=without_cache)
 
 
 class BatchSource:
@@ -62,13 +74,21 @@ class BatchSource:
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:
-    moved = (tensor.to(device, non_blocking=True) for tensor in (batch.ids, batch.targets, batch.valid, batch.reset))
-    ids, targets, valid, reset = moved
-    return Batch(ids=ids, targets=targets, valid=valid, reset=reset)
+    return _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _rows(batch: Batch, part: slice) -> Batch:
-    return Batch(ids=batch.ids[part], targets=batch.targets[part], valid=batch.valid[part], reset=batch.reset[part])
+    return _map(batch, lambda tensor: tensor[part])
+
+
+def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    return dataclasses.replace(
+        batch,
+        ids=change(batch.ids),
+        targets=change(batch.targets),
+        valid=change(batch.valid),
+        reset=change(batch.reset),
+    )
 
 
 def carries_state(step: int, config: TrainConfig, steps_per_epoch: int) -> bool:
@@ -97,17 +117,18 @@ class Interval:
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step, self._started = tokens_per_step, time.monotonic()
-        self._loss, self._steps = 0.0, 0
+        self._loss, self._steps = torch.zeros(()), 0
 
-    def add(self, loss: float) -> None:
-        self._loss += loss
+    def add(self, loss: Tensor) -> None:
+        """Stays on the device: reading a number there would make every step wait for the one before."""
+        self._loss = self._loss + loss
         self._steps += 1
 
     def numbers(self, done: int) -> dict[str, float]:
         """Fields of the log at step `done`."""
+        loss = float(self._loss) / self._steps  # waits for the device, so it comes before the clock
         speed = self._steps * self._tokens_per_step / (time.monotonic() - self._started)
-        tokens = done * self._tokens_per_step
-        return {"tokens": tokens, "train_loss": self._loss / self._steps, "tokens_per_s": speed}
+        return {"tokens": done * self._tokens_per_step, "train_loss": loss, "tokens_per_s": speed}
 
 
 class Trainer:
@@ -128,7 +149,10 @@ class Trainer:
         self.train_batches = self._batches("train")
         self.val_batches = self._batches("val")
         self.optimizers = Optimizers(self.model, config)
-        self.first_step = checkpointing.load(config.out, self.model, self.optimizers) if config.resume else 0
+        self.average = WeightAverage(self.model, config.ema) if config.ema > 0 else None
+        self.first_step = 0
+        if config.resume:
+            self.first_step = checkpointing.load(config.out, self.model, self.optimizers, self.average)
         self._routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.module = self._build_module()
 
@@ -168,29 +192,36 @@ class Trainer:
             for step in range(self.first_step, config.steps):
                 loss, states = self._forward_backward(source.get(step), states, step)
                 factor, norm = self.optimizers.step(step)
-                self._rescue_dead_slots()
+                self._follow_step()
                 interval.add(loss)
-                log.advance(loss)
+                log.advance()
                 done = step + 1
                 if done % config.eval_every == 0 or done == config.steps:
-                    row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": norm}
-                    log.write({**row, "val_loss": self.validate()})
+                    row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": float(norm)}
+                    with self._averaged():
+                        log.write({**row, "val_loss": self.validate()})
                     interval = Interval(self.train_batches.tokens_per_step)
                 if done % config.save_every == 0 or done == config.steps:
                     self._save(done)
         return config.out
 
-    def _rescue_dead_slots(self) -> None:
+    def _follow_step(self) -> None:
+        if self.average is not None:
+            self.average.update()
         for router in self._routers:
             router.rescue_dead_slots()
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def _zero_states(self, rows: int) -> list[State]:
         """One state a part of the batch; the first step resets every row, so the values do not matter."""
         part = rows // self.config.accumulate
         return [self.model.state_spec.zeros(part, self.world.device) for _ in range(self.config.accumulate)]
 
-    def _forward_backward(self, batch: Batch, states: list[State], step: int) -> tuple[float, list[State]]:
-        if not carries_state(step, self.config, self.train_batches.steps_per_epoch) or step == self.first_step:
+    def _forward_backward(self, batch: Batch, states: list[State], step: int) -> tuple[Tensor, list[State]]:
+        is_carried = carries_state(step, self.config, self.train_batches.steps_per_epoch) and step != self.first_step
+        if not is_carried:
             batch.reset[:, 0] = True
         self.module.train()
         rows = self.config.rows // self.config.accumulate
@@ -198,11 +229,11 @@ class Trainer:
         for index, state in enumerate(states):
             last = index == len(states) - 1
             with self._no_sync(not last), self._autocast():
-                loss, state = self.module(_rows(batch, slice(index * rows, (index + 1) * rows)), state)
+                loss, state = self.module(_rows(batch, slice(index * rows, (index + 1) * rows)), state, not is_carried)
                 (loss / len(states)).backward()
             new_states.append(state)
             total += loss.detach() / len(states)
-        return float(mean_over_world(total, self.world)), new_states
+        return mean_over_world(total, self.world), new_states
 
     def _no_sync(self, skip: bool) -> contextlib.AbstractContextManager[object]:
         if skip and isinstance(self.module, nn.parallel.DistributedDataParallel):
@@ -220,7 +251,7 @@ class Trainer:
             batch.reset[:, 0] = True
             state = self.model.state_spec.zeros(len(batch.ids), self.world.device)
             with self._autocast():
-                loss, _ = LossModule.forward(self._loss_module, batch, state)
+                loss, _ = LossModule.forward(self._loss_module, batch, state, True)
             total += loss / batches
         return float(mean_over_world(total, self.world))
 
@@ -232,8 +263,9 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         if self.world.is_main:
-            checkpointing.save(self.config.out, step, self.model, self.optimizers)
-            save_model(self.model, self.tokenizer, self.config.out, WeightFormat(self.config.weight_format))
+            checkpointing.save(self.config.out, step, self.model, self.optimizers, self.average)
+            with self._averaged():
+                save_model(self.model, self.tokenizer, self.config.out, WeightFormat(self.config.weight_format))
 
 
 def train(config: TrainConfig) -> Path:

@@ -41,8 +41,8 @@ class Optimizers:
     def named(self) -> dict[str, torch.optim.Optimizer]:
         return {"muon": self._muon, "adam": self._adam}
 
-    def step(self, step: int) -> tuple[float, float]:
-        """Clips, applies and clears the gradients; returns the learning-rate factor and the norm before clipping."""
+    def step(self, step: int) -> tuple[float, Tensor]:
+        """Clips, applies and clears the gradients; returns the learning-rate factor and the norm [] before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self._config.clip)
         factor = lr_factor(step, self._config)
         for name, optimizer in self.named.items():
@@ -50,7 +50,7 @@ class Optimizers:
                 group["lr"] = self._base[name] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return factor, float(norm)
+        return factor, norm
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimisers' memory as named tensors."""

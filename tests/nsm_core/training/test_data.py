@@ -158,7 +158,8 @@ def epoch_streams(ranks: list[PackedBatches], epoch: int) -> list[Batch]:
             name: torch.cat([getattr(b, name) for b in steps], dim=1) for name in ("ids", "targets", "valid", "reset")
         }
         for row in range(len(whole["ids"])):
-            streams.append(Batch(**{name: value[row : row + 1] for name, value in whole.items()}))
+            tensors = {name: value[row : row + 1] for name, value in whole.items()}
+            streams.append(Batch(**tensors, has_inner_starts=bool(tensors["reset"][:, 1:].any())))
     return streams
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nsm_core.config import ModelConfig
-from nsm_core.evaluation.perplexity import evaluate
+from nsm_core.evaluation.perplexity import encode_documents, evaluate
 from nsm_core.model.nsm import NsmModel
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.tokenizer import Tokenizer
@@ -61,6 +61,6 @@ def test_packed_documents_cost_what_each_costs_alone(
     data_dir = write_corpus("x-train.jsonl.zst", texts)
     split = tokenize_split(data_dir, "train", tiny_tokenizer, tmp_path / "cache")
     nats, num_targets = packed_losses(model, split, seq_len=num_chunks * CHUNK_LEN)
-    alone = evaluate(model, tiny_tokenizer, read_documents(data_dir, "train")).total
+    alone = evaluate(model, encode_documents(tiny_tokenizer, read_documents(data_dir, "train"))).total
     assert num_targets == alone.num_tokens
     assert nats == pytest.approx(alone.nats, rel=1e-5)

@@ -14,11 +14,14 @@ import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError
+from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import read_model
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.training.__main__ import main, parse
-from nsm_core.training.config import TrainConfig
-from nsm_core.training.loop import carries_state, train
+from nsm_core.training.average import WeightAverage
+from nsm_core.training.config import PRESETS, TrainConfig
+from nsm_core.training.distributed import World
+from nsm_core.training.loop import LossModule, Trainer, carries_state, train
 from nsm_core.training.optim import lr_factor
 from tests.counts import scaled
 from tests.samples import BOOKS_DIR
@@ -54,9 +57,10 @@ def test_a_run_learns_and_leaves_a_model_that_loads(config: TrainConfig) -> None
 
 
 def test_a_stopped_run_resumes_bit_for_bit(config: TrainConfig) -> None:
-    whole = weights(train(dataclasses.replace(config, out=config.out.with_name("whole"), carry=0.0)))
+    config = dataclasses.replace(config, carry=0.0, ema=0.5)
+    whole = weights(train(dataclasses.replace(config, out=config.out.with_name("whole"))))
     # A run that was stopped after its save at step 6: the same schedule, cut short.
-    stopped = dataclasses.replace(config, carry=0.0)
+    stopped = config
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nsm_core.training.loop.Trainer._save", _save_then_stop)
         with pytest.raises(KeyboardInterrupt):
@@ -70,7 +74,7 @@ def test_a_stopped_run_resumes_bit_for_bit(config: TrainConfig) -> None:
 def _save_then_stop(trainer, step: int) -> None:  # type: ignore[no-untyped-def]
     from nsm_core.training import checkpointing
 
-    checkpointing.save(trainer.config.out, step, trainer.model, trainer.optimizers)
+    checkpointing.save(trainer.config.out, step, trainer.model, trainer.optimizers, trainer.average)
     raise KeyboardInterrupt
 
 
@@ -79,6 +83,48 @@ def test_accumulated_parts_equal_one_large_batch(config: TrainConfig) -> None:
     two = weights(train(dataclasses.replace(config, steps=2, out=config.out.with_name("two"), accumulate=2)))
     for name, want in one.items():
         torch.testing.assert_close(two[name], want, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("pattern", ["A", "W", "NWA"])
+def test_every_kind_of_layer_trains_and_loads(config: TrainConfig, pattern: str) -> None:
+    model = dataclasses.replace(MODEL, layer_pattern=pattern, num_layers=3, num_kv_heads=1, window=64, max_context=128)
+    out = train(dataclasses.replace(config, model=model, steps=8))
+    losses = [float(row["val_loss"]) for row in csv.DictReader((out / "log.csv").read_text().splitlines())]
+    assert losses[-1] < losses[0]
+    assert read_model(out)[0].config == model
+
+
+@pytest.mark.parametrize("pattern", ["A", "NA"])
+def test_the_loss_does_not_depend_on_how_a_fresh_batch_is_read(config: TrainConfig, pattern: str) -> None:
+    """Full attention skips its empty cache, and its mask where no document starts inside a row."""
+    config = dataclasses.replace(config, seq_len=64)
+    model = dataclasses.replace(MODEL, layer_pattern=pattern, num_kv_heads=2, max_context=64)
+    trainer = Trainer(dataclasses.replace(config, model=model), World(0, 1, torch.device("cpu")))
+    for parameter in trainer.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    batches = [trainer.train_batches.batch(step) for step in range(trainer.train_batches.steps_per_epoch)]
+    assert {batch.has_inner_starts for batch in batches} == {False}  # rows of one chunk
+    batch = batches[0]
+    batch.reset[:, 0] = True
+    state = trainer.model.state_spec.zeros(len(batch.ids))
+    plain, cached = (LossModule(trainer.model)(batch, state, is_fresh)[0] for is_fresh in (True, False))
+    torch.testing.assert_close(plain, cached)
+
+
+def test_the_average_follows_the_weights_and_is_what_is_saved(config: TrainConfig) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    average = WeightAverage(model, decay=0.9)
+    for _ in range(400):
+        torch.nn.init.ones_(model.weight)
+        average.update()
+    with average.applied():
+        torch.testing.assert_close(model.weight.detach(), torch.ones(1, 2), rtol=1e-4, atol=1e-4)
+        average.load_tensors({**average.tensors(), "weight": torch.full((1, 2), 5.0)})
+    assert (model.weight == 5.0).all()  # what was the shadow inside is the model again
+    plain = weights(train(dataclasses.replace(config, out=config.out.with_name("plain"), ema=0.0)))
+    averaged = weights(train(dataclasses.replace(config, ema=0.9)))
+    assert any(not torch.equal(averaged[name], want) for name, want in plain.items())
 
 
 def test_recomputed_blocks_give_the_same_weights(config: TrainConfig) -> None:
@@ -142,6 +188,9 @@ def test_schedules_rise_hold_and_end_at_zero(config: TrainConfig, schedule: str)
         (["--schedule", "steps"], "schedule must be linear or cosine"),
         (["--seq-len", "100"], "seq_len (100) a multiple of chunk_len (64)"),
         (["--d-model", "33"], "d_model (33) must be a multiple of num_heads"),
+        (["--ema", "1"], "ema must be in [0, 1), got 1.0"),
+        (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, W, A, got 'NX'"),
+        (["--layer-pattern", "W"], "num_heads (4) must be a multiple of num_kv_heads (8)"),
         (["--resume"], "nothing to resume"),
     ],
 )
@@ -194,3 +243,13 @@ def test_every_option_reaches_the_config() -> None:
     config = parse(["--data", "d", "--out", "o", "--muon-lr", "0.5", "--no-compile", "--num-layers", "3"])
     assert (config.data, config.out, config.muon_lr, config.compile) == (Path("d"), Path("o"), 0.5, False)
     assert config.model.num_layers == 3
+
+
+def test_presets_for_comparison_are_of_one_size() -> None:
+    sizes = {}
+    for name in ("base", "hybrid", "sliding-window", "transformer"):
+        with torch.device("meta"):
+            model = NsmModel(PRESETS[name])
+        sizes[name] = (sum(weight.numel() for weight in model.parameters()), model.state_spec.num_bytes)
+    assert max(size for size, _ in sizes.values()) < 1.01 * min(size for size, _ in sizes.values())
+    assert sizes["sliding-window"][1] <= sizes["base"][1]
