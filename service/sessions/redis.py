@@ -69,23 +69,23 @@ class RedisSessionStore:
     """The shared SessionStore."""
 
     def __init__(self, address: RedisAddress) -> None:
-        self._keys = Keyspace(address.prefix)
-        self._client = RedisClient(address)
-        self._index = TenantIndex(self._client, self._keys)
+        self.keys = Keyspace(address.prefix)
+        self.client = RedisClient(address)
+        self._index = TenantIndex(self.client, self.keys)
 
     def num_connections_in_use(self) -> int:
-        return self._client.num_in_use
+        return self.client.num_in_use
 
     async def open(self) -> None:
-        self._client.connect()
+        self.client.connect()
         try:
-            await check_server(self._client, self._keys)
+            await check_server(self.client, self.keys)
         except NsmError:
             await self.close()
             raise
 
     async def close(self) -> None:
-        await self._client.close()
+        await self.client.close()
 
     async def create(
         self,
@@ -155,17 +155,17 @@ class RedisSessionStore:
         return head
 
     async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        answer = await self._client.command("HGETALL", self._keys.session(tenant, session_id).head)
+        answer = await self.client.command("HGETALL", self.keys.session(tenant, session_id).head)
         return _require_head(answer, tenant, session_id).head
 
     async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        head, raw = await self._client.call(lambda attempt: self._read_snapshot(attempt, tenant, session_id))
+        head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, tenant, session_id))
         if raw is not None and checksum_field(raw) != head.snapshot_checksum:
             raise SnapshotCorrupt(f"the snapshot of session {session_id!r} is not the one that was stored")
         return require_sound(head.head, raw)
 
     async def _read_snapshot(self, attempt: Attempt, tenant: str, session_id: str) -> tuple[StoredHead, bytes | None]:
-        keys = self._keys.session(tenant, session_id)
+        keys = self.keys.session(tenant, session_id)
 
         async def read() -> tuple[StoredHead, bytes | None]:
             answer, raw = await attempt.together(("HGETALL", keys.head), ("GET", keys.snapshot))
@@ -174,13 +174,13 @@ class RedisSessionStore:
         return await _consistent(read, lambda result: checksum_field(result[1]) == result[0].snapshot_checksum)
 
     async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
-        keys, nonce = self._keys.session(tenant, session_id), _nonce()
+        keys, nonce = self.keys.session(tenant, session_id), _nonce()
         values = (holder, nonce, to_us(lease_s))
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
             return await attempt.script_and_get(ACQUIRE, keys.all(nonce), *values, key=keys.snapshot)
 
-        (status, *rest), raw = await self._client.call(work)
+        (status, *rest), raw = await self.client.call(work)
         if status == b"busy":
             raise session_busy(session_id, int(rest[0]) / MICROSECONDS)
         stored = _require_head(rest[0] if rest else {}, tenant, session_id)
@@ -257,14 +257,14 @@ class RedisSessionStore:
         return head
 
     async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
-        keys = self._keys.session(tenant, session_id)
+        keys = self.keys.session(tenant, session_id)
 
         async def read(attempt: Attempt) -> tuple[SessionHead, tuple[int, ...]]:
             answer, chunks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.log, 0, -1))
             raw = b"".join(decode_chunk(chunk, session_id=session_id) for chunk in chunks)
             return _require_head(answer, tenant, session_id).head, decode_ids(raw)
 
-        head, ids = await self._client.call(
+        head, ids = await self.client.call(
             lambda attempt: _consistent(
                 lambda: read(attempt), lambda result: len(result[1]) == result[0].num_log_tokens
             )
@@ -274,17 +274,17 @@ class RedisSessionStore:
         return ids[:stop]
 
     async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
-        keys = self._keys.session(tenant, session_id)
+        keys = self.keys.session(tenant, session_id)
 
         async def read(attempt: Attempt) -> tuple[LogMark, ...]:
             answer, marks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.marks, 0, -1))
             _require_head(answer, tenant, session_id)
             return tuple(map(decode_mark, marks))
 
-        return await self._client.call(read)
+        return await self.client.call(read)
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
-        keys = self._keys.session(tenant, session_id).all("")
+        keys = self.keys.session(tenant, session_id).all("")
         head = await self.get(tenant=tenant, session_id=session_id)
 
         async def work(attempt: Attempt) -> bool:
@@ -292,7 +292,7 @@ class RedisSessionStore:
             # Not found at a later attempt: the first one deleted it, and its answer was lost.
             return status == b"ok" or attempt.number > 1
 
-        if not await self._client.call(work):
+        if not await self.client.call(work):
             raise not_found(session_id)
         await self._index.forget(head)
 
@@ -310,8 +310,8 @@ class RedisSessionStore:
 
     async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
         """The heads of `entries`; what is found to be out of date in the index is put right."""
-        reads = [("HGETALL", self._keys.session(tenant, entry.session_id).head) for entry in entries]
-        answers = await self._client.call(lambda attempt: attempt.together(*reads))
+        reads = [("HGETALL", self.keys.session(tenant, entry.session_id).head) for entry in entries]
+        answers = await self.client.call(lambda attempt: attempt.together(*reads))
         heads = []
         for entry, answer in zip(entries, answers, strict=True):
             stored = decode_head(answer, tenant=tenant, session_id=entry.session_id)
@@ -334,7 +334,7 @@ class RedisSessionStore:
         return 0
 
     async def check_writable(self) -> None:
-        await self._client.command("SET", self._keys.probe, secrets.token_hex(8))
+        await self.client.command("SET", self.keys.probe, secrets.token_hex(8))
 
     async def _transition(
         self,
@@ -348,7 +348,7 @@ class RedisSessionStore:
         patience_s: float = PATIENCE_S,
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
-        keys = self._keys.session(tenant, session_id)
+        keys = self.keys.session(tenant, session_id)
 
         async def work(attempt: Attempt) -> tuple[str, Any]:
             if snapshot is not None:
@@ -358,7 +358,7 @@ class RedisSessionStore:
                 raise TryAgainError("the staged snapshot is gone")
             return status.decode(), answer[0] if answer else {}
 
-        status, answer = await self._client.call(work, patience_s=patience_s)
+        status, answer = await self.client.call(work, patience_s=patience_s)
         if status == "not_found":
             raise not_found(session_id)
         return status, answer

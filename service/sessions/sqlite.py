@@ -83,7 +83,7 @@ class SqliteSessionStore:
         self._max_bytes = max_bytes
         self._busy_timeout_s = busy_timeout_s
         self._clock = clock
-        self._reserve = Reserve(path)
+        self.reserve = Reserve(path)
         self._opened: _Opened | None = None
 
     async def open(self) -> None:
@@ -106,9 +106,9 @@ class SqliteSessionStore:
         try:
             await writer.run(self._prepare)
         except StorageFull:
-            self._reserve.give_up()
+            self.reserve.give_up()
             await writer.run(self._prepare)
-        await asyncio.to_thread(self._reserve.fill)
+        await asyncio.to_thread(self.reserve.fill)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         migrate(connection, self._path)
@@ -119,7 +119,7 @@ class SqliteSessionStore:
         opened, self._opened = self._opened, None
         if opened is not None:
             if opened.presence.is_alone():
-                self._reserve.remove()  # before the last connection puts the write-ahead log into the database
+                self.reserve.remove()  # before the last connection puts the write-ahead log into the database
             await opened.writer.close()
             await opened.reader.close()
             opened.presence.end()
@@ -186,7 +186,7 @@ class SqliteSessionStore:
                 append_log(connection, head, log_ids, marks)
                 return head
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def update(
         self,
@@ -208,10 +208,10 @@ class SqliteSessionStore:
                 )
                 return get_head(connection, tenant, session_id, now)
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        return await self._read(lambda connection: get_head(connection, tenant, session_id, self._clock()))
+        return await self.read(lambda connection: get_head(connection, tenant, session_id, self._clock()))
 
     async def load(self, *, tenant: str, session_id: str) -> StoredSession:
         def work(connection: sqlite3.Connection) -> StoredSession:
@@ -220,7 +220,7 @@ class SqliteSessionStore:
                 raw = get_snapshot(connection, head)
             return require_sound(head, raw)
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
         presence = self._open_parts().presence
@@ -233,21 +233,21 @@ class SqliteSessionStore:
                 raw = get_snapshot(connection, head)
             return LeasedSession(lease=lease, stored=checked(head, raw))
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         def work(connection: sqlite3.Connection) -> Lease:
             with transaction(connection):
                 return renewed(connection, lease, now=self._clock(), lease_s=lease_s)
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def release(self, lease: Lease) -> None:
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 free(connection, lease)
 
-        await self._write(work)
+        await self.write(work)
 
     async def commit(
         self,
@@ -279,7 +279,7 @@ class SqliteSessionStore:
                     snapshot=snapshot,
                 )
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def rewind(
         self,
@@ -311,21 +311,21 @@ class SqliteSessionStore:
             empty_write_ahead_log(connection)  # what was cut off is deleted
             return moved
 
-        return await self._write(work)
+        return await self.write(work)
 
     async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
         def work(connection: sqlite3.Connection) -> tuple[int, ...]:
             with reading(connection):
                 return get_log(connection, get_head(connection, tenant, session_id, self._clock()))[:stop]
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
         def work(connection: sqlite3.Connection) -> tuple[LogMark, ...]:
             with reading(connection):
                 return get_marks(connection, get_head(connection, tenant, session_id, self._clock()))
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
@@ -335,7 +335,7 @@ class SqliteSessionStore:
                     raise not_found(session_id)
             empty_write_ahead_log(connection)
 
-        await self._write(self._reserve.lent_to(work))
+        await self.write(self.reserve.lent_to(work))
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         created_before, id_before = (float("inf"), "") if cursor is None else decode_cursor(cursor)
@@ -349,14 +349,14 @@ class SqliteSessionStore:
             heads = tuple(head_of(row) for row in rows[:limit])
             return SessionPage(heads=heads, next_cursor=encode_cursor(heads[-1]) if len(rows) > limit else None)
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def list_tenants(self) -> tuple[str, ...]:
         def work(connection: sqlite3.Connection) -> tuple[str, ...]:
             rows = connection.execute("SELECT tenant FROM usage WHERE num_sessions > 0 ORDER BY tenant").fetchall()
             return tuple(tenant for (tenant,) in rows)
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def usage(self, *, tenant: str) -> TenantUsage:
         def work(connection: sqlite3.Connection) -> TenantUsage:
@@ -364,7 +364,7 @@ class SqliteSessionStore:
             num_sessions, num_bytes = row or (0, 0)
             return TenantUsage(num_sessions=num_sessions, num_bytes=num_bytes)
 
-        return await self._read(work)
+        return await self.read(work)
 
     async def remove_expired(self) -> int:
         def work(connection: sqlite3.Connection) -> int:
@@ -376,19 +376,19 @@ class SqliteSessionStore:
                 empty_write_ahead_log(connection)
             return num_removed
 
-        return await self._write(self._reserve.lent_to(work))
+        return await self.write(self.reserve.lent_to(work))
 
     async def check_writable(self) -> None:
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 connection.execute("INSERT OR REPLACE INTO probe VALUES (1, ?)", (self._clock(),))
 
-        await self._write(work)
+        await self.write(work)
 
-    async def _write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         return await self._open_parts().writer.run(work)
 
-    async def _read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         return await self._open_parts().reader.run(work)
 
     def _open_parts(self) -> _Opened:

@@ -84,6 +84,19 @@ MIGRATIONS: tuple[str, ...] = (
             num_bytes = num_bytes - old.snapshot_bytes - 4 * old.num_log_tokens WHERE tenant = old.tenant;
     END;
     """,
+    # Small JSON documents beside the sessions: what service/records keeps.
+    """
+    CREATE TABLE records (
+        tenant     TEXT    NOT NULL,
+        kind       TEXT    NOT NULL,
+        record_id  TEXT    NOT NULL,
+        version    INTEGER NOT NULL,
+        document   TEXT    NOT NULL,
+        expires_at REAL,
+        PRIMARY KEY (tenant, kind, record_id)
+    );
+    CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
+    """,
 )
 
 PRAGMAS = f"""
