@@ -6,7 +6,7 @@ import codecs
 import dataclasses
 from collections import deque
 
-from nsm_core.engine.request import Event, Finished, PromptScored, TokenEvent, TokenLogprob
+from nsm_core.engine.request import Event, Finished, PromptScored, PromptState, TokenEvent, TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 
 
@@ -57,6 +57,8 @@ class ChoiceView:
             return (Delta(prompt=event.logprobs),)
         if isinstance(event, TokenEvent):
             return self._feed_token(event)
+        if isinstance(event, PromptState):
+            return ()
         return self._feed_end(event)
 
     def _feed_token(self, event: TokenEvent) -> tuple[Delta, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest, Resume
@@ -22,6 +23,7 @@ class AdmissionCheck:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
         self._check_prompt(request.prompt_ids)
+        self._check_places(request.keep_states_at, len(request.prompt_ids))
         validate_for_vocab(request.sampling, self.vocab_size)
         num_top = request.prompt_logprobs
         if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
@@ -42,6 +44,14 @@ class AdmissionCheck:
                 raise InvalidRequest(
                     f"prompt token ids must be in [0, {self.vocab_size - 1}], got {token_id}", param="prompt"
                 )
+
+    @staticmethod
+    def _check_places(places: tuple[int, ...], prompt_len: int) -> None:
+        is_rising = all(before < after for before, after in itertools.pairwise(places))
+        if places and not (is_rising and places[0] >= 1 and places[-1] <= prompt_len):
+            raise InvalidRequest(
+                f"keep_states_at must be rising numbers in [1, {prompt_len}], got {places}", param="keep_states_at"
+            )
 
     def _check_resume(self, resume: Resume) -> None:
         if resume.fingerprint != self.fingerprint:

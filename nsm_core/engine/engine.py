@@ -17,10 +17,11 @@ from nsm_core.engine.request import (
     FinishReason,
     GenerationRequest,
     PromptScored,
+    PromptState,
     TokenEvent,
 )
 from nsm_core.engine.runner import Runner, SequenceModel, StepResult
-from nsm_core.engine.scheduler import Plan, Scheduler
+from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
 from nsm_core.sampling.result import SampledToken
@@ -76,7 +77,7 @@ class Engine:
         self.check(request)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
-        self._scheduler.add(request.request_id, prompt_len=len(request.prompt_ids))
+        self._scheduler.add(request.request_id, prompt_len=len(request.prompt_ids), borders=request.keep_states_at)
         self._sequences[request.request_id] = RunningSequence(request, self._tokenizer)
 
     def cancel(self, request_id: str) -> None:
@@ -134,6 +135,8 @@ class Engine:
     def _apply(self, plan: Plan, result: StepResult) -> Events:
         for slot, scores in result.scored.items():
             self._running[slot].prompt_scores += scores
+        for chunk in plan.prefill:
+            self._keep_prompt_state(chunk)
         events: Events = []
         for slot, sampled in result.sampled.items():
             if isinstance(sampled, SampledToken):
@@ -142,6 +145,14 @@ class Engine:
                 events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
         return events
 
+    def _keep_prompt_state(self, chunk: Chunk) -> None:
+        sequence = self._running[chunk.slot]
+        num_read = chunk.start + chunk.length
+        if num_read in sequence.request.keep_states_at:
+            position = sequence.resumed_position + num_read
+            state = self._runner.pool.pack(chunk.slot)
+            sequence.prompt_states.append(PromptState(position=position, state=state))
+
     def _take(self, slot: int, sampled: SampledToken) -> Events:
         """One more token of a request, and its end if that was the last."""
         events: Events = []
@@ -149,6 +160,7 @@ class Engine:
         request = sequence.request
         if request.prompt_logprobs is not None and not sequence.sampled:
             events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
+        events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
         step = sequence.take(sampled.token_id)
         index = len(sequence.sampled)
         # The token that stops is not visible itself: what it released comes with Finished

@@ -42,7 +42,8 @@ class GenerationRequest:
     `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or how many alternatives to report
     for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with DeadlineExceeded.
     `generated_counts`: only without `resume`, for a session whose whole log is read again: how often it had sampled
-    each token (penalties).
+    each token (penalties). `keep_states_at`: rising numbers of prompt tokens; the state after each is sent as a
+    PromptState.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     deadline: float | None = None
     generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    keep_states_at: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,18 @@ class PromptScored:
     """
 
     logprobs: tuple[TokenLogprob | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptState:
+    """The state inside or at the end of the prompt, where `keep_states_at` asked for it.
+
+    Sent before the first token, one for each place: a prompt whose numbers are not finite gives none. `position`:
+    tokens fed to reach `state` (`StateSpec.pack`), resumed ones included.
+    """
+
+    position: int
+    state: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,4 +127,4 @@ class Finished:
     error: NsmError | None = None
 
 
-Event = PromptScored | TokenEvent | Finished
+Event = PromptScored | PromptState | TokenEvent | Finished

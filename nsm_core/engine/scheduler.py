@@ -61,11 +61,17 @@ class _Progress:
 
     request_id: str
     prompt_len: int
+    borders: tuple[int, ...]
     num_read: int = 0
 
     @property
     def is_decoding(self) -> bool:
         return self.num_read == self.prompt_len
+
+    @property
+    def next_border(self) -> int:
+        """Where the chunk that comes next must end at the latest."""
+        return next((border for border in self.borders if border > self.num_read), self.prompt_len)
 
 
 class Scheduler:
@@ -87,11 +93,14 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, request_id: str, *, prompt_len: int) -> None:
-        """Put a request in the queue. Raises Overloaded when more would wait than the queue may hold."""
+    def add(self, request_id: str, *, prompt_len: int, borders: tuple[int, ...] = ()) -> None:
+        """Put a request in the queue. Raises Overloaded when more would wait than the queue may hold.
+
+        No chunk goes across one of the `borders` (rising numbers of prompt tokens): somebody wants the state there.
+        """
         if len(self._waiting) >= self._queue_limit + len(self._free_slots):
             raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
-        self._waiting[request_id] = _Progress(request_id, prompt_len)
+        self._waiting[request_id] = _Progress(request_id, prompt_len, borders)
 
     def plan(self) -> Plan:
         """What to do next; changes nothing."""
@@ -129,7 +138,7 @@ class Scheduler:
 
     @staticmethod
     def _unread(slot: int, progress: _Progress) -> Chunk:
-        return Chunk(slot, progress.num_read, progress.prompt_len - progress.num_read)
+        return Chunk(slot, progress.num_read, progress.next_border - progress.num_read)
 
 
 def _share(unread: Sequence[Chunk], budget: int) -> tuple[Chunk, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nsm_core.engine.output import OutputStream, Step
-from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.request import GenerationRequest, PromptState
 from nsm_core.engine.rewind import RewindPoints
 from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.result import TokenLogprob
@@ -20,6 +20,7 @@ class RunningSequence:
         self.slot: int | None = None
         self.sampled: list[int] = []
         self.prompt_scores: list[TokenLogprob] = []
+        self.prompt_states: list[PromptState] = []
         self.output = OutputStream(tokenizer, request.sampling)
         self.rewind_points = RewindPoints()
         self.counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts)
@@ -49,6 +50,11 @@ class RunningSequence:
     def may_be_taken_back(self) -> bool:
         """Whether the state at the end may be older than the newest one: a stop string took tokens back."""
         return self.request.keep_state and bool(self.request.sampling.stop)
+
+    def take_prompt_states(self) -> list[PromptState]:
+        """Those kept since the last call."""
+        kept, self.prompt_states = self.prompt_states, []
+        return kept
 
     def take(self, token_id: int) -> Step:
         """One more sampled token."""
