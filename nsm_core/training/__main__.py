@@ -32,6 +32,7 @@ HELP = {
     "data": "directory with *-train*.jsonl.zst and *-val.jsonl.zst",
     "out": "directory for the model, the log and what a resumed run needs",
     "tokenizer": "tokenizer.json to use; without it one is learned from the training split",
+    "cache": "directory for token ids, which runs may share; default OUT/cache",
     "resume": "go on from the last save in --out",
 }
 
@@ -52,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
             action = argparse.BooleanOptionalAction
             parser.add_argument(_flag(field.name), action=action, default=default, help=text)
         else:
-            value = Path if required or field.name == "tokenizer" else type(default)
+            value = Path if required or field.name in ("tokenizer", "cache") else type(default)
             parser.add_argument(_flag(field.name), type=value, required=required, default=default, help=text)
     return parser
 

@@ -34,6 +34,7 @@ class TrainConfig:
     out: Path
     model: ModelConfig
     tokenizer: Path | None = None  # None: learn one from the training split
+    cache: Path | None = None  # directory for token ids, shared between runs; None: one of this run's own
     steps: int = 1000
     seq_len: int = 1024  # tokens
     rows: int = 32

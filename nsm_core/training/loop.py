@@ -158,7 +158,8 @@ class Trainer:
 
     def _batches(self, split: str) -> PackedBatches:
         assert split in ("train", "val")
-        tokenized = tokenize_split(self.config.data, split, self.tokenizer, self.config.out / "cache")  # type: ignore[arg-type]
+        cache = self.config.cache or self.config.out / "cache"
+        tokenized = tokenize_split(self.config.data, split, self.tokenizer, cache)  # type: ignore[arg-type]
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
         return PackedBatches(
             tokenized, rows, self.config.seq_len, CHUNK_LEN, self.config.seed, self.world.rank, self.world.size

@@ -1,0 +1,95 @@
+"""The training runs behind the quality tables: `python -m benchmarks.quality.runs NAME... --data books --out runs`.
+
+Each name stands for one `python -m nsm_core.training` command, printed before it starts. Runs are given to the GPUs one
+by one as they become free (`--gpus 2`); a run with `--wide` takes all GPUs for itself, under torchrun. The log of a run
+goes to OUT/NAME.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+ROWS = 128  # sequences of 1,024 tokens a step, on all GPUs together: 131,072 tokens
+RECIPE = "--dropout 0.1 --weight-decay 0.1 --warmup 0.02 --eval-batches 16"
+LOW, HIGH = "--muon-lr 0.015 --adam-lr 6e-3", "--muon-lr 0.03 --adam-lr 6e-3"
+# A tenth of the tokens of a final run: 46M.
+SHORT = "--steps 700 --rows 64 --decay 0.5 --eval-every 350 --save-every 700"
+FINAL = f"--steps 3050 --rows {ROWS} --decay 0.5 --eval-every 250 --save-every 1000"
+NO_CARRY = "--carry 0"
+
+RUNS: dict[str, str] = {
+    # Learning rates and kinds of hybrids, by validation loss
+    "tune-transformer-low": f"--preset transformer {NO_CARRY} {SHORT} {LOW}",
+    "tune-transformer-high": f"--preset transformer {NO_CARRY} {SHORT} {HIGH}",
+    "tune-window-low": f"--preset sliding-window {SHORT} {LOW}",
+    "tune-window-high": f"--preset sliding-window {SHORT} {HIGH}",
+    "tune-hybrid-low": f"--preset hybrid {SHORT} {LOW}",
+    "tune-hybrid-high": f"--preset hybrid {SHORT} {HIGH}",
+    "tune-hybrid-sparse": f"--preset hybrid --layer-pattern NNNW --window 512 --mlp-hidden 1536 {SHORT} {LOW}",
+    "tune-pulse-low": f"--preset base {SHORT} {LOW}",
+    "tune-pulse-ema": f"--preset base {SHORT} {LOW} --ema 0.99",
+}
+
+
+def command(name: str, options: argparse.Namespace) -> list[str]:
+    """The training command of a run on one GPU, or under torchrun on all of them."""
+    flags = shlex.split(f"{RUNS[name]} {RECIPE} {options.extra}")
+    common = ["--data", options.data, "--tokenizer", options.tokenizer, "--out", f"{options.out}/{name}"]
+    common += ["--cache", f"{options.out}/cache"]
+    launcher = [sys.executable]
+    if options.wide:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+        rows = flags.index("--rows") + 1
+        flags[rows] = str(int(flags[rows]) // options.gpus)
+    return [*launcher, "-m", "nsm_core.training", *common, *flags]
+
+
+def run(name: str, free_gpus: SimpleQueue[str], options: argparse.Namespace) -> tuple[str, int, float]:
+    """Exit status and seconds of one run, on the next free GPU."""
+    visible = free_gpus.get()
+    argv = command(name, options)
+    print(f"GPU {visible}: {shlex.join(argv)}", flush=True)
+    started = time.monotonic()
+    try:
+        with open(f"{options.out}/{name}.log", "w", encoding="utf-8") as log:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+            done = subprocess.run(argv, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False)
+    finally:
+        free_gpus.put(visible)
+    return name, done.returncode, time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=sorted(RUNS), metavar="NAME")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--wide", action="store_true", help="each run on all GPUs")
+    parser.add_argument("--extra", default="", help="further options of every run, as one string")
+    options = parser.parse_args()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    gpus = [str(index) for index in range(options.gpus)]
+    free_gpus: SimpleQueue[str] = SimpleQueue()
+    for visible in [",".join(gpus)] if options.wide else gpus:
+        free_gpus.put(visible)
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        results = list(pool.map(lambda name: run(name, free_gpus, options), options.names))
+    for name, status, seconds in results:
+        log = Path(options.out, name, "log.csv")
+        last = log.read_text("utf-8").splitlines()[-1] if log.exists() else "no log"
+        print(f"{name}: exit status {status}, {seconds:.0f} s, {last}", flush=True)
+    return max(status for _, status, _ in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
