@@ -12,6 +12,9 @@ import enum
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
+from service.sessions.lease import Lease as Lease
+from service.sessions.turn_records import EndedTurn, TurnStore
+
 DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
 
 Damage = Literal["missing", "corrupt"]
@@ -66,18 +69,6 @@ class StoredSession:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """The right to write one session. `created_at` is the session's incarnation, `expires_at` by the store's clock."""
-
-    tenant: str
-    session_id: str
-    created_at: float
-    holder: str
-    fence: int
-    expires_at: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSession:
     """What `acquire` gives: the lease, and the session as it stands under it."""
 
@@ -109,13 +100,13 @@ class SessionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """`num_bytes`: the snapshots', plus 4 for each token of a log."""
+    """`num_bytes`: the snapshots', plus 4 for each token of a log, plus the turn records' requests and results."""
 
     num_sessions: int
     num_bytes: int
 
 
-class SessionStore(Protocol):
+class SessionStore(TurnStore, Protocol):
     """A store of record. Every call names the tenant: another tenant's session does not exist.
 
     A session whose TTL ran out does not exist either, but for one with a live lease: it lives as long as that does.
@@ -221,9 +212,10 @@ class SessionStore(Protocol):
         new_ids: tuple[int, ...],
         num_sampled: int,
         seed: int,
+        turn: EndedTurn | None = None,
     ) -> SessionHead:
         """Atomically: append `new_ids` to the token log with a mark (see LogMark), store the snapshot, move the head to
-        expected_version + 1, release the lease.
+        expected_version + 1, end the record of `turn` as committed, release the lease.
 
         Durable when it returns (survives kill -9). Raises NotFound when the session is gone, LeaseLost when the lease
         is not the newest one or was released, or the session is another incarnation, VersionConflict when the head is

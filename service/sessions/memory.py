@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from service.sessions.base import (
     UNSET,
@@ -18,6 +19,7 @@ from service.sessions.base import (
     TenantUsage,
     Unset,
 )
+from service.sessions.memory_turns import MemoryTurns
 from service.sessions.records import (
     TOKEN_BYTES,
     already_exists,
@@ -31,6 +33,7 @@ from service.sessions.records import (
     require_version,
     session_busy,
 )
+from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,9 +45,17 @@ class _Record:
     fence: int = 0
     holder: str | None = None
     lease_expires_at: float = 0.0
+    turns: MemoryTurns = dataclasses.field(default_factory=MemoryTurns)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head.snapshot_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turns.num_bytes
 
     def is_leased(self, now: float) -> bool:
         return self.holder is not None and now < self.lease_expires_at
+
+    def lease_left_s(self, now: float) -> float:
+        return max(0.0, self.lease_expires_at - now) if self.is_leased(now) else 0.0
 
     def is_expired(self, now: float) -> bool:
         return self.head.expires_at is not None and now >= self.head.expires_at and not self.is_leased(now)
@@ -197,9 +208,11 @@ class MemorySessionStore:
         new_ids: tuple[int, ...],
         num_sampled: int,
         seed: int,
+        turn: EndedTurn | None = None,
     ) -> SessionHead:
         now = self._clock()
         record = self._writable(lease, expected_version, now)
+        record.turns.end_running(turn, now)
         record.log += new_ids
         mark = LogMark(version=expected_version + 1, num_log_tokens=len(record.log), num_sampled=num_sampled, seed=seed)
         record.marks += (mark,)
@@ -219,6 +232,7 @@ class MemorySessionStore:
     ) -> SessionHead:
         now = self._clock()
         record = self._writable(lease, expected_version, now)
+        record.turns.end_running(None, now)
         record.log = record.log[:num_log_tokens]
         mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
         record.marks = (*(old for old in record.marks if old.num_log_tokens <= num_log_tokens), mark)
@@ -249,19 +263,56 @@ class MemorySessionStore:
         return tuple(sorted({tenant for tenant, _ in self._records}))
 
     async def usage(self, *, tenant: str) -> TenantUsage:
-        heads = [record.head for (owner, _), record in self._records.items() if owner == tenant]
-        num_bytes = sum(head.snapshot_bytes + TOKEN_BYTES * head.num_log_tokens for head in heads)
-        return TenantUsage(num_sessions=len(heads), num_bytes=num_bytes)
+        records = [record for (owner, _), record in self._records.items() if owner == tenant]
+        return TenantUsage(num_sessions=len(records), num_bytes=sum(record.num_bytes for record in records))
 
     async def remove_expired(self) -> int:
         now = self._clock()
         expired = [key for key, record in self._records.items() if record.is_expired(now)]
         for key in expired:
             del self._records[key]
+        for record in self._records.values():
+            record.turns.remove_expired(now)
         return len(expired)
 
     async def check_writable(self) -> None:
         pass
+
+    async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
+        now = self._clock()
+        record = self._held(lease, now)
+        return record.turns.begin(start, record.head, max_records=max_records, now=now)
+
+    async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
+        return self._held(lease, self._clock()).turns.append(turn_id, index, chunk)
+
+    async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
+        now = self._clock()
+        self._held(lease, now).turns.end(ended, status, now)
+
+    async def forget_turn(self, lease: Lease, turn_id: str) -> None:
+        self._held(lease, self._clock()).turns.forget(turn_id)
+
+    async def get_turn(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        turn_id: str | None = None,
+        identity: str | None = None,
+        first_chunk: int = 0,
+    ) -> TurnRecord | None:
+        now = self._clock()
+        record = self._records.get((tenant, session_id))
+        if record is None or record.is_expired(now):
+            return None
+        found = record.turns.get(turn_id, identity, now=now, first_chunk=first_chunk)
+        return found and dataclasses.replace(found, lease_left_s=record.lease_left_s(now))
+
+    async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
+        now = self._clock()
+        record = self._record(tenant, session_id, now)
+        return record.turns.cancel(is_held=record.is_leased(now), now=now)
 
     def _record(self, tenant: str, session_id: str, now: float) -> _Record:
         record = self._records.get((tenant, session_id))
@@ -269,10 +320,14 @@ class MemorySessionStore:
             raise not_found(session_id)
         return record
 
-    def _writable(self, lease: Lease, expected_version: int, now: float) -> _Record:
+    def _held(self, lease: Lease, now: float) -> _Record:
         record = self._record(lease.tenant, lease.session_id, now)
         if not record.fits(lease):
             raise lease_lost(lease)
+        return record
+
+    def _writable(self, lease: Lease, expected_version: int, now: float) -> _Record:
+        record = self._held(lease, now)
         require_version(record.head, expected_version)
         return record
 

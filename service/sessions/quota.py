@@ -29,6 +29,8 @@ class QuotaStore:
         self.get, self.load, self.update, self.delete = store.get, store.load, store.update, store.delete
         self.acquire, self.renew, self.release = store.acquire, store.renew, store.release
         self.commit, self.rewind = store.commit, store.rewind
+        self.begin_turn, self.append_turn, self.end_turn = store.begin_turn, store.append_turn, store.end_turn
+        self.forget_turn, self.get_turn, self.cancel_turn = store.forget_turn, store.get_turn, store.cancel_turn
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list
         self.list_tenants = store.list_tenants
         self.usage, self.remove_expired, self.check_writable = store.usage, store.remove_expired, store.check_writable

@@ -1,0 +1,290 @@
+"""Turn records, as every SessionStore keeps them: begun once, appended to, ended with their session's commit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import LeaseLost, NotFound, VersionConflict
+from service.sessions.base import Lease, SessionHead, SessionStore
+from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
+from tests.snapshots import make_snapshot
+from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, create
+
+KEY = {"tenant": "a", "session_id": "s1"}
+TTL_S = 600.0
+MANY = 16
+
+
+def start_of(turn_id: str = "t1", *, identity: str | None = None, **fields: Any) -> TurnStart:
+    values = {"digest": "d", "base_version": None, "request": b'{"input": "\xff"}', **fields}
+    return TurnStart(turn_id=turn_id, identity=identity, **values)
+
+
+def ended(turn_id: str = "t1", result: bytes = b"result\x00\xff") -> EndedTurn:
+    return EndedTurn(turn_id=turn_id, result=result, ttl_s=TTL_S)
+
+
+async def begin(store: SessionStore, lease: Lease, turn_id: str = "t1", **fields: Any) -> TurnRecord:
+    return await store.begin_turn(lease, start_of(turn_id, **fields), max_records=MANY)
+
+
+async def get(store: SessionStore, turn_id: str = "t1", **fields: Any) -> TurnRecord:
+    record = await store.get_turn(**KEY, turn_id=turn_id, **fields)
+    assert record is not None
+    return record
+
+
+async def test_a_running_turn_shows_its_request_and_what_was_appended(store: SessionStore) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    begun = await begin(store, lease, identity="key:é")
+    assert (begun.turn_id, begun.status, begun.base_version, begun.digest) == ("t1", "running", 0, "d")
+    assert await begin(store, lease, identity="key:é") == begun  # the same call again
+    for index, chunk in enumerate((b"one", b"\x00\xff", b"three")):
+        assert not await store.append_turn(lease, "t1", index=index, chunk=chunk)
+    assert not await store.append_turn(lease, "t1", index=2, chunk=b"three")  # the same call again
+    record = await get(store)
+    assert (record.request, record.chunks) == (b'{"input": "\xff"}', (b"one", b"\x00\xff", b"three"))
+    assert (record.identity, record.result, record.is_cancel_wanted) == ("key:é", None, False)
+    assert 0 < record.lease_left_s <= LEASE_S
+    assert (await get(store, first_chunk=2)).chunks == (b"three",)
+    assert (await get(store, first_chunk=3)).chunks == ()
+    by_identity = await store.get_turn(**KEY, identity="key:é")
+    assert by_identity is not None
+    assert by_identity.turn_id == "t1"
+
+
+async def test_a_chunk_that_would_leave_a_gap_is_refused(store: SessionStore) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease)
+    with pytest.raises(NotFound):
+        await store.append_turn(lease, "t1", index=1, chunk=b"x")
+    with pytest.raises(NotFound):
+        await store.append_turn(lease, "other", index=0, chunk=b"x")
+
+
+async def test_D9_a_commit_carries_the_result_and_ends_the_record(store: SessionStore) -> None:
+    head = await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    await commit_under(store, lease, head, turn=ended())
+    record = await get(store)
+    assert (record.status, record.result, record.request, record.chunks) == ("committed", b"result\x00\xff", b"", ())
+    assert (record.base_version, record.lease_left_s) == (0, 0.0)
+    taken = (await acquire(store)).lease
+    again = await begin(store, taken, "t2", identity="key:k", base_version=0)
+    assert (again.turn_id, again.status, again.result) == ("t1", "committed", b"result\x00\xff")
+    assert await store.get_turn(**KEY, turn_id="t2") is None
+
+
+async def test_a_refused_commit_leaves_the_record_running(store: SessionStore) -> None:
+    head = await commit(store, await create(store))
+    lease = (await acquire(store)).lease
+    await begin(store, lease)
+    with pytest.raises(VersionConflict):
+        await commit_under(store, lease, await wrong(store), turn=ended())
+    assert (await get(store)).status == "running"
+    await commit_under(store, lease, head, turn=ended())
+    assert (await get(store)).status == "committed"
+
+
+async def wrong(store: SessionStore) -> SessionHead:
+    return dataclasses.replace(await store.get(**KEY), version=7)
+
+
+async def test_a_turn_continues_the_version_it_names(store: SessionStore) -> None:
+    await commit(store, await create(store))
+    lease = (await acquire(store)).lease
+    with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
+        await begin(store, lease, base_version=0)
+    assert (await begin(store, lease, base_version=1)).base_version == 1
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+async def test_a_turn_that_failed_is_told_of_and_runs_again(store: SessionStore, status: Any) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    await store.end_turn(lease, ended(), status=status)
+    await store.end_turn(lease, ended(result=b"other"), status=status)
+    record = await get(store)
+    assert (record.status, record.result, record.chunks) == (status, b"result\x00\xff", ())
+    assert await store.get_turn(**KEY, identity="key:k") is None
+    assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
+    assert (await get(store)).status == status
+
+
+async def test_what_was_refused_before_it_began_leaves_nothing(store: SessionStore) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    await store.forget_turn(lease, "t1")
+    await store.forget_turn(lease, "t1")
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
+
+
+async def test_D8_a_stale_holder_writes_no_turn(store: SessionStore, clock: Clock) -> None:
+    await create(store)
+    stale = (await acquire(store)).lease
+    await begin(store, stale)
+    await store.append_turn(stale, "t1", index=0, chunk=b"x")
+    clock.advance(LEASE_S + 1)
+    assert (await get(store)).lease_left_s == 0.0
+    fresh = (await acquire(store)).lease
+    for lost in (
+        begin(store, stale, "t2"),
+        store.append_turn(stale, "t1", index=1, chunk=b"stale"),
+        store.end_turn(stale, ended(), status="failed"),
+        store.forget_turn(stale, "t1"),
+    ):
+        with pytest.raises(LeaseLost):
+            await lost
+    assert not await store.append_turn(fresh, "t1", index=1, chunk=b"y")
+    assert (await get(store)).chunks == (b"x", b"y")
+
+
+async def test_the_holder_that_takes_over_finds_the_turn_by_its_identity(store: SessionStore, clock: Clock) -> None:
+    head = await create(store)
+    await begin(store, (await acquire(store)).lease, identity="key:k")
+    clock.advance(LEASE_S + 1)
+    lease = (await acquire(store)).lease
+    found = await begin(store, lease, "t2", identity="key:k")
+    assert (found.turn_id, found.status) == ("t1", "running")
+    await commit_under(store, lease, head, turn=ended())
+    assert (await get(store)).status == "committed"
+
+
+async def test_an_abandoned_turn_ends_when_the_next_one_begins(store: SessionStore, clock: Clock) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease)
+    await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    clock.advance(LEASE_S + 1)
+    fresh = (await acquire(store)).lease
+    await begin(store, fresh, "t2")
+    record = await get(store)
+    assert (record.status, record.result, record.chunks) == ("failed", None, ())
+    assert not await store.append_turn(fresh, "t2", index=0, chunk=b"y")
+    assert (await get(store, "t2")).chunks == (b"y",)
+
+
+@pytest.mark.parametrize("how", ["commit", "rewind"])
+async def test_whatever_moves_the_session_on_ends_an_abandoned_turn(
+    store: SessionStore, clock: Clock, how: str
+) -> None:
+    head = await commit(store, await create(store))
+    await begin(store, (await acquire(store)).lease)
+    clock.advance(LEASE_S + 1)
+    lease = (await acquire(store)).lease
+    if how == "commit":
+        await commit_under(store, lease, head)
+    else:
+        await store.rewind(
+            lease,
+            expected_version=1,
+            snapshot=None,
+            position=0,
+            model_fingerprint="m1",
+            num_log_tokens=0,
+            num_sampled=0,
+            seed=None,
+        )
+    assert (await get(store)).status == "failed"
+
+
+async def test_the_newest_records_are_kept(store: SessionStore) -> None:
+    head = await create(store)
+    for number in range(4):
+        lease = (await acquire(store)).lease
+        await store.begin_turn(lease, start_of(f"t{number}", identity=f"key:{number}"), max_records=3)
+        head = await commit_under(store, lease, head, turn=ended(f"t{number}"))
+    assert await store.get_turn(**KEY, turn_id="t0") is None
+    assert await store.get_turn(**KEY, identity="key:0") is None
+    assert [(await get(store, f"t{number}")).status for number in (1, 2, 3)] == ["committed"] * 3
+
+
+async def test_a_record_is_kept_for_its_ttl(store: SessionStore, clock: Clock) -> None:
+    head = await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    head = await commit_under(store, lease, head, turn=ended())
+    clock.advance(TTL_S - 1)
+    assert (await get(store)).status == "committed"
+    clock.advance(2)
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert await store.get_turn(**KEY, identity="key:k") is None
+    assert await store.remove_expired() == 0
+    lease = (await acquire(store)).lease
+    assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
+    assert await store.get(**KEY) == head
+
+
+async def test_a_cancel_reaches_the_holder(store: SessionStore) -> None:
+    await create(store)
+    assert await store.cancel_turn(**KEY) is None
+    lease = (await acquire(store)).lease
+    assert await store.cancel_turn(**KEY) is None
+    await begin(store, lease)
+    found = await store.cancel_turn(**KEY)
+    assert found is not None
+    assert (found.turn_id, found.status, found.is_cancel_wanted) == ("t1", "running", True)
+    assert (await get(store)).is_cancel_wanted
+    assert await store.append_turn(lease, "t1", index=0, chunk=b"x")
+    with pytest.raises(NotFound):
+        await store.cancel_turn(tenant="b", session_id="s1")
+
+
+async def test_a_turn_without_a_holder_is_cancelled_at_once(store: SessionStore, clock: Clock) -> None:
+    await create(store)
+    lease = (await acquire(store)).lease
+    await begin(store, lease, identity="key:k")
+    clock.advance(LEASE_S + 1)
+    found = await store.cancel_turn(**KEY)
+    assert found is not None
+    assert found.status == "cancelled"
+    assert (await get(store)).status == "cancelled"
+    assert (await begin(store, (await acquire(store)).lease, "t2", identity="key:k")).turn_id == "t2"
+
+
+async def test_L6_another_tenants_turn_does_not_exist(store: SessionStore) -> None:
+    await create(store)
+    await create(store, tenant="b")
+    await begin(store, (await acquire(store)).lease, identity="key:k")
+    for which in ({"turn_id": "t1"}, {"identity": "key:k"}):
+        assert await store.get_turn(tenant="b", session_id="s1", **which) is None
+        assert await store.get_turn(tenant="a", session_id="s2", **which) is None
+
+
+async def test_the_records_go_with_their_session(store: SessionStore, clock: Clock) -> None:
+    head = await create(store, ttl_s=30.0)
+    lease = (await acquire(store)).lease
+    await begin(store, lease)
+    await commit_under(store, lease, head, turn=ended())
+    clock.advance(31.0)
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+    await create(store)
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+    await begin(store, (await acquire(store)).lease)
+    await store.delete(**KEY)
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+    await create(store)
+    assert await store.get_turn(**KEY, turn_id="t1") is None
+
+
+async def test_records_count_as_stored_bytes(store: SessionStore) -> None:
+    head = await create(store)
+    for number in range(3):
+        lease = (await acquire(store)).lease
+        await store.begin_turn(lease, start_of(f"t{number}"), max_records=2)
+        head = await commit_under(store, lease, head, turn=ended(f"t{number}", b"x" * 100))
+    size = len(make_snapshot(version=3).encode()) + 4 * head.num_log_tokens
+    assert (await store.usage(tenant="a")).num_bytes == size + 200
+    await store.delete(**KEY)
+    assert (await store.usage(tenant="a")).num_bytes == 0
