@@ -39,6 +39,10 @@ class Keyspace:
         tag = f"{self.prefix}:{{{_hash(tenant, size=8)}}}"
         return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
 
+    def record(self, tenant: str, kind: str, record_id: str) -> str:
+        """A document's key: a hash tag for itself alone."""
+        return f"{self.prefix}:{{{_hash(tenant, size=8)}-{_hash(tenant, kind, record_id, size=16)}}}:record"
+
     @property
     def any_head(self) -> str:
         """A pattern for the heads of all sessions."""

@@ -1,0 +1,63 @@
+"""The seam between the gateway and whatever keeps small JSON documents: responses, conversations and their items.
+
+A document has one key, (tenant, kind, id), and a version that every write must name: two writers never overwrite each
+other unseen. Unlike a session it has no log and no state; what changes together is one document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+Kind = Literal["response", "chain", "conversation", "item"]
+
+ABSENT = 0  # the version of a document that does not exist
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A stored document. `version` rises by one with each `put`, from 1."""
+
+    record_id: str
+    version: int
+    document: Mapping[str, Any]
+
+
+class RecordStore(Protocol):
+    """Every call names the tenant: another tenant's document does not exist. Neither does one whose TTL ran out.
+
+    Lives on the connections of a session store, and is open while that is. Errors: VersionConflict, StoreUnavailable,
+    StorageFull. Implementations: `sqlite`, `redis`, `memory`.
+    """
+
+    async def get(self, *, tenant: str, kind: Kind, record_id: str) -> Record | None: ...
+
+    async def get_many(self, *, tenant: str, kind: Kind, record_ids: Sequence[str]) -> tuple[Record | None, ...]:
+        """One answer for each id, in order; not one moment's view of them all."""
+        ...
+
+    async def put(
+        self,
+        *,
+        tenant: str,
+        kind: Kind,
+        record_id: str,
+        document: Mapping[str, Any],
+        expected_version: int,
+        ttl_s: float | None = None,
+    ) -> int:
+        """The document's new version, one above `expected_version` (ABSENT: a new document). Durable when it returns.
+
+        `ttl_s`: how long it is kept from now on; None: for ever. Raises VersionConflict when the document is at another
+        version; then nothing changed.
+        """
+        ...
+
+    async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
+        """Whether there was one; it is gone when this returns."""
+        ...
+
+    async def remove_expired(self) -> int:
+        """Delete what does not exist any more because its TTL ran out; how many that were."""
+        ...
