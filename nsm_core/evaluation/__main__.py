@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsm_core.errors import NsmError
-from nsm_core.evaluation.run import EvalConfig, run_evaluation
+from nsm_core.evaluation.config import PARTS, EvalConfig
+from nsm_core.evaluation.run import run_evaluation
 from nsm_core.training.data_files import SPLITS
 
 HELP = {
@@ -22,11 +23,16 @@ HELP = {
     "device": "auto, cpu, cuda, cuda:1 (default %(default)s)",
     "precision": "auto, bf16 or fp32; auto is bf16 on a GPU (default %(default)s)",
     "sample_tokens": "most tokens of a sample (default %(default)s)",
-    "seed": "of the drawn samples (default %(default)s)",
+    "passkey_examples": "prompts for each length and depth (default %(default)s)",
+    "parking_prefix": "tokens read before each parking of a state (default %(default)s)",
+    "parking_count": "most parkings of a document (default %(default)s)",
+    "split_tokens": "tokens read whole and in pieces (default %(default)s)",
+    "seed": "of the drawn samples and the keys (default %(default)s)",
     "output": "write OUTPUT.json and OUTPUT.md as well",
 }
 PATHS = ("data", "model", "output")
 WORDS = ("device", "precision")
+SEVERAL = ("buckets", "prompts", "suite", "passkey_lengths", "passkey_depths")
 SHORT = {"checkpoint": "--model", "max_tokens_per_document": "--max-tokens", "output": "--out"}  # as other commands say
 
 
@@ -34,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     """One option for each field of EvalConfig; `--prompt` may be repeated, `--buckets` takes several values."""
     defaults = {field.name: field.default for field in dataclasses.fields(EvalConfig)}
     parser = argparse.ArgumentParser(
-        "nsm eval", description="Bits per byte and word-level perplexity by position, on the documents of a corpus."
+        "nsm eval", description="Quality of a model on the documents of a corpus: loss by position, recall, state."
     )
     for name, text in HELP.items():
         kind = Path if name in PATHS else str if name in WORDS else int
@@ -45,13 +51,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=SPLITS, default=defaults["split"], help="default %(default)s")
     parser.add_argument("--prompt", action="append", default=[], help="show a greedy and a drawn continuation of it")
     parser.add_argument("--buckets", type=int, nargs="+", default=defaults["buckets"], help="edges in tokens, from 0")
+    parser.add_argument(
+        "--suite",
+        type=lambda text: tuple(text.split(",")),
+        default=defaults["suite"],
+        help=f"what to measure, by commas: {', '.join(PARTS)} (default %(default)s)",
+    )
+    for name, number, what in (
+        ("passkey_lengths", int, "tokens of a prompt"),
+        ("passkey_depths", float, "from 0 to 1"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=number, nargs="+", default=defaults[name], help=f"{what} (default %(default)s)")
     return parser
 
 
 def parse(argv: Sequence[str]) -> EvalConfig:
     """The evaluation that `argv` asks for. Raises ConfigError for values that cannot be used."""
     options = vars(build_parser().parse_args(argv))
-    return EvalConfig(prompts=tuple(options.pop("prompt")), buckets=tuple(options.pop("buckets")), **options)
+    options["prompts"] = options.pop("prompt")
+    options.update({name: tuple(options[name]) for name in SEVERAL})
+    return EvalConfig(**options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from nsm_core.errors import ConfigError
 
 # Edges in tokens from the start of the document; the last bucket has no end.
 DEFAULT_BUCKETS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+# Of the short table, made from the buckets.
+SUMMARY_EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -55,14 +57,30 @@ class PositionLosses:
     @property
     def total(self) -> BucketLoss:
         """All positions as one bucket."""
-        return BucketLoss(
-            start=0,
-            stop=None,
-            num_tokens=sum(bucket.num_tokens for bucket in self.buckets),
-            num_bytes=sum(bucket.num_bytes for bucket in self.buckets),
-            num_words=sum(bucket.num_words for bucket in self.buckets),
-            nats=math.fsum(bucket.nats for bucket in self.buckets),
-        )
+        return _merged(self.buckets, 0, None)
+
+    def by(self, edges: Sequence[int]) -> tuple[BucketLoss, ...]:
+        """The same sums in wider buckets; none at all when an edge cuts a bucket in two."""
+        ranges = zip(edges, [*edges[1:], None], strict=True)
+        merged = [_merged([b for b in self.buckets if _lies_in(b, *bounds)], *bounds) for bounds in ranges]
+        if sum(bucket.num_tokens for bucket in merged) != self.total.num_tokens:
+            return ()
+        return tuple(bucket for bucket in merged if bucket.num_tokens)
+
+
+def _lies_in(bucket: BucketLoss, start: int, stop: int | None) -> bool:
+    return bucket.start >= start and (stop is None or (bucket.stop is not None and bucket.stop <= stop))
+
+
+def _merged(buckets: Sequence[BucketLoss], start: int, stop: int | None) -> BucketLoss:
+    return BucketLoss(
+        start=start,
+        stop=stop,
+        num_tokens=sum(bucket.num_tokens for bucket in buckets),
+        num_bytes=sum(bucket.num_bytes for bucket in buckets),
+        num_words=sum(bucket.num_words for bucket in buckets),
+        nats=math.fsum(bucket.nats for bucket in buckets),
+    )
 
 
 class LossTally:

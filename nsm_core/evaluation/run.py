@@ -2,103 +2,117 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from pathlib import Path
 
+import numpy as np
 import torch
 
 from nsm_core.errors import ConfigError
-from nsm_core.evaluation.losses import DEFAULT_BUCKETS
-from nsm_core.evaluation.perplexity import encode_document, evaluate
-from nsm_core.evaluation.report import Provenance, Report, command_line, source_commit, utc_now, versions
-from nsm_core.evaluation.samples import write_samples
+from nsm_core.evaluation.config import EvalConfig
+from nsm_core.evaluation.devices import resolve_device, resolve_precision
+from nsm_core.evaluation.losses import PositionLosses
+from nsm_core.evaluation.model_facts import model_facts
+from nsm_core.evaluation.parking import ParkingResult, measure_parking
+from nsm_core.evaluation.passkey import PasskeyResult, measure_passkey
+from nsm_core.evaluation.perplexity import EncodedDocument, encode_documents, evaluate
+from nsm_core.evaluation.provenance import Provenance, command_line, source_commit, utc_now, versions
+from nsm_core.evaluation.report import Report
+from nsm_core.evaluation.samples import Sample, write_samples
 from nsm_core.evaluation.slots import SlotUsage, measure_slot_usage
+from nsm_core.evaluation.splits import SplitResult, measure_splits
 from nsm_core.model.loader import LoadedModel, load_checkpoint
-from nsm_core.training.data_files import SPLITS, Document, Split, read_documents
+from nsm_core.training.data_files import read_documents
 
 _SLOT_DOCUMENTS = 4
 _SLOT_TOKENS = 2048
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """One evaluation. The defaults read every document of the validation split to its end."""
-
-    data: Path
-    model: Path | None = None  # None: the bundled model
-    split: Split = "val"
-    max_documents: int | None = None
-    max_tokens_per_document: int | None = None
-    segment_len: int = 512  # tokens a forward call: speed and memory only
-    batch_documents: int = 8
-    buckets: tuple[int, ...] = DEFAULT_BUCKETS
-    device: str = "auto"
-    precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU
-    prompts: tuple[str, ...] = ()  # a greedy and a drawn continuation of each
-    sample_tokens: int = 100
-    seed: int = 0
-    output: Path | None = None  # writes <output>.json and <output>.md
-
-    def __post_init__(self) -> None:
-        for name in ("max_documents", "max_tokens_per_document", "segment_len", "batch_documents", "sample_tokens"):
-            value = getattr(self, name)
-            self._require(value is None or value >= 1, name, "at least 1")
-        self._require(self.split in SPLITS, "split", ", ".join(SPLITS[:-1]) + f" or {SPLITS[-1]}")
-        self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
-
-    def _require(self, condition: bool, name: str, wish: str) -> None:
-        if not condition:
-            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")
-
-
 def run_evaluation(config: EvalConfig) -> Report:
     """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError."""
-    device = _resolve_device(config.device)
-    precision = ("bf16" if device.startswith("cuda") else "fp32") if config.precision == "auto" else config.precision
+    device = resolve_device(config.device)
     loaded = load_checkpoint(config.model, device)
-    documents = list(itertools.islice(read_documents(config.data, config.split), config.max_documents))
-    losses = evaluate(
-        loaded.model,
-        loaded.tokenizer,
-        documents,
-        max_tokens_per_document=config.max_tokens_per_document,
-        segment_len=config.segment_len,
-        batch_documents=config.batch_documents,
-        buckets=config.buckets,
-        autocast=precision == "bf16",
-    )
+    documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
+    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents))
     report = Report(
         provenance=_provenance(loaded, device),
-        settings=_settings(config, precision),
-        losses=losses,
-        slots=_slot_usage(loaded, documents),
-        samples=tuple(
-            write_samples(
-                loaded.model, loaded.tokenizer, config.prompts, max_tokens=config.sample_tokens, seed=config.seed
-            )
-        ),
+        settings=_settings(config, subject.precision),
+        model=model_facts(loaded.config, loaded.model.state_spec),
+        losses=subject.losses() if "loss" in config.suite else None,
+        passkey=subject.passkey() if "passkey" in config.suite else None,
+        parking=subject.parking() if "parking" in config.suite else None,
+        splits=subject.splits() if "split" in config.suite else None,
+        slots=subject.slots() if "slots" in config.suite else None,
+        samples=subject.samples() if "samples" in config.suite else (),
     )
     if config.output is not None:
         report.save(config.output)
     return report
 
 
-def _resolve_device(wish: str) -> str:
-    if wish == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=wish)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise ConfigError(f"device {wish!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return wish
+class _Subject:
+    """A loaded model and the encoded documents: what every part of the suite measures."""
 
+    def __init__(self, config: EvalConfig, loaded: LoadedModel, device: str, documents: list[EncodedDocument]) -> None:
+        if not documents:
+            raise ConfigError("there are no documents to evaluate on")
+        self._config, self._model, self._tokenizer = config, loaded.model, loaded.tokenizer
+        self._documents = documents
+        self.precision = resolve_precision(config.precision, device)
 
-def _slot_usage(loaded: LoadedModel, documents: list[Document]) -> SlotUsage:
-    device = next(loaded.model.parameters()).device
-    encoded = (encode_document(loaded.tokenizer, document.text, _SLOT_TOKENS) for document in documents)
-    texts = (torch.from_numpy(document.tokens[:-1]).to(device) for document in encoded)
-    return measure_slot_usage(loaded.model, itertools.islice(texts, _SLOT_DOCUMENTS))
+    @property
+    def _autocast(self) -> bool:
+        return self.precision == "bf16"
+
+    def losses(self) -> PositionLosses:
+        config = self._config
+        return evaluate(
+            self._model,
+            [document.cut(config.max_tokens_per_document) for document in self._documents],
+            segment_len=config.segment_len,
+            batch_documents=config.batch_documents,
+            buckets=config.buckets,
+            autocast=self._autocast,
+        )
+
+    def passkey(self) -> PasskeyResult:
+        config = self._config
+        return measure_passkey(
+            self._model,
+            self._tokenizer,
+            np.concatenate([document.tokens[1:-1] for document in self._documents]),
+            lengths=config.passkey_lengths,
+            depths=config.passkey_depths,
+            num_examples=config.passkey_examples,
+            seed=config.seed,
+            autocast=self._autocast,
+        )
+
+    def parking(self) -> ParkingResult:
+        config = self._config
+        return measure_parking(
+            self._model,
+            self._documents,
+            prefix_len=config.parking_prefix,
+            max_parks=config.parking_count,
+            seed=config.seed,
+            autocast=self._autocast,
+        )
+
+    def splits(self) -> SplitResult:
+        longest = max(self._documents, key=len)
+        return measure_splits(self._model, torch.from_numpy(longest.tokens[: self._config.split_tokens]))
+
+    def slots(self) -> SlotUsage | None:
+        texts = (torch.from_numpy(document.cut(_SLOT_TOKENS).tokens[:-1]) for document in self._documents)
+        return measure_slot_usage(self._model, itertools.islice(texts, _SLOT_DOCUMENTS))
+
+    def samples(self) -> tuple[Sample, ...]:
+        config = self._config
+        return tuple(
+            write_samples(
+                self._model, self._tokenizer, config.prompts, max_tokens=config.sample_tokens, seed=config.seed
+            )
+        )
 
 
 def _provenance(loaded: LoadedModel, device: str) -> Provenance:
@@ -118,11 +132,9 @@ def _provenance(loaded: LoadedModel, device: str) -> Provenance:
 
 def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
     """What the numbers depend on."""
-    return {
-        "split": config.split,
-        "max_documents": config.max_documents,
-        "max_tokens_per_document": config.max_tokens_per_document,
-        "precision": precision,
-        "segment_len": config.segment_len,
-        "batch_documents": config.batch_documents,
-    }
+    names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
+    if "passkey" in config.suite:
+        names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
+    if "parking" in config.suite:
+        names += ["parking_prefix", "parking_count"]
+    return {"precision": precision, **{name: getattr(config, name) for name in names}}

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nsm_core.model.nsm import NsmModel
+from nsm_core.engine.runner import SequenceModel
+from nsm_core.evaluation.reading import EvaluatedModel, reading
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
@@ -26,21 +27,22 @@ class Sample:
 
 
 def write_samples(
-    model: NsmModel, tokenizer: Tokenizer, prompts: Iterable[str], *, max_tokens: int, seed: int
+    model: EvaluatedModel, tokenizer: Tokenizer, prompts: Iterable[str], *, max_tokens: int, seed: int
 ) -> list[Sample]:
     """For each prompt a greedy continuation and one at temperature 0.8; at most `max_tokens` tokens each."""
     wishes = (
         SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed),
         SamplingParams(max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=seed),
     )
-    return [_continue(model, tokenizer, prompt, params) for prompt in prompts for params in wishes]
+    with reading(model) as device:
+        return [_continue(model, tokenizer, prompt, params, device) for prompt in prompts for params in wishes]
 
 
-@torch.inference_mode()
-def _continue(model: NsmModel, tokenizer: Tokenizer, prompt: str, params: SamplingParams) -> Sample:
-    device = next(model.parameters()).device
+def _continue(
+    model: SequenceModel, tokenizer: Tokenizer, prompt: str, params: SamplingParams, device: torch.device
+) -> Sample:
     prompt_ids = [tokenizer.end_of_text_id, *tokenizer.encode(prompt)]
-    hidden, state = model(torch.tensor([prompt_ids], device=device), model.initial_state(1))
+    hidden, state = model.forward(torch.tensor([prompt_ids], device=device), model.initial_state(1))
     last, sampler, generated = hidden[:, -1], Sampler(), list[int]()
     while len(generated) < params.max_tokens:
         position = len(prompt_ids) + len(generated)

@@ -1,39 +1,27 @@
-"""Small random models that fit the tiny tokenizer, and documents to read."""
+"""Small random models, stored and not, and documents to read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
-from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.training.data_files import Document
+from tests.nsm_core.evaluation.models import random_model, small_config
 
 
 @pytest.fixture
 def model(tiny_tokenizer: Tokenizer) -> NsmModel:
-    """Random weights, those that start at zero included: its state matters to its logits."""
-    torch.manual_seed(0)
-    model = NsmModel(
-        ModelConfig(
-            vocab_size=tiny_tokenizer.vocab_size,
-            d_model=32,
-            num_layers=2,
-            num_heads=2,
-            num_memory_slots=8,
-            write_top_k=2,
-            mlp_hidden=64,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.2)
-    return model
+    return random_model(small_config(tiny_tokenizer))
+
+
+@pytest.fixture(params=["N", "NW", "A"])
+def any_model(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> NsmModel:
+    """Slots, a hybrid, and attention alone."""
+    return random_model(small_config(tiny_tokenizer, layer_pattern=request.param))
 
 
 @pytest.fixture

@@ -51,3 +51,12 @@ def test_buckets_nobody_reached_are_left_out() -> None:
 def test_edges_that_make_no_buckets_are_refused(edges: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="bucket edges must ascend from 0"):
         LossTally(edges)
+
+
+def test_sums_in_wider_buckets() -> None:
+    tally = LossTally((0, 4, 8, 16))
+    tally.add(start=0, nats=np.arange(20.0), num_bytes=np.ones(20, np.int64), num_words=np.ones(20, np.int64))
+    losses = tally.result(1)
+    assert [(b.start, b.stop, b.num_tokens) for b in losses.by((0, 8, 16))] == [(0, 8, 8), (8, 16, 8), (16, None, 4)]
+    assert sum(b.nats for b in losses.by((0, 8))) == pytest.approx(losses.total.nats)
+    assert losses.by((0, 6)) == ()  # cuts a bucket

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsm_core.evaluation.__main__ import main, parse
-from nsm_core.evaluation.run import EvalConfig
+from nsm_core.evaluation.config import EvalConfig
 from tests.samples import BOOKS_DIR
 
 
@@ -18,12 +18,14 @@ def test_every_field_can_be_set() -> None:
     argv = (
         "--data books --model model-dir --split test --max-documents 3 --max-tokens-per-document 4 --segment-len 5 "
         "--batch-documents 6 --buckets 0 7 9 --device cpu --precision fp32 --prompt one --prompt two "
-        "--sample-tokens 8 --seed 9 --output out/report"
+        "--sample-tokens 8 --seed 9 --output out/report --suite loss,passkey --passkey-lengths 64 128 "
+        "--passkey-depths 0.5 --passkey-examples 3 --parking-prefix 7 --parking-count 2 --split-tokens 11"
     )
     config, defaults = parse(argv.split()), EvalConfig(data=Path())
     for field in dataclasses.fields(EvalConfig):
         assert getattr(config, field.name) != getattr(defaults, field.name)
     assert (config.buckets, config.prompts, config.split) == ((0, 7, 9), ("one", "two"), "test")
+    assert (config.suite, config.passkey_lengths, config.passkey_depths) == (("loss", "passkey"), (64, 128), (0.5,))
 
 
 def test_the_report_is_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,17 @@ from hypothesis import strategies as st
 
 from nsm_core.errors import ConfigError
 from nsm_core.evaluation.losses import PositionLosses
-from nsm_core.evaluation.perplexity import encode_document, evaluate
+from nsm_core.evaluation.perplexity import encode_document, encode_documents, evaluate
 from nsm_core.model.nsm import NsmModel
+from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.training.data_files import Document
 
 BUCKETS = (0, 8, 32, 64)
+
+
+def measure(model: NsmModel, tokenizer: Tokenizer, documents: list[Document], **options: Any) -> PositionLosses:
+    return evaluate(model, encode_documents(tokenizer, documents), **options)
 
 
 def nats(losses: PositionLosses) -> list[float]:
@@ -51,7 +57,7 @@ def test_a_uniform_model_costs_log2_of_the_vocabulary_a_token(
     model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document]
 ) -> None:
     torch.nn.init.zeros_(model.embedding.weight)
-    losses = evaluate(model, tiny_tokenizer, documents, segment_len=64, buckets=BUCKETS)
+    losses = measure(model, tiny_tokenizer, documents, segment_len=64, buckets=BUCKETS)
     num_tokens = sum(len(tiny_tokenizer.encode(d.text)) + 1 for d in documents)  # end of text is a target too
     num_bytes = sum(len(d.text.encode()) for d in documents)
     total = losses.total
@@ -75,15 +81,15 @@ def test_losses_are_those_of_one_plain_forward_pass(
             losses = F.cross_entropy(model.logits(hidden)[0], tokens[0, 1:], reduction="none")
         for position, loss in enumerate(losses.tolist()):
             want[np.searchsorted(BUCKETS, position, side="right") - 1] += loss
-    assert nats(evaluate(model, tiny_tokenizer, documents, buckets=BUCKETS)) == pytest.approx(want.tolist(), rel=1e-5)
+    assert nats(measure(model, tiny_tokenizer, documents, buckets=BUCKETS)) == pytest.approx(want.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("segment_len", "batch_documents"), [(1, 5), (7, 2), (64, 1), (4096, 3)])
 def test_segments_and_batches_do_not_change_the_result(
     model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document], segment_len: int, batch_documents: int
 ) -> None:
-    want = evaluate(model, tiny_tokenizer, documents, segment_len=50, batch_documents=4, buckets=BUCKETS)
-    got = evaluate(
+    want = measure(model, tiny_tokenizer, documents, segment_len=50, batch_documents=4, buckets=BUCKETS)
+    got = measure(
         model,
         tiny_tokenizer,
         documents,
@@ -98,7 +104,7 @@ def test_segments_and_batches_do_not_change_the_result(
 def test_logits_in_pieces_give_the_same_losses(
     model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = evaluate(model, tiny_tokenizer, documents)
+    want = measure(model, tiny_tokenizer, documents)
     widths: list[int] = []
     logits = model.logits
 
@@ -108,16 +114,39 @@ def test_logits_in_pieces_give_the_same_losses(
 
     monkeypatch.setattr("nsm_core.evaluation.perplexity._LOGITS_POSITIONS", 10)
     monkeypatch.setattr(model, "logits", watched)
-    assert nats(evaluate(model, tiny_tokenizer, documents)) == pytest.approx(nats(want), rel=1e-6)
+    assert nats(measure(model, tiny_tokenizer, documents)) == pytest.approx(nats(want), rel=1e-6)
     assert max(widths) == 10
 
 
 def test_a_cut_document_ends_without_end_of_text(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     document = Document(id="d", text="The sea was calm. " * 30)
-    losses = evaluate(model, tiny_tokenizer, [document], max_tokens_per_document=20, buckets=(0, 8))
+    losses = evaluate(model, [encode_document(tiny_tokenizer, document.text, 20)], buckets=(0, 8))
     assert [bucket.num_tokens for bucket in losses.buckets] == [8, 12]
     ids = tiny_tokenizer.encode(document.text)[:20]
     assert losses.total.num_bytes == len(tiny_tokenizer.decode_bytes(ids))
+
+
+def test_a_batch_of_documents_is_encoded_as_each_of_them(tiny_tokenizer: Tokenizer, documents: list[Document]) -> None:
+    for document, encoded in zip(documents * 5, encode_documents(tiny_tokenizer, documents * 5), strict=True):
+        alone = encode_document(tiny_tokenizer, document.text)
+        for name in ("tokens", "num_bytes", "num_words"):
+            assert np.array_equal(getattr(encoded, name), getattr(alone, name))
+
+
+def test_rows_without_padding_are_read_as_full_rows(
+    model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, bool]] = []
+    forward = model.forward
+
+    def watched(ids: torch.Tensor, state: State, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, State]:
+        seen.append((len(ids), lengths is None))
+        return forward(ids, state, lengths)
+
+    monkeypatch.setattr(model, "forward", watched)
+    cut = [document.cut(40) for document in encode_documents(tiny_tokenizer, documents)]
+    evaluate(model, cut, segment_len=20, batch_documents=5)
+    assert seen == [(5, False), (3, True)]  # two short documents are padded once, then gone
 
 
 def test_the_mode_of_the_model_is_left_as_it_was(
@@ -125,19 +154,19 @@ def test_the_mode_of_the_model_is_left_as_it_was(
 ) -> None:
     model.train()
     loads = [block.mixer.router.slot_load.clone() for block in model.layers]
-    evaluate(model, tiny_tokenizer, documents[:2])
+    measure(model, tiny_tokenizer, documents[:2])
     assert model.training
     for block, load in zip(model.layers, loads, strict=True):
         assert torch.equal(block.mixer.router.slot_load, load)  # training statistics saw nothing of it
 
 
 def test_bf16_is_close_to_fp32(model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document]) -> None:
-    fp32 = evaluate(model, tiny_tokenizer, documents).total.nats
-    bf16 = evaluate(model, tiny_tokenizer, documents, autocast=True).total.nats
+    fp32 = measure(model, tiny_tokenizer, documents).total.nats
+    bf16 = measure(model, tiny_tokenizer, documents, autocast=True).total.nats
     assert bf16 == pytest.approx(fp32, rel=0.02)
     assert bf16 != fp32
 
 
 def test_no_documents_is_an_error(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="no documents"):
-        evaluate(model, tiny_tokenizer, [])
+        measure(model, tiny_tokenizer, [])

@@ -1,19 +1,53 @@
 from __future__ import annotations
 
+import dataclasses
 import json
-import shutil
-import subprocess
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from nsm_core.evaluation import report as report_module
 from nsm_core.evaluation.losses import BucketLoss, PositionLosses
-from nsm_core.evaluation.report import Provenance, Report, command_line, source_commit
+from nsm_core.evaluation.model_facts import ModelFacts
+from nsm_core.evaluation.parking import ParkedFormat, ParkingBucket, ParkingResult
+from nsm_core.evaluation.passkey import PasskeyCell, PasskeyResult
+from nsm_core.evaluation.provenance import Provenance
+from nsm_core.evaluation.report import Report
 from nsm_core.evaluation.samples import Sample
-from nsm_core.evaluation.slots import SlotUsage
+from nsm_core.evaluation.slots import LayerSlots, SlotUsage
+from nsm_core.evaluation.splits import SplitDifference, SplitResult
+
+
+def passkey_cell(length: int, depth: float, num_chosen: int) -> PasskeyCell:
+    return PasskeyCell(
+        length=length,
+        depth=depth,
+        num_examples=4,
+        num_written=1,
+        num_chosen=num_chosen,
+        mean_rank=2.0,
+        mean_log_prob=-9.0,
+        mean_margin=-0.5,
+    )
+
+
+def parking_bucket(start: int, stop: int, change: float) -> ParkingBucket:
+    return ParkingBucket(
+        start=start, stop=stop, num_tokens=64, nats=2.0, unparked_nats=2.0, change=change, low=0.0, high=2 * change
+    )
+
+
+def layer_slots(layer: int, half_life_p90: float | None) -> LayerSlots:
+    return LayerSlots(
+        layer=layer,
+        dead_fraction=0.25,
+        effective_slots=5.5,
+        effective_by_weight=3.5,
+        max_over_mean_load=2.0,
+        written_per_token=0.125,
+        half_life_p10=40.0,
+        half_life_median=2e6,
+        half_life_p90=half_life_p90,
+    )
 
 
 @pytest.fixture
@@ -37,8 +71,42 @@ def report() -> Report:
         ),
         settings={"split": "val", "precision": "fp32"},
         losses=PositionLosses(num_documents=1, buckets=buckets),
+        model=ModelFacts(config={"d_model": 8}, state_bytes=((1024, 1_000_000), (8192, 2_100_000))),
+        passkey=PasskeyResult(
+            num_choices=10, cells=(passkey_cell(256, 0.0, 1), passkey_cell(256, 1.0, 4), passkey_cell(2048, 0.0, 0))
+        ),
+        parking=ParkingResult(
+            num_documents=3,
+            num_parks=2,
+            prefix_len=1024,
+            formats=(
+                ParkedFormat(
+                    format="int8",
+                    state_bytes=1234,
+                    buckets=(parking_bucket(0, 16, 0.002), parking_bucket(0, 1024, 0.0001)),
+                ),
+            ),
+        ),
+        splits=SplitResult(
+            num_tokens=100,
+            continuation_len=8,
+            max_logit=20.5,
+            max_state=4.0,
+            splits=(
+                SplitDifference(split="random 1", num_pieces=3, logits=2e-5, state=1e-6, is_same_continuation=True),
+                SplitDifference(
+                    split="token by token", num_pieces=100, logits=0.5, state=1.0, is_same_continuation=False
+                ),
+            ),
+        ),
         slots=SlotUsage(
-            num_tokens=10, slots_per_head=8, dead_fraction=0.25, effective_slots=5.5, max_over_mean_load=2.0
+            num_tokens=10,
+            slots_per_head=8,
+            dead_fraction=0.25,
+            effective_slots=5.5,
+            effective_by_weight=3.5,
+            max_over_mean_load=2.0,
+            layers=(layer_slots(0, 4000.0), layer_slots(2, None)),
         ),
         samples=(Sample(prompt="The sea", text=" was\n\ncalm", temperature=0.0, seed=0),),
     )
@@ -55,6 +123,33 @@ def test_json_holds_sums_and_rates(report: Report) -> None:
     assert fields["slots"]["effective_slots"] == 5.5
     assert fields["samples"][0]["text"] == " was\n\ncalm"
     assert fields["settings"]["split"] == "val"
+    assert fields["model"]["state_bytes"] == [[1024, 1_000_000], [8192, 2_100_000]]
+    assert fields["parking"]["formats"][0]["buckets"][0]["change"] == 0.002
+    assert fields["passkey"]["cells"][1]["num_chosen"] == 4
+    assert fields["splits"]["splits"][1]["is_same_continuation"] is False
+    assert fields["slots"]["layers"][1]["half_life_p90"] is None
+
+
+def test_markdown_shows_every_part(report: Report) -> None:
+    lines = report.to_markdown().split("\n")
+    assert "a state of 1 MB after 1,024, 2.1 MB after 8,192 tokens" in lines[2]
+    assert "| length (tokens) | depth 0% | depth 100% | all | mean rank | margin (nats) |" in lines
+    assert "| 256 | 25% (25%) | 100% (25%) | 62% (25%) | 2.00 | -0.50 |" in lines
+    assert "| 2K | 0% (25%) | – | 0% (25%) | 2.00 | -0.50 |" in lines
+    assert "| int8 | 1,234 | +0.2000% (+0.0000% … +0.4000%) | +0.0100% (+0.0000% … +0.0200%) |" in lines
+    assert "| random 1 | 3 | 2.00e-05 | 1.00e-06 | equal |" in lines
+    assert "| token by token | 100 | 5.00e-01 | 1.00e+00 | **different** |" in lines
+    assert "| 0 | 25.00% | 5.5 | 3.5 | 2.0 | 0.125 | 40 | over 1M | 4,000 |" in lines
+    assert "| 2 | 25.00% | 5.5 | 3.5 | 2.0 | 0.125 | 40 | over 1M | never written |" in lines
+
+
+def test_positions_in_short_are_shown_where_there_are_several(report: Report) -> None:
+    assert "In short" not in report.to_markdown()
+    far = BucketLoss(start=4096, stop=8192, num_tokens=4, num_bytes=10, num_words=2, nats=12.0)
+    losses = dataclasses.replace(report.losses, buckets=(*report.losses.buckets, far))  # type: ignore[type-var, union-attr]
+    lines = dataclasses.replace(report, losses=losses).to_markdown().split("\n")
+    assert "| 0–1K | 129 | 500 | 90 | 2.9961 | 1.1152 | 73.3 |" in lines
+    assert lines.count("| 4K–8K | 4 | 10 | 2 | 3.0000 | 1.7312 | 403.4 |") == 2
 
 
 def test_markdown_shows_the_table_and_how_to_repeat_it(report: Report) -> None:
@@ -74,41 +169,3 @@ def test_save_writes_both_files(report: Report, tmp_path: Path) -> None:
     report.save(tmp_path / "quality" / "tiny-1.5")
     assert (tmp_path / "quality" / "tiny-1.5.json").read_text("utf-8") == report.to_json()
     assert (tmp_path / "quality" / "tiny-1.5.md").read_text("utf-8") == report.to_markdown()
-
-
-@pytest.mark.parametrize(
-    ("module", "program"), [(None, "nsm"), ("nsm_core.evaluation.__main__", "python -m nsm_core.evaluation")]
-)
-def test_the_command_is_shown_without_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch, module: str | None, program: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/nsm", "eval", "--data", "my books"])
-    spec = None if module is None else ModuleSpec(module, loader=None)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    assert command_line() == f"{program} eval --data 'my books'"
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "report.py"
-    file.write_text("one\n")
-    monkeypatch.setattr(report_module, "__file__", str(file))
-    assert source_commit() is None  # no checkout
-
-    def git(*arguments: str) -> str:
-        name = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        return subprocess.run(
-            ["git", *name, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "one")
-    assert source_commit() is None  # a checkout of something else
-    git("add", "report.py")
-    git("commit", "-q", "-m", "two")
-    head = git("rev-parse", "--short=12", "HEAD").strip()
-    assert source_commit() == head
-    file.write_text("two\n")
-    assert source_commit() == f"{head}-dirty"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError
-from nsm_core.evaluation.run import EvalConfig, run_evaluation
+from nsm_core.evaluation.config import PARTS, EvalConfig
+from nsm_core.evaluation.run import run_evaluation
 from tests.samples import BOOKS_DIR
 
 
@@ -43,6 +44,40 @@ def test_the_same_evaluation_gives_the_same_numbers(checkpoint: Path) -> None:
     assert run_evaluation(config).losses == run_evaluation(config).losses
 
 
+def test_every_part_of_the_suite_is_in_the_report(checkpoint: Path) -> None:
+    config = EvalConfig(
+        data=BOOKS_DIR,
+        model=checkpoint,
+        suite=PARTS,
+        max_documents=2,
+        max_tokens_per_document=50,
+        device="cpu",
+        prompts=("It was",),
+        sample_tokens=2,
+        passkey_lengths=(128,),
+        passkey_depths=(0.0, 1.0),
+        passkey_examples=1,
+        parking_prefix=64,
+        parking_count=1,
+        split_tokens=20,
+    )
+    report = run_evaluation(config)
+    fields = json.loads(report.to_json())
+    for part in ("losses", "passkey", "parking", "splits", "slots", "samples"):
+        assert fields[part]
+    assert report.to_markdown().count("\n## ") == 6  # the losses stand under the title
+    assert fields["model"]["config"]["d_model"] == 32
+    assert fields["settings"]["passkey_lengths"] == [128]
+
+
+def test_only_what_is_asked_for_is_measured(checkpoint: Path) -> None:
+    report = run_evaluation(
+        EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("split",), max_documents=1, device="cpu", split_tokens=10)
+    )
+    assert report.splits is not None
+    assert (report.losses, report.passkey, report.parking, report.slots, report.samples) == (None, None, None, None, ())
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -50,8 +85,12 @@ def test_the_same_evaluation_gives_the_same_numbers(checkpoint: Path) -> None:
         ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
         ({"segment_len": -1}, "segment_len must be at least 1, got -1"),
         ({"precision": "fp8"}, "precision must be auto, bf16 or fp32, got 'fp8'"),
+        ({"suite": ("loss", "speed")}, "suite must be one or more of loss, passkey, .*, got"),
+        ({"suite": ()}, "suite must be one or more of"),
+        ({"passkey_depths": (1.5,)}, r"passkey_depths must be in \[0, 1\], got"),
+        ({"passkey_lengths": ()}, "passkey_lengths must be at least one length"),
     ],
-    ids=["split", "documents", "segment", "precision"],
+    ids=["split", "documents", "segment", "precision", "part", "no-part", "depth", "lengths"],
 )
 def test_bad_settings_are_named(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

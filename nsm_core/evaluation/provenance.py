@@ -1,0 +1,69 @@
+"""Where an evaluation's numbers come from: model, machine, source, time."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the numbers come from."""
+
+    model: str
+    fingerprint: str
+    num_parameters: int
+    weight_format: str
+    numerics: str
+    device: str
+    command: str
+    commit: str | None  # None: not run from a checkout
+    versions: Mapping[str, str]
+    created: str  # UTC
+
+
+def command_line() -> str:
+    """How this process was started, without the place it is installed at."""
+    spec = sys.modules["__main__"].__spec__  # set when started by `python -m`
+    program = [Path(sys.argv[0]).name] if spec is None else ["python", "-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def source_commit() -> str | None:
+    """Short commit of the checkout this module lies in, with `-dirty` when files differ from it; None outside one."""
+    try:
+        # An installed copy may lie inside a checkout of something else, which does not track it.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    directory = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True, text=True, timeout=10)
+    return done.stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tokenizers": tokenizers.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

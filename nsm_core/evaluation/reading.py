@@ -1,0 +1,59 @@
+"""How an evaluation drives a model: its mode and precision, and long texts in segments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nsm_core.engine.runner import SequenceModel
+from nsm_core.state.spec import State
+
+# Of the states of a batch together: rows of a model with a large state are fewer.
+_STATE_BUDGET_BYTES = 8 << 30
+
+
+class EvaluatedModel(SequenceModel, Protocol):
+    """A model that can be served, as a torch module."""
+
+    training: bool
+
+    def train(self, mode: bool = True) -> object: ...
+
+    def named_modules(self) -> Iterable[tuple[str, nn.Module]]: ...
+
+
+def device_of(model: SequenceModel) -> torch.device:
+    """Where the model's states live."""
+    return next(iter(model.initial_state(1).values())).device
+
+
+@contextlib.contextmanager
+def reading(model: EvaluatedModel, *, autocast: bool = False) -> Iterator[torch.device]:
+    """Evaluation mode without gradients, in bf16 if `autocast`; afterwards the mode is what it was."""
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.inference_mode():
+            device = device_of(model)
+            precision = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+            with precision:
+                yield device
+    finally:
+        model.train(was_training)
+
+
+def read_in_segments(model: SequenceModel, ids: Tensor, state: State, segment_len: int) -> tuple[Tensor, State]:
+    """ids [B,T] -> hidden [B,d] after the last token and the state; activations of one segment exist at a time."""
+    hidden = torch.empty(0)
+    for segment in torch.split(ids, segment_len, dim=1):
+        hidden, state = model.forward(segment, state)
+    return hidden[:, -1], state
+
+
+def rows_that_fit(model: SequenceModel, wish: int) -> int:
+    """At most `wish` rows, fewer when their states would take too much memory."""
+    return max(1, min(wish, _STATE_BUDGET_BYTES // (4 * model.state_spec.num_bytes)))

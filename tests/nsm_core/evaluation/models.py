@@ -1,0 +1,38 @@
+"""Small random models that fit the tiny tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import Tokenizer
+
+
+def small_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "d_model": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "num_memory_slots": 8,
+        "write_top_k": 2,
+        "mlp_hidden": 64,
+        "window": 16,
+        "max_context": 64,
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def random_model(config: ModelConfig) -> NsmModel:
+    """Random weights, those that start at zero included: its state matters to its logits."""
+    torch.manual_seed(0)
+    model = NsmModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.2)
+    return model
