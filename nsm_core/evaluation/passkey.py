@@ -29,7 +29,7 @@ NUM_CHOICES = 10
 NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 ANSWER = " {key}."
-_SEGMENT_LEN = 4096
+_SEGMENT_LEN = 2048
 
 Item = TypeVar("Item")
 

@@ -95,7 +95,6 @@ class _Subject:
             prefix_len=config.parking_prefix,
             max_parks=config.parking_count,
             seed=config.seed,
-            autocast=self._autocast,
         )
 
     def splits(self) -> SplitResult:

@@ -80,7 +80,8 @@ def parking_lines(result: ParkingResult) -> str:
     return (
         f"## Parked and resumed\n\nPerplexity of the tokens after a resume, against the run that was never parked "
         f"(95 % interval over documents). {result.num_documents} documents, parked {result.num_parks} times each, "
-        f"every {result.prefix_len:,} tokens.\n\n" + table(heads, [_parking_row(form) for form in result.formats])
+        f"every {result.prefix_len:,} tokens; in fp32.\n\n"
+        + table(heads, [_parking_row(form) for form in result.formats])
     )
 
 
