@@ -31,10 +31,15 @@ class ChatTemplate:
     stop: tuple[str, ...]
     answer_prefix: str
 
-    def render_next(self, message: ChatMessage) -> str:
-        """What `message` adds to a chat that ends with an answer: a session reads this, and nothing again."""
+    def render_next(self, *messages: ChatMessage) -> str:
+        """What `messages` add to a chat that ends with an answer: a session reads this, and nothing again."""
         answered = [ChatMessage("user", ""), ChatMessage("assistant", "")]
-        return self.render([*answered, message]).removeprefix(self.render(answered[:1]) + self.answer_prefix)
+        return self.render([*answered, *messages]).removeprefix(self.render(answered[:1]) + self.answer_prefix)
+
+    def render_preface(self, content: str) -> str:
+        """What a system message adds in front of a chat."""
+        rest = [ChatMessage("user", "")]
+        return self.render([ChatMessage("system", content), *rest]).removesuffix(self.render(rest))
 
 
 def _render_plain_v1(messages: Sequence[ChatMessage]) -> str:

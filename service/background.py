@@ -1,0 +1,27 @@
+"""Tasks that outlive the request that began them, but not the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Background:
+    """Lives on the event loop of one application."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, coroutine: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)  # the event loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def drain(self) -> None:
+        """All have ended on return."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)

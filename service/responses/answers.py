@@ -1,0 +1,206 @@
+"""A response on its way to a client: as one object, or as the numbered events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from nsm_core.engine.request import Finished
+from nsm_core.errors import NotFound, NsmError, TurnCancelled
+from service.chat import PrefixCutter
+from service.deps import Services
+from service.errors import report
+from service.generation import Run, ends_of
+from service.items import new_item_id
+from service.responses.chain import chat_template
+from service.responses.format import (
+    Event,
+    Response,
+    delta_event,
+    ended_response,
+    failed_response,
+    numbered,
+    opening_of,
+    texts_after,
+    texts_before,
+)
+from service.responses.records import StoredResponse
+from service.responses.running import ResponseText, read_to_its_end, settled, store_end
+from service.turn import Turn, TurnSource
+
+
+class ResponseAnswer(Protocol):
+    """Read `events` or `collect`, once; then, whatever happened, call `leave`, which never blocks."""
+
+    def events(self) -> AsyncGenerator[Event, None]: ...
+
+    async def collect(self) -> Response: ...
+
+    def leave(self) -> None: ...
+
+
+class StoredAnswer:
+    """A response whose turn was begun for this client. `ending`: the task that stores its end."""
+
+    def __init__(
+        self,
+        services: Services,
+        stored: StoredResponse,
+        turn: Turn,
+        ending: asyncio.Task[StoredResponse],
+        *,
+        is_background: bool,
+    ) -> None:
+        self._services = services
+        self._stored = stored
+        self._turn = turn
+        self._ending = ending
+        self._is_background = is_background
+        if is_background:
+            turn.follow()  # a reader that never leaves: nobody needs to wait for this turn
+
+    def leave(self) -> None:
+        """The turn goes on to its commit, so that the client can come back to it."""
+        self._turn.detach()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Ends with the response as it was stored."""
+        async with contextlib.aclosing(_until_end(self._services, self._stored, self._turn)) as events:
+            async for event in events:
+                yield event
+                if event.get("delta"):  # the consumer is back: the piece was handed to the connection
+                    self._turn.delivered()
+        ended = await asyncio.shield(self._ending)
+        for last in numbered(texts_after(ended.response, ended.item_id), event["sequence_number"] + 1):
+            yield last
+
+    async def collect(self) -> Response:
+        """Raises what kept the turn from being committed, unless somebody cancelled it."""
+        if self._is_background:
+            return self._stored.response
+        ended = await asyncio.shield(self._ending)
+        error = None if self._turn.end is None else self._turn.end.error
+        if error is not None and not isinstance(error, TurnCancelled):
+            raise error
+        self._turn.delivered()
+        return ended.response
+
+
+class ReadAnswer:
+    """A response that was begun before, wherever its turn runs now, or what is kept of it."""
+
+    def __init__(self, services: Services, tenant: str, stored: StoredResponse) -> None:
+        self._services = services
+        self._tenant = tenant
+        self._stored = stored
+        self._source: TurnSource | None = None
+
+    def leave(self) -> None:
+        if self._source is not None:
+            self._source.detach()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """From the first one, each as the first client got it."""
+        stored = await settled(self._services, self._tenant, self._stored)
+        if stored.has_ended:
+            for event in _events_of(stored):
+                yield event
+            return
+        text, last, ended = ResponseText(self._services), -1, None
+        try:
+            self._source = await self._services.turns.follow(
+                tenant=self._tenant, session_id=stored.chain.place.session_id, turn_id=stored.id
+            )
+            async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as events:
+                async for event in events:
+                    last = event["sequence_number"]
+                    yield event
+        except (NotFound, TurnCancelled):  # it ended without an end of its own
+            ended = await read_to_its_end(self._services, self._tenant, stored)
+        ended = ended or await store_end(self._services, self._tenant, stored, text)
+        for event in _events_of(ended):
+            if event["sequence_number"] > last:
+                yield event
+
+    async def collect(self) -> Response:
+        """Of one that runs in the background: as it is now."""
+        stored = await settled(self._services, self._tenant, self._stored)
+        if not stored.has_ended and not stored.response["background"]:
+            stored = await read_to_its_end(self._services, self._tenant, stored)
+        return stored.response
+
+
+class FreeAnswer:
+    """A response of which nothing is kept: it ends when its client leaves."""
+
+    def __init__(self, services: Services, run: Run, opened: Response) -> None:
+        self._run = run
+        self._opened = opened
+        self._item_id = new_item_id()
+        self._cutter = PrefixCutter(chat_template(services).answer_prefix)
+        self._texts: list[str] = []
+
+    def leave(self) -> None:
+        self._run.cancel()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """A failure is an event too."""
+        number = 0
+        for event in numbered(texts_before(self._opened, self._item_id), number):
+            yield event
+            number += 1
+        try:
+            async with contextlib.aclosing(self._pieces()) as pieces:
+                async for piece in pieces:
+                    yield numbered([delta_event(self._item_id, piece)], number)[0]
+                    number += 1
+            ended = self._ended()
+        except NsmError as error:
+            report(error, request_id=self._opened["id"])
+            ended = failed_response(self._opened, error)
+        for event in numbered(texts_after(ended, self._item_id), number):
+            yield event
+
+    async def collect(self) -> Response:
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        return self._ended()
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
+        async with contextlib.aclosing(self._run.deltas()) as deltas:
+            async for _, delta in deltas:
+                if delta.text:
+                    self._texts.append(self._cutter.cut(delta))
+                    yield self._texts[-1]
+
+    def _ended(self) -> Response:
+        finished: Finished = ends_of(self._run)[0]
+        return ended_response(self._opened, finished, item_id=self._item_id, text="".join(self._texts))
+
+
+async def _until_end(
+    services: Services, stored: StoredResponse, source: TurnSource, text: ResponseText | None = None
+) -> AsyncGenerator[Event, None]:
+    """The events up to the last piece of text; `text` is left with all of them, and with the turn's end."""
+    text = text or ResponseText(services)
+    before = numbered(texts_before(opening_of(stored.response), stored.item_id), 0)
+    for event in before:
+        yield event
+    number = len(before)
+    async with contextlib.aclosing(source.events()) as events:
+        async for turn_event in events:
+            piece = text.feed(turn_event)
+            if piece is not None:
+                yield numbered([delta_event(stored.item_id, piece)], number)[0]
+                number += 1
+
+
+def _events_of(stored: StoredResponse) -> list[Event]:
+    """All events of an ended response."""
+    item_id = stored.item_id
+    deltas = [delta_event(item_id, text) for text in stored.deltas]
+    before, after = texts_before(opening_of(stored.response), item_id), texts_after(stored.response, item_id)
+    return numbered([*before, *deltas, *after], 0)

@@ -1,0 +1,130 @@
+"""Where a response's turn begins: a chain of responses as a place in a session's token log.
+
+A chain lives on one session for as long as its turns follow each other. Instructions are no part of it: a turn that
+brings some runs on a session of its own, which has them in front of what the chain has read; while they stay the same,
+its next turns go on there. The first turn without them goes on where the chain itself was left, and reads what came in
+between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nsm_core.chat_template import ChatTemplate, get_template
+from service.deps import Services
+from service.items import Item, message_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The end of one turn of a session."""
+
+    session_id: str
+    version: int
+    num_log_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What the next turn inherits.
+
+    `place`: where the newest turn ended. Its log holds `num_instruction_tokens` of `instructions` after the token that
+    starts a text. `plain`: the newest place whose log is a beginning of the chain, without any instructions; None when
+    there is none, and when `place` is one itself.
+    """
+
+    place: Place
+    instructions: str | None = None
+    num_instruction_tokens: int = 0
+    plain: Place | None = None
+
+    @property
+    def session_ids(self) -> set[str]:
+        """The sessions it needs."""
+        return {place.session_id for place in (self.place, self.plain) if place is not None}
+
+    @property
+    def plain_place(self) -> Place | None:
+        return self.place if self.instructions is None else self.plain
+
+    def to_document(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Chain:
+        places = {name: None if document[name] is None else Place(**document[name]) for name in ("place", "plain")}
+        return cls(**{**document, **places})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPlan:
+    """A turn on the session at `place` (None: on a new one) that reads `input_ids`.
+
+    The rest is of the chain after it.
+    """
+
+    place: Place | None
+    input_ids: tuple[int, ...]
+    instructions: str | None = None
+    num_instruction_tokens: int = 0
+    plain: Place | None = None
+
+    def chain_at(self, place: Place) -> Chain:
+        """The chain when this turn ended at `place`."""
+        return Chain(
+            place=place,
+            instructions=self.instructions,
+            num_instruction_tokens=self.num_instruction_tokens,
+            plain=self.plain,
+        )
+
+
+async def plan_turn(
+    services: Services, tenant: str, base: Chain | None, *, instructions: str | None, items: Sequence[Item]
+) -> TurnPlan:
+    """The turn that reads `items` after `base` (None: after nothing). Raises NotFound or InvalidRequest."""
+    encoder, template = services.prompts, chat_template(services)
+    text_ids = await encoder.encode(_text(template, base, items), param="input")
+    if base is not None and base.instructions == instructions:
+        return TurnPlan(
+            place=base.place,
+            input_ids=tuple(text_ids),
+            instructions=instructions,
+            num_instruction_tokens=base.num_instruction_tokens,
+            plain=base.plain,
+        )
+    chain_ids = await _chain_ids(services, tenant, base)
+    plain = None if base is None else base.plain_place
+    if instructions is None:
+        num_read = 0 if plain is None else plain.num_log_tokens
+        return TurnPlan(place=plain, input_ids=(*chain_ids[num_read:], *text_ids))
+    preface = await encoder.encode(template.render_preface(instructions), param="instructions")
+    return TurnPlan(
+        place=None,
+        input_ids=(chain_ids[0], *preface, *chain_ids[1:], *text_ids),
+        instructions=instructions,
+        num_instruction_tokens=len(preface),
+        plain=plain,
+    )
+
+
+def chat_template(services: Services) -> ChatTemplate:
+    return get_template(services.backend.model.chat_template)
+
+
+def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:
+    messages = [message_of(item) for item in items]
+    return template.render(messages) if base is None else template.render_next(*messages)
+
+
+async def _chain_ids(services: Services, tenant: str, base: Chain | None) -> tuple[int, ...]:
+    """The chain without instructions, from the token that starts a text."""
+    if base is None:
+        return (services.backend.tokenizer.end_of_text_id,)
+    place = base.place
+    log_ids = await services.store.read_log(
+        tenant=tenant, session_id=place.session_id, stop=place.num_log_tokens
+    )  # fmt: skip
+    return (log_ids[0], *log_ids[1 + base.num_instruction_tokens :])

@@ -1,0 +1,207 @@
+"""POST /v1/responses as a use case: items -> a turn on the session of their chain -> a response object, or events."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import uuid
+
+from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
+from service.deps import Arrival, Services
+from service.items import Item
+from service.responses.answers import FreeAnswer, ReadAnswer, ResponseAnswer, StoredAnswer
+from service.responses.chain import Chain, TurnPlan, chat_template, plan_turn
+from service.responses.conversations import Conversation, finish_turn, forget_turn, load_conversation, read_items
+from service.responses.format import Response, opened_response
+from service.responses.free import open_free_run
+from service.responses.opening import Opening
+from service.responses.records import Draft, StoredResponse, find_response, load_response
+from service.responses.running import run_to_its_end, settled
+from service.schemas.responses import ContextFields, CreateResponseBody
+from service.stored_turns import digest_of
+
+FRAMING_ONLY = {"stream", "timeout"}  # fields of a body that change nothing in the result
+GIVEN_UP = ("failed", "cancelled")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a response stands on before its own input.
+
+    `unread`: items of its conversation that the chain has not read. `is_shared`: the chain's session is not this
+    response's to go on with.
+    """
+
+    chain: Chain | None = None
+    unread: tuple[Item, ...] = ()
+    conversation: Conversation | None = None
+    is_shared: bool = False
+
+
+async def open_response(
+    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, key: str | None = None
+) -> ResponseAnswer:
+    """Checks everything and begins; raises what the client shall get as a status.
+
+    `key`: of an earlier try, whose response is given again if it came to its end or still runs.
+    """
+    services.check_model(body.model)
+    response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(tenant, key)
+    digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
+    earlier = None if key is None or not body.store else await _earlier(services, tenant, response_id, digest)
+    if earlier is not None and earlier.response["status"] not in GIVEN_UP:
+        return ReadAnswer(services, tenant, earlier)
+    opened = opened_response(body, response_id=response_id, model=services.model_name)
+    if not body.store:
+        return await _open_free(services, tenant, body, arrival, opened)
+    try:
+        return await _open_stored(services, tenant, body, arrival, opened, digest=digest, earlier=earlier)
+    except VersionConflict:
+        if key is None:
+            raise
+        return ReadAnswer(services, tenant, await load_response(services, tenant, response_id))
+
+
+async def _earlier(services: Services, tenant: str, response_id: str, digest: str) -> StoredResponse | None:
+    """The response of an earlier try. Raises KeyReused."""
+    found = await find_response(services, tenant, response_id)
+    if found is None:
+        return None
+    if found.digest != digest:
+        raise KeyReused("Idempotency-Key was used before for another request; a new request needs a new key")
+    return await settled(services, tenant, found)
+
+
+def _id_of(tenant: str, key: str) -> str:
+    raw = f"{len(tenant)}:{tenant}{key}".encode()
+    return f"resp_{hashlib.blake2b(raw, digest_size=16).hexdigest()}"
+
+
+async def _open_free(
+    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, opened: Response
+) -> FreeAnswer:
+    context = await find_context(services, tenant, body)
+    plan = await make_plan(services, tenant, body, context, body.items())
+    opening = _opening(services, tenant, body, arrival)
+    try:
+        run = await open_free_run(opening, plan, response_id=opened["id"], is_stream=body.stream)
+    except NotFound as error:
+        raise _gone(body, error) from error
+    return FreeAnswer(services, run, opened)
+
+
+async def _open_stored(
+    services: Services,
+    tenant: str,
+    body: CreateResponseBody,
+    arrival: Arrival,
+    opened: Response,
+    *,
+    digest: str,
+    earlier: StoredResponse | None,
+) -> StoredAnswer:
+    opening, items = _opening(services, tenant, body, arrival), body.items()
+    draft = Draft(
+        response=opened, input=items, conversation_id=body.conversation, digest=digest, earlier=earlier
+    )  # fmt: skip
+    context = await find_context(services, tenant, body)
+    try:
+        plan = await make_plan(services, tenant, body, context, items)
+        stored, turn = await opening.begin(draft, plan, context.conversation, is_shared=context.is_shared)
+    except NotFound as error:
+        if context.conversation is None or context.chain is None:
+            raise _gone(body, error) from error
+        # somebody deleted the session behind the conversation: its items are the truth
+        context = await _from_the_start(services, tenant, context.conversation)
+        plan = await make_plan(services, tenant, body, context, items)
+        stored, turn = await opening.begin(draft, plan, context.conversation, is_shared=False)
+    ending = run_to_its_end(services, tenant, stored, turn)
+    return StoredAnswer(services, stored, turn, ending, is_background=body.background)
+
+
+def _opening(services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival) -> Opening:
+    settings = services.settings
+    sampling = body.sampling(
+        chat_template(services),
+        max_tokens_limit=settings.max_tokens_limit,
+        vocab_size=services.backend.tokenizer.vocab_size,
+    )
+    services.metrics.body_accepted(n=1, max_tokens=sampling.max_tokens)
+    deadline = arrival.time + (body.timeout or settings.request_timeout_s)
+    return Opening(services=services, tenant=tenant, sampling=sampling, arrival=arrival.time, deadline=deadline)
+
+
+async def find_context(services: Services, tenant: str, body: ContextFields) -> Context:
+    """Raises NotFound, InvalidRequest, or SessionBusy while what it would go on with is still running."""
+    if body.previous_response_id is not None:
+        return await _after_response(services, tenant, body.previous_response_id)
+    if body.conversation is not None:
+        return await _in_conversation(services, tenant, body.conversation)
+    return Context()
+
+
+async def make_plan(
+    services: Services, tenant: str, body: ContextFields, context: Context, items: list[Item]
+) -> TurnPlan:
+    """Raises NotFound when the session behind the context is gone, or InvalidRequest."""
+    read = [*context.unread, *items]
+    if not read:
+        raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
+    return await plan_turn(services, tenant, context.chain, instructions=body.instructions, items=read)
+
+
+async def _after_response(services: Services, tenant: str, response_id: str) -> Context:
+    param = "previous_response_id"
+    previous = await settled(services, tenant, await load_response(services, tenant, response_id, param=param))
+    if not previous.has_ended:
+        raise SessionBusy(f"response {response_id!r} is still in progress")
+    status = previous.response["status"]
+    if status in GIVEN_UP:
+        raise InvalidRequest(f"{param} must name a response that has an answer; {response_id!r} {status}", param=param)
+    return Context(chain=previous.chain, is_shared=previous.conversation_id is not None)
+
+
+async def _in_conversation(services: Services, tenant: str, conversation_id: str) -> Context:
+    conversation = await load_conversation(services, tenant, conversation_id, param="conversation")
+    if conversation.running_id is not None:
+        await _end_running(services, tenant, conversation)
+        conversation = await load_conversation(services, tenant, conversation_id, param="conversation")
+    unread = await read_items(services, tenant, conversation_id, conversation.item_ids[conversation.num_read :])
+    return Context(chain=conversation.chain, unread=tuple(unread), conversation=conversation)
+
+
+async def _from_the_start(services: Services, tenant: str, conversation: Conversation) -> Context:
+    items = await read_items(services, tenant, conversation.id, conversation.item_ids)
+    return Context(unread=tuple(items), conversation=conversation)
+
+
+async def _end_running(services: Services, tenant: str, conversation: Conversation) -> None:
+    """Adds what the newest response gave. Raises SessionBusy while it runs."""
+    running = await find_response(services, tenant, conversation.running_id or "")
+    if running is None:  # deleted
+        await forget_turn(services, tenant, conversation)
+        return
+    running = await settled(services, tenant, running)
+    if not running.has_ended:
+        raise SessionBusy(f"conversation {conversation.id!r} is busy: response {running.id!r} is in progress")
+    await finish_turn(services, tenant, running)
+
+
+def _gone(body: ContextFields, error: NotFound) -> NotFound:
+    """A session that a client deleted or took back, as the client of a response sees it."""
+    name = body.previous_response_id
+    if name is None:
+        return error
+    message = f"response {name!r} cannot be continued: its session was deleted, or taken back behind it"
+    return NotFound(message, param="previous_response_id", code="previous_response_not_found")
+
+
+async def count_input_tokens(services: Services, tenant: str, body: ContextFields) -> int:
+    """`usage.input_tokens` of a response with this input. Raises what keeps it from being begun."""
+    services.check_model(body.model)
+    context = await find_context(services, tenant, body)
+    try:
+        plan = await make_plan(services, tenant, body, context, body.items())
+    except NotFound as error:
+        raise _gone(body, error) from error
+    return len(plan.input_ids) + (0 if plan.place is None else plan.place.num_log_tokens)

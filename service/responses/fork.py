@@ -1,0 +1,98 @@
+"""A response's id used twice: a new session that goes on from the end of an earlier turn of another one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+import uuid
+
+from nsm_core.engine.request import EndState
+from nsm_core.errors import NotFound, NsmError
+from nsm_core.sampling.params import SEED_BITS
+from service.continuation import Continuation, resume
+from service.copies import SessionCopy, create_copy, read_copy
+from service.deps import Services
+from service.prefill import read_again
+from service.replay import sampled_counts, seed_of
+from service.responses.chain import Place
+from service.sessions.base import StoredSession
+
+METADATA = {"made_by": "responses"}  # of sessions that no client asked for
+
+
+def new_session_id() -> str:
+    return f"sess_{uuid.uuid4().hex}"
+
+
+async def create_session(services: Services, tenant: str) -> Place:
+    """A new, empty session. Raises QuotaExceeded."""
+    head = await services.store.create(
+        tenant=tenant,
+        session_id=new_session_id(),
+        model_fingerprint=services.backend.model.fingerprint,
+        metadata=METADATA,
+    )
+    return Place(session_id=head.session_id, version=head.version, num_log_tokens=0)
+
+
+async def fork_at(services: Services, tenant: str, place: Place, *, deadline: float) -> Place:
+    """The same place of a new session. Its state is copied, or made by reading the log if the session has moved on.
+
+    Raises NotFound when the session's log does not have that place any more, and what `TurnPlan`s raise.
+    """
+    copy = await read_copy(services.store, tenant=tenant, session_id=place.session_id)
+    if copy.head.version != place.version:
+        with services.tenants.enter(tenant):
+            copy = await _cut(services, copy, place, deadline=deadline)
+    head = await create_copy(
+        services.store,
+        copy,
+        tenant=tenant,
+        session_id=new_session_id(),
+        metadata=METADATA,
+        ttl_s=copy.head.ttl_s,
+        forked_from=f"{place.session_id}@{copy.head.position}",
+    )
+    return Place(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
+
+
+async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline: float) -> SessionCopy:
+    """The session as it was at `place`. As after a rewind, the last token of its log waits to be read."""
+    marks = tuple(mark for mark in copy.marks if mark.version <= place.version)
+    if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (place.version, place.num_log_tokens):
+        raise NotFound(
+            f"session {place.session_id!r} was taken back behind version {place.version}", code="session_not_found"
+        )
+    model, tokenizer = services.backend.model, services.backend.tokenizer
+    # refuses what this model must not read; the state itself is not used
+    stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
+    await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+    log_ids = copy.log_ids[: place.num_log_tokens]
+    fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
+    finished = await read_again(services.backend, fed, request_id=f"fork-{uuid.uuid4().hex}", deadline=deadline)
+    if finished.end_state is None:
+        raise finished.error or NsmError("the session's log could not be read again")
+    end = EndState(
+        state=finished.end_state.state,
+        position=len(fed),
+        pending=pending,
+        new_ids=(),
+        generated_counts=sampled_counts(log_ids, marks),
+    )
+    before = dataclasses.replace(copy.head, version=place.version - 1)
+    start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
+    seed = seed_of(marks)
+    if seed is None:
+        seed = secrets.randbits(SEED_BITS)
+    snapshot = await asyncio.to_thread(lambda: start.next_snapshot(end, seed=seed, created_at=time.time()).encode())
+    head = dataclasses.replace(
+        copy.head,
+        version=place.version,
+        position=end.position,
+        num_log_tokens=len(log_ids),
+        snapshot_bytes=len(snapshot),
+        model_fingerprint=model.fingerprint,
+    )
+    return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)

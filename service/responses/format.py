@@ -1,0 +1,166 @@
+"""The shapes of the Responses API: the response object, its usage, and the events of a stream in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from nsm_core.engine.request import Finished, FinishReason
+from nsm_core.errors import NsmError
+from service.errors import answer, report, rule_of
+from service.items import output_item, output_text
+from service.schemas.responses import CreateResponseBody
+from service.sse import frame
+
+ENDED = ("completed", "incomplete", "failed", "cancelled")
+LAST_EVENTS = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "failed": "response.failed",
+    "cancelled": "response.failed",  # the protocol has no event of its own for it: the object inside tells
+}
+
+Response = dict[str, Any]
+Event = dict[str, Any]
+
+
+def opened_response(body: CreateResponseBody, *, response_id: str, model: str) -> Response:
+    """The object of a response that has begun."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": body.background,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation,
+        "usage": None,
+    }
+
+
+def ended_response(opened: Response, finished: Finished, *, item_id: str, text: str) -> Response:
+    """The object of a response whose text is complete, or as long as it may be."""
+    is_whole = finished.reason is FinishReason.STOP
+    status = "completed" if is_whole else "incomplete"
+    return {
+        **opened,
+        "status": status,
+        "completed_at": math.floor(time.time()) if is_whole else None,
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "output": [output_item(item_id, text, status=status)],
+        "usage": usage(finished),
+    }
+
+
+def failed_response(opened: Response, error: NsmError) -> Response:
+    code = "rate_limit_exceeded" if rule_of(error).status == 429 else "server_error"
+    return {**opened, "status": "failed", "error": {"code": code, "message": str(error)}}
+
+
+def cancelled_response(opened: Response) -> Response:
+    return {**opened, "status": "cancelled"}
+
+
+def usage(finished: Finished) -> dict[str, Any]:
+    """`input_tokens`: all that the answer stands on; `cached_tokens`: those that a stored state covered."""
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finished.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+    }
+
+
+def opening_of(response: Response) -> Response:
+    """The object as it was when the response had begun."""
+    return {
+        **response,
+        "status": "in_progress",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
+
+
+def texts_before(opened: Response, item_id: str) -> list[Event]:
+    """The events before the first piece of text."""
+    item = output_item(item_id, None, status="in_progress")
+    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    return [
+        {"type": "response.created", "response": opened},
+        {"type": "response.in_progress", "response": opened},
+        {"type": "response.output_item.added", "output_index": 0, "item": item},
+        {"type": "response.content_part.added", **place, "part": output_text("")},
+    ]
+
+
+def delta_event(item_id: str, text: str) -> Event:
+    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    return {"type": "response.output_text.delta", **place, "delta": text, "logprobs": []}
+
+
+def texts_after(ended: Response, item_id: str) -> list[Event]:
+    """The events after the last piece of text."""
+    last = {"type": LAST_EVENTS[ended["status"]], "response": ended}
+    if not ended["output"]:
+        return [last]
+    item = ended["output"][0]
+    part = item["content"][0]
+    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    return [
+        {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []},
+        {"type": "response.content_part.done", **place, "part": part},
+        {"type": "response.output_item.done", "output_index": 0, "item": item},
+        last,
+    ]
+
+
+def numbered(events: list[Event], start: int) -> list[Event]:
+    return [{**event, "sequence_number": start + offset} for offset, event in enumerate(events)]
+
+
+async def frames(
+    events: AsyncGenerator[Event, None], *, request_id: str, starting_after: int = -1
+) -> AsyncGenerator[bytes, None]:
+    """Events as server-sent events; those up to number `starting_after` are left out.
+
+    What fails on the way is one more event: the status is out already.
+    """
+    number = -1
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                number = event["sequence_number"]
+                if number > starting_after:
+                    yield frame(event, event=event["type"], event_id=number)
+    except Exception as error:
+        report(error, request_id=request_id)
+        told = answer(error, request_id=request_id)
+        fields = {"code": told.code, "message": told.message, "param": told.param, "sequence_number": number + 1}
+        yield frame({"type": "error", **fields}, event="error", event_id=number + 1)

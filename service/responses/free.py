@@ -1,0 +1,50 @@
+"""A response of which nothing is kept: its turn runs on a copy of the chain's state, which vanishes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from nsm_core.engine.request import GenerationRequest
+from service.continuation import Continuation, resume
+from service.generation import Run
+from service.responses.chain import Place, TurnPlan
+from service.responses.opening import Opening
+
+
+async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> Run:
+    """Raises NotFound when the session is gone, and what `InferenceBackend.submit` raises."""
+    services = opening.services
+    request = await _request(opening, plan, response_id)
+    permit = services.tenants.enter(opening.tenant)
+    return Run(
+        services.backend, services.metrics, [request], permit=permit, arrival=opening.arrival, is_stream=is_stream
+    )
+
+
+async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> GenerationRequest:
+    fresh = GenerationRequest(
+        request_id=response_id,
+        prompt_ids=plan.input_ids,
+        sampling=opening.sampling,
+        deadline=opening.deadline,
+    )
+    if plan.place is None:
+        return fresh
+    start = await _start(opening, plan.place)
+    if start is not None:
+        request = start.generation_request(opening.turn_request(response_id, plan, plan.place))
+        return dataclasses.replace(request, keep_state=False)
+    log_ids = await opening.services.store.read_log(
+        tenant=opening.tenant, session_id=plan.place.session_id, stop=plan.place.num_log_tokens
+    )
+    return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
+
+
+async def _start(opening: Opening, place: Place) -> Continuation | None:
+    """The state at `place`; None when the session has none that can be used, and its log is to be read."""
+    backend = opening.services.backend
+    stored = await opening.services.store.load(tenant=opening.tenant, session_id=place.session_id)
+    found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
+    is_there = isinstance(found, Continuation) and stored.head.version == place.version
+    return found if is_there and isinstance(found, Continuation) else None

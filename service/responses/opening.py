@@ -1,0 +1,107 @@
+"""The beginning of a stored response: a session that is free for its turn, the turn, and what is kept of both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from nsm_core.errors import NotFound, SessionBusy, TurnCancelled, VersionConflict
+from nsm_core.sampling.params import SamplingParams
+from service.continuation import TurnRequest
+from service.deps import Services
+from service.responses.chain import Place, TurnPlan
+from service.responses.conversations import Conversation, begin_turn
+from service.responses.fork import create_session, fork_at
+from service.responses.records import Draft, StoredResponse, hold_sessions, let_go_of_sessions, put_response
+from service.turn import Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """`arrival`, `deadline`: `time.monotonic()` readings."""
+
+    services: Services
+    tenant: str
+    sampling: SamplingParams
+    arrival: float
+    deadline: float
+
+    async def begin(
+        self, draft: Draft, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
+    ) -> tuple[StoredResponse, Turn]:
+        """`is_shared`: the session of `plan` stays as it is, and the turn runs on a fork of it.
+
+        Raises what `Turns.open_turn` raises, NotFound when the session is gone, VersionConflict when another try of the
+        same response has begun.
+        """
+        place, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
+        stored = StoredResponse.begun(draft, plan.chain_at(place))
+        services, tenant, sessions = self.services, self.tenant, stored.chain.session_ids
+        try:
+            await hold_sessions(services, tenant, sessions)
+            stored = await put_response(services, tenant, stored)
+            if conversation is not None:
+                await begin_turn(services, tenant, conversation, stored.id)
+        except BaseException:
+            await self._undo(turn, stored)
+            raise
+        if draft.earlier is not None:
+            await let_go_of_sessions(services, tenant, draft.earlier.chain.session_ids)
+        return stored, turn
+
+    async def _undo(self, turn: Turn, stored: StoredResponse) -> None:
+        turn.stop(TurnCancelled("the response was not begun"))
+        await turn.ended.wait()
+        if stored.version:
+            await self.services.records.delete(tenant=self.tenant, kind="response", record_id=stored.id)
+        await let_go_of_sessions(self.services, self.tenant, stored.chain.session_ids)
+
+    async def _turn(
+        self, response_id: str, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
+    ) -> tuple[Place, Turn]:
+        """The turn, and the place it begins at."""
+        if plan.place is not None and not is_shared and await self._is_head(plan.place):
+            try:
+                return plan.place, await self._open(response_id, plan, plan.place)
+            except SessionBusy:
+                if conversation is not None:
+                    raise
+            except VersionConflict:
+                pass  # another turn was faster
+        place = await self._new_session(plan)
+        try:
+            return place, await self._open(response_id, plan, place)
+        except BaseException:
+            with contextlib.suppress(NotFound):
+                await self.services.turns.delete(tenant=self.tenant, session_id=place.session_id)
+            raise
+
+    async def _is_head(self, place: Place) -> bool:
+        """Whether its session has not gone on from there. Raises NotFound."""
+        head = await self.services.store.get(tenant=self.tenant, session_id=place.session_id)
+        return head.version == place.version
+
+    async def _new_session(self, plan: TurnPlan) -> Place:
+        if plan.place is None:
+            return await create_session(self.services, self.tenant)
+        return await fork_at(self.services, self.tenant, plan.place, deadline=self.deadline)
+
+    async def _open(self, response_id: str, plan: TurnPlan, place: Place) -> Turn:
+        return await self.services.turns.open_turn(self.turn_request(response_id, plan, place))
+
+    def turn_request(self, response_id: str, plan: TurnPlan, place: Place) -> TurnRequest:
+        """The ids begin a text themselves on a new session, and the seed is this response's own: two answers to one
+        question differ.
+        """
+        return TurnRequest(
+            request_id=response_id,
+            tenant=self.tenant,
+            session_id=place.session_id,
+            input_ids=plan.input_ids,
+            is_verbatim=True,
+            sampling=self.sampling,
+            has_own_seed=True,
+            expected_version=place.version,
+            arrival=self.arrival,
+            deadline=self.deadline,
+        )

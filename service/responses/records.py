@@ -1,0 +1,144 @@
+"""Stored responses as documents, and which of them still need a session."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nsm_core.errors import NotFound, VersionConflict
+from service.deps import Services
+from service.items import Item, new_item_id
+from service.records.base import ABSENT
+from service.responses.chain import Chain
+from service.responses.format import ENDED, Response
+
+MAX_TRIES = 20  # of a change that another writer was faster with
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A response before its turn has begun. `digest`: of its body, for a retry with the same key.
+
+    `earlier`: the failed try that it takes the place of.
+    """
+
+    response: Response
+    input: list[Item]
+    conversation_id: str | None
+    digest: str
+    earlier: StoredResponse | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response as it is kept. Its turn runs on `chain.place`'s session, under the response's id.
+
+    `chain`: what a next turn inherits; while it runs, and if it failed, where its turn began. `deltas`: the pieces of
+    text that its stream has, empty until the end. `conversation_id` is None for a response of none. `version` is the
+    document's.
+    """
+
+    response: Response
+    input: list[Item]
+    conversation_id: str | None
+    digest: str
+    item_id: str
+    chain: Chain
+    deltas: list[str] = dataclasses.field(default_factory=list)
+    version: int = ABSENT
+
+    @classmethod
+    def begun(cls, draft: Draft, chain: Chain) -> StoredResponse:
+        return cls(
+            response=draft.response,
+            input=draft.input,
+            conversation_id=draft.conversation_id,
+            digest=draft.digest,
+            item_id=new_item_id(),
+            chain=chain,
+            version=ABSENT if draft.earlier is None else draft.earlier.version,
+        )
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+    @property
+    def has_ended(self) -> bool:
+        return self.response["status"] in ENDED
+
+    def to_document(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["version"]
+        return {**fields, "chain": self.chain.to_document()}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any], version: int) -> StoredResponse:
+        return cls(**{**document, "chain": Chain.from_document(document["chain"]), "version": version})
+
+
+def response_not_found(response_id: str, *, param: str = "response_id") -> NotFound:
+    """The same answer for an id that never was, is deleted, or is another tenant's."""
+    code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
+    return NotFound(f"response {response_id[:80]!r} does not exist", param=param, code=code)
+
+
+async def find_response(services: Services, tenant: str, response_id: str) -> StoredResponse | None:
+    record = await services.records.get(tenant=tenant, kind="response", record_id=response_id)
+    return None if record is None else StoredResponse.from_document(record.document, record.version)
+
+
+async def load_response(
+    services: Services, tenant: str, response_id: str, *, param: str = "response_id"
+) -> StoredResponse:
+    """Raises NotFound."""
+    found = await find_response(services, tenant, response_id)
+    if found is None:
+        raise response_not_found(response_id, param=param)
+    return found
+
+
+async def put_response(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+    """As it is kept now. Raises VersionConflict."""
+    version = await services.records.put(
+        tenant=tenant,
+        kind="response",
+        record_id=stored.id,
+        document=stored.to_document(),
+        expected_version=stored.version,
+    )
+    return dataclasses.replace(stored, version=version)
+
+
+async def hold_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
+    """One holder more for each: a session that responses began is kept while one of them needs it."""
+    for session_id in session_ids:
+        await _count(services, tenant, session_id, 1)
+
+
+async def let_go_of_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
+    """One holder less; a session without any is deleted."""
+    for session_id in session_ids:
+        if await _count(services, tenant, session_id, -1) <= 0:
+            with contextlib.suppress(NotFound):
+                await services.turns.delete(tenant=tenant, session_id=session_id)
+            await services.records.delete(tenant=tenant, kind="chain", record_id=session_id)
+
+
+async def _count(services: Services, tenant: str, session_id: str, change: int) -> int:
+    """How many hold the session afterwards."""
+    key: dict[str, Any] = {"tenant": tenant, "kind": "chain", "record_id": session_id}
+    for is_last in [False] * (MAX_TRIES - 1) + [True]:
+        record = await services.records.get(**key)
+        num_holders = change + (0 if record is None else record.document["num_holders"])
+        version = ABSENT if record is None else record.version
+        try:
+            await services.records.put(**key, document={"num_holders": num_holders}, expected_version=version)
+        except VersionConflict:
+            if is_last:
+                raise
+        else:
+            return num_holders
+    raise RuntimeError("unreachable")

@@ -1,0 +1,134 @@
+"""Responses to their end: what their turn gave becomes the stored object, whoever is still there to read it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+
+from nsm_core.errors import NotFound, NsmError, TurnCancelled, VersionConflict
+from service.chat import PrefixCutter
+from service.choices import Delta
+from service.deps import Services
+from service.leases import NO_CHUNKS
+from service.responses.chain import Place, chat_template
+from service.responses.conversations import finish_turn
+from service.responses.format import cancelled_response, ended_response, failed_response
+from service.responses.records import StoredResponse, load_response, put_response
+from service.turn import Turn, TurnEnd, TurnEvent
+
+logger = logging.getLogger("nsm.responses")
+
+
+class ResponseText:
+    """A turn's events -> the pieces of its answer: one for each token, and one for text that the end released."""
+
+    def __init__(self, services: Services) -> None:
+        self._cutter = PrefixCutter(chat_template(services).answer_prefix)
+        self.deltas: list[str] = []
+        self.end: TurnEnd | None = None
+
+    def feed(self, event: TurnEvent) -> str | None:
+        """The piece that this event gives, if it gives one; it may be empty."""
+        if isinstance(event, TurnEnd):
+            self.end = event
+            if not event.finished.text:
+                return None
+            text = event.finished.text
+        else:
+            text = event.text
+        self.deltas.append(self._cutter.cut(Delta(text=text)))
+        return self.deltas[-1]
+
+
+def run_to_its_end(services: Services, tenant: str, stored: StoredResponse, turn: Turn) -> asyncio.Task[StoredResponse]:
+    """A task that stores the end of a turn of this process. It does not count as a reader of the turn."""
+
+    async def run() -> StoredResponse:
+        with services.lifecycle.track():
+            text = ResponseText(services)
+            async with contextlib.aclosing(turn.all_events()) as events:
+                async for event in events:
+                    text.feed(event)
+            return await store_end(services, tenant, stored, text)
+
+    return services.background.start(run())
+
+
+async def store_end(
+    services: Services, tenant: str, stored: StoredResponse, text: ResponseText, error: NsmError | None = None
+) -> StoredResponse:
+    """The response as it ended, also when it could not be stored so: whoever reads it next will.
+
+    `error`: why the turn's own end is not known.
+    """
+    ended = _ended(stored, text, error)
+    try:
+        ended = await put_response(services, tenant, ended)
+    except VersionConflict:  # somebody else stored the same end, or it was deleted
+        with contextlib.suppress(NotFound):
+            ended = await load_response(services, tenant, stored.id)
+    except NsmError as store_error:
+        logger.warning("the end of response %s was not stored: %s", stored.id, store_error)
+        return ended
+    try:
+        await finish_turn(services, tenant, ended)
+    except NsmError as store_error:
+        logger.warning("response %s was not added to its conversation: %s", stored.id, store_error)
+    return ended
+
+
+def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -> StoredResponse:
+    end = text.end
+    error = error or (None if end is None else end.error)
+    if isinstance(error, TurnCancelled):
+        response = cancelled_response(stored.response)
+    elif error is not None or end is None:
+        response = failed_response(stored.response, error or _lost())
+    else:
+        head, before = end.head, stored.chain.place
+        place = Place(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
+        whole = "".join(text.deltas)
+        response = ended_response(stored.response, end.finished, item_id=stored.item_id, text=whole)
+        stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, place=place))
+    return dataclasses.replace(stored, response=response, deltas=text.deltas)
+
+
+async def settled(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+    """The response as it is now. One whose process was lost is taken over, or found to have ended."""
+    if stored.has_ended:
+        return stored
+    session_id = stored.chain.place.session_id
+    turn = await services.store.get_turn(tenant=tenant, session_id=session_id, turn_id=stored.id, first_chunk=NO_CHUNKS)
+    if turn is None:
+        return await store_end(services, tenant, stored, ResponseText(services), _lost())
+    if turn.status == "running":
+        if not turn.lease_left_s:
+            taken = await services.turns.take_over(tenant, session_id, stored.id)
+            if taken is not None:
+                run_to_its_end(services, tenant, stored, taken)
+        return stored
+    return await read_to_its_end(services, tenant, stored)
+
+
+async def read_to_its_end(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+    """Waits for the end of a turn that runs anywhere, or reads what is kept of it."""
+    text = ResponseText(services)
+    key = {"tenant": tenant, "session_id": stored.chain.place.session_id, "turn_id": stored.id}
+    try:
+        source = await services.turns.follow(**key)
+        async with contextlib.aclosing(source.events()) as events:
+            async for event in events:
+                text.feed(event)
+    except NotFound:
+        return await store_end(services, tenant, stored, text, _lost())
+    except TurnCancelled as error:  # without an end of its own
+        turn = await services.store.get_turn(**key, first_chunk=NO_CHUNKS)
+        was_cancelled = turn is not None and turn.status == "cancelled"
+        return await store_end(services, tenant, stored, text, error if was_cancelled else _lost())
+    return await store_end(services, tenant, stored, text)
+
+
+def _lost() -> NsmError:
+    return NsmError("the server that ran this response was lost; nothing of it was kept")

@@ -1,0 +1,141 @@
+"""/v1/responses: create, read, stream, cancel, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Query
+from starlette.responses import Response
+
+from nsm_core.errors import InvalidRequest, NotFound
+from service.deps import ArrivalDep, ServicesDep, TenantDep
+from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.errors import shown
+from service.items import list_object, page_of
+from service.json_body import JsonRoute, json_response
+from service.responses.answers import ReadAnswer, ResponseAnswer
+from service.responses.create import count_input_tokens, open_response
+from service.responses.format import frames
+from service.responses.records import load_response
+from service.responses.removal import cancel_response, delete_response
+from service.responses.running import settled
+from service.routes.streams import MAX_ID_DIGITS
+from service.schemas.responses import CountTokensBody, CreateResponseBody
+from service.session_turns import IDEMPOTENCY_KEY
+from service.sse import EventStream
+
+MAX_PAGE = 100
+
+router = APIRouter(route_class=JsonRoute, tags=["responses"], responses=ERROR_RESPONSES)
+
+ResponseId = Annotated[str, Path()]
+
+
+@router.post("/v1/responses", response_class=Response, responses=GENERATION_RESPONSES)
+async def create_response(
+    body: CreateResponseBody,
+    services: ServicesDep,
+    tenant: TenantDep,
+    arrival: ArrivalDep,
+    idempotency_key: Annotated[
+        str | None, Header(description="a retry with the same key gets the same response")
+    ] = None,
+) -> Response:
+    """Read the input after what `previous_response_id` or `conversation` stands for, and answer.
+
+    Unless `store` is false the response is kept: the next one may continue it, and its stream may be read again. Of
+    two that continue the same one the second is a fork.
+    """
+    services.log_prompt(arrival, body.model_dump(include={"input", "instructions"}))
+    answer = await open_response(services, tenant, body, arrival, key=_checked_key(idempotency_key))
+    return await _send(answer, is_stream=body.stream, request_id=arrival.request_id)
+
+
+@router.post("/v1/responses/input_tokens", response_class=Response)
+async def count_tokens(body: CountTokensBody, services: ServicesDep, tenant: TenantDep) -> Response:
+    """How many tokens a response with this input would stand on."""
+    num_tokens = await count_input_tokens(services, tenant, body)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+@router.get("/v1/responses/{response_id}", response_class=Response, responses=GENERATION_RESPONSES)
+async def get_response(
+    response_id: ResponseId,
+    services: ServicesDep,
+    tenant: TenantDep,
+    arrival: ArrivalDep,
+    stream: Annotated[bool, Query(description="its events, also while it runs")] = False,
+    starting_after: Annotated[
+        int | None, Query(ge=0, description="the sequence_number of the last event received")
+    ] = None,
+    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
+) -> Response:
+    """As it is now; with `stream` its events after `starting_after`, each once, on any replica."""
+    stored = await load_response(services, tenant, response_id)
+    if not stream:
+        return json_response((await settled(services, tenant, stored)).response)
+    after = _last_number(last_event_id) if starting_after is None else starting_after
+    answer = ReadAnswer(services, tenant, stored)
+    return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
+
+
+@router.delete("/v1/responses/{response_id}", response_class=Response)
+async def remove_response(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Stops it if it runs. The session behind it goes with the last response that needs it."""
+    await delete_response(services, tenant, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_class=Response)
+async def cancel(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Stops it, wherever it runs; the response as it ended. One that has ended stays as it is."""
+    return json_response((await cancel_response(services, tenant, response_id)).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_class=Response)
+async def list_input_items(
+    response_id: ResponseId,
+    services: ServicesDep,
+    tenant: TenantDep,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(description="the last item of the page before")] = None,
+) -> Response:
+    """The items that this response was given; not those of the responses before it."""
+    stored = await load_response(services, tenant, response_id)
+    items: dict[str, dict[str, Any]] = {item["id"]: item for item in stored.input}
+    page = page_of(list(items), limit=limit, order=order, after=after)
+    if page is None:
+        raise NotFound(f"item {(after or '')[:80]!r} is not one of this response's input", param="after")
+    ids, has_more = page
+    return json_response(list_object([items[item_id] for item_id in ids], has_more=has_more))
+
+
+async def _send(answer: ResponseAnswer, *, is_stream: bool, request_id: str, starting_after: int = -1) -> Response:
+    """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
+    if is_stream:
+        events = frames(answer.events(), request_id=request_id, starting_after=starting_after)
+        return EventStream(events, on_close=answer.leave)
+    try:
+        return json_response(await answer.collect())
+    finally:
+        answer.leave()
+
+
+def _checked_key(key: str | None) -> str | None:
+    if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
+        raise InvalidRequest(
+            f"Idempotency-Key must be 1 to 255 printable ASCII characters without spaces, got {shown(key)}",
+            param="Idempotency-Key",
+        )
+    return key
+
+
+def _last_number(last_event_id: str | None) -> int:
+    if not last_event_id:
+        return -1
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
+        raise InvalidRequest(
+            f"Last-Event-ID must be the id of an event of the stream, got {shown(last_event_id)}", param="Last-Event-ID"
+        )
+    return int(last_event_id)

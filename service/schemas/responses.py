@@ -1,0 +1,186 @@
+"""The bodies under /v1/responses, and the items that conversations share with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
+
+from nsm_core.chat_template import ChatTemplate
+from nsm_core.errors import InvalidRequest
+from nsm_core.sampling.params import MAX_STOP_STRINGS, SamplingParams
+from service.errors import shown
+from service.items import Item, input_item
+from service.schemas.chat import DEFAULT_MAX_TOKENS
+from service.schemas.common import RequestBody, SamplingFields, check_max_tokens
+from service.schemas.sessions import Metadata
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+HARMLESS = frozenset(
+    {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier",
+     "parallel_tool_calls", "max_tool_calls", "stream_options"}
+)  # fmt: skip
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "include": ([],),
+    "reasoning": ({}, {"effort": "none"}),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "logprobs": (False, 0),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "context_management": ([],),
+    "moderation": (),
+    "modalities": (["text"],),
+    "image": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "messages": (),
+}
+PLAIN_TEXT: tuple[Any, ...] = ({}, {"format": {"type": "text"}}, {"format": None})
+
+
+class InputMessage(RequestBody):
+    """One message. What an output item carries when a client sends it back is accepted."""
+
+    harmless: ClassVar = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
+
+    @field_validator("content", mode="after")
+    @classmethod
+    def _texts_only(cls, content: Any) -> tuple[str, ...]:
+        if isinstance(content, str):
+            return (content,)
+        if isinstance(content, list) and content:
+            return tuple(_text_of(part) for part in content)
+        raise ValueError("must be a string or a list of text parts")
+
+    def to_item(self) -> Item:
+        return input_item(self.role, self.content)
+
+
+def refuse_other_items(items: Any, param: str) -> Any:
+    """Raises InvalidRequest for an item that is no message, before its fields are looked at."""
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        kind = item.get("type", "message") if isinstance(item, dict) else "message"
+        if kind not in ("message", None):
+            place = f"{param}[{number}].type"
+            raise InvalidRequest(
+                f'{place} must be "message", got {shown(kind)}', param=place, code="unsupported_parameter"
+            )
+    return items
+
+
+class ContextFields(RequestBody):
+    """What a response stands on."""
+
+    model: str | None = None
+    input: Annotated[list[InputMessage], FailFast()] = Field(
+        default=[], description="a text, which is one user's message, or a list of messages"
+    )
+    instructions: str | None = Field(default=None, description="a system message for this response only")
+    previous_response_id: str | None = None
+    conversation: Annotated[Any, WithJsonSchema({"description": 'an id, or {"id": "conv_…"}'})] = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _one_text_or_items(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        if not isinstance(value, list):
+            raise ValueError("must be a string or a list of messages")
+        return refuse_other_items(value, "input")
+
+    @field_validator("conversation", mode="after")
+    @classmethod
+    def _conversation_id(cls, value: Any) -> str | None:
+        name = value.get("id") if isinstance(value, dict) and set(value) == {"id"} else value
+        if name is not None and not isinstance(name, str):
+            raise ValueError('must be an id or {"id": "…"}')
+        return name
+
+    @model_validator(mode="after")
+    def _one_context(self) -> ContextFields:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequest("conversation excludes previous_response_id", param="conversation")
+        if not self.input and self.conversation is None:
+            raise InvalidRequest("input must hold at least 1 message, got none", param="input")
+        return self
+
+    def items(self) -> list[Item]:
+        """The input, each item under a new id."""
+        return [message.to_item() for message in self.input]
+
+
+class CreateResponseBody(SamplingFields, ContextFields):
+    """Items in, one assistant's message out."""
+
+    harmless = HARMLESS
+    unsupported = UNSUPPORTED
+
+    store: bool = True
+    stream: bool = False
+    background: bool = False
+    max_output_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
+    metadata: Metadata = Field(default={})
+    text: Annotated[Any, WithJsonSchema({"description": "plain text only"})] = None
+
+    @field_validator("text", mode="after")
+    @classmethod
+    def _plain_text(cls, value: Any) -> None:
+        if value is not None and value not in PLAIN_TEXT:
+            raise InvalidRequest(
+                f'text.format must be {{"type": "text"}}, got {shown(value)}',
+                param="text",
+                code="unsupported_parameter",
+            )
+
+    @model_validator(mode="after")
+    def _kept_where_it_must_be(self) -> CreateResponseBody:
+        for name in ("background", "conversation"):
+            if getattr(self, name) and not self.store:
+                raise InvalidRequest(f"{name} needs store: true", param=name)
+        return self
+
+    def sampling(self, template: ChatTemplate, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
+        """Raises InvalidRequest."""
+        most_stops = MAX_STOP_STRINGS - len(template.stop)
+        if len(self.stop) > most_stops:
+            raise InvalidRequest(f"stop must be at most {most_stops} strings, got {len(self.stop)}", param="stop")
+        max_tokens = min(DEFAULT_MAX_TOKENS, max_tokens_limit)
+        if self.max_output_tokens is not None:
+            max_tokens = check_max_tokens(self.max_output_tokens, max_tokens_limit, param="max_output_tokens")
+        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, extra_stop=template.stop)
+
+
+class CountTokensBody(ContextFields):
+    """As for a response; how it would be sampled does not matter."""
+
+    harmless = HARMLESS
+    unsupported = UNSUPPORTED
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise ValueError(f"must have text parts only ({', '.join(TEXT_PARTS)}), not {shown(kind)}")
