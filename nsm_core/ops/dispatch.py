@@ -1,0 +1,14 @@
+"""Which form of an operator runs where."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+_HAS_KERNELS = importlib.util.find_spec("triton") is not None
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels can work on this tensor: on a GPU, where their compiler is installed."""
+    return _HAS_KERNELS and tensor.is_cuda
