@@ -28,6 +28,7 @@ from service.sessions.records import (
     encode_cursor,
     expiry,
     lease_lost,
+    new_head,
     not_found,
     require_sound,
     require_version,
@@ -121,19 +122,17 @@ class MemorySessionStore:
         record = self._records.get((tenant, session_id))
         if record is not None and not record.is_expired(now):
             raise already_exists(session_id)
-        head = SessionHead(
+        head = new_head(
+            now=now,
             tenant=tenant,
             session_id=session_id,
             version=version,
             position=position,
-            created_at=now,
-            updated_at=now,
             model_fingerprint=model_fingerprint,
-            metadata=MappingProxyType(dict(metadata)),
+            metadata=metadata,
             num_log_tokens=len(log_ids),
-            snapshot_bytes=len(snapshot or b""),
+            snapshot=snapshot,
             ttl_s=ttl_s,
-            expires_at=expiry(now, ttl_s),
             forked_from=forked_from,
         )
         self._records[tenant, session_id] = _Record(head, snapshot, log_ids, marks)

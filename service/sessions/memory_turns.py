@@ -38,9 +38,12 @@ class MemoryTurns:
         return sum(len(record.request) + len(record.result or b"") for record in records)
 
     def begin(self, start: TurnStart, head: SessionHead, *, max_records: int, now: float) -> TurnRecord:
-        found = self.get(start.turn_id, start.identity, now=now)
-        if found is not None:
-            return found
+        self.remove_expired(now)
+        turn = self._turns.get(start.turn_id)
+        if turn is None or turn.record.status != "running":
+            turn = self._repeatable(start.identity)
+        if turn is not None:
+            return self._whole(turn)
         if start.base_version is not None:
             require_version(head, start.base_version)
         self.end_running(None, now)
@@ -84,7 +87,11 @@ class MemoryTurns:
     def get(self, turn_id: str | None, identity: str | None, *, now: float, first_chunk: int = 0) -> TurnRecord | None:
         self.remove_expired(now)
         turn = self._turns.get(turn_id or "") or self._repeatable(identity)
-        return None if turn is None else dataclasses.replace(turn.record, chunks=tuple(turn.chunks[first_chunk:]))
+        return None if turn is None else self._whole(turn, first_chunk)
+
+    @staticmethod
+    def _whole(turn: _Turn, first_chunk: int = 0) -> TurnRecord:
+        return dataclasses.replace(turn.record, chunks=tuple(turn.chunks[first_chunk:]))
 
     def _repeatable(self, identity: str | None) -> _Turn | None:
         for turn in reversed(self._turns.values()):

@@ -6,7 +6,9 @@ import base64
 import binascii
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.snapshot import verify
@@ -44,6 +46,23 @@ def require_version(head: SessionHead, expected_version: int) -> None:
         raise VersionConflict(
             f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
         )
+
+
+def new_head(
+    *, now: float, metadata: Mapping[str, str], snapshot: bytes | None, num_log_tokens: int, ttl_s: float | None,
+    **fields: Any,
+) -> SessionHead:  # fmt: skip
+    """The head of a session that is made at `now`. `fields`: those that are as they were given."""
+    return SessionHead(
+        created_at=now,
+        updated_at=now,
+        metadata=MappingProxyType(dict(metadata)),
+        num_log_tokens=num_log_tokens,
+        snapshot_bytes=len(snapshot or b""),
+        ttl_s=ttl_s,
+        expires_at=expiry(now, ttl_s),
+        **fields,
+    )
 
 
 def expiry(now: float, ttl_s: float | None) -> float | None:

@@ -13,7 +13,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.sessions.base import (
@@ -33,6 +32,7 @@ from service.sessions.records import (
     decode_cursor,
     encode_cursor,
     expiry,
+    new_head,
     not_found,
     require_sound,
 )
@@ -55,6 +55,8 @@ from service.sessions.sqlite_rows import (
     replace_snapshot,
 )
 from service.sessions.sqlite_schema import PAGE_BYTES, create_file, migrate
+from service.sessions.sqlite_turns import SqliteTurns, end_running, remove_expired_turns
+from service.sessions.turn_records import EndedTurn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class SqliteSessionStore:
         self._clock = clock
         self.reserve = Reserve(path)
         self._opened: _Opened | None = None
+        turns = SqliteTurns(write=self.write, read=self.read, presence=lambda: self._open_parts().presence, clock=clock)
+        self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
+        self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
 
     async def open(self) -> None:
         try:
@@ -163,19 +168,17 @@ class SqliteSessionStore:
         marks: tuple[LogMark, ...],
     ) -> SessionHead:
         now = self._clock()
-        head = SessionHead(
+        head = new_head(
+            now=now,
             tenant=tenant,
             session_id=session_id,
             version=version,
             position=position,
-            created_at=now,
-            updated_at=now,
             model_fingerprint=model_fingerprint,
-            metadata=MappingProxyType(dict(metadata)),
+            metadata=metadata,
             num_log_tokens=len(log_ids),
-            snapshot_bytes=len(snapshot or b""),
+            snapshot=snapshot,
             ttl_s=ttl_s,
-            expires_at=expiry(now, ttl_s),
             forked_from=forked_from,
         )
 
@@ -260,6 +263,7 @@ class SqliteSessionStore:
         new_ids: tuple[int, ...],
         num_sampled: int,
         seed: int,
+        turn: EndedTurn | None = None,
     ) -> SessionHead:
         version = expected_version + 1
 
@@ -267,6 +271,7 @@ class SqliteSessionStore:
             with transaction(connection):
                 now = self._clock()
                 head = writable_head(connection, lease, expected_version, now)
+                end_running(connection, head, turn, now)
                 append_chunk(connection, head, new_ids, version=version, num_sampled=num_sampled, seed=seed)
                 replace_snapshot(connection, head, version=version, snapshot=snapshot)
                 return move_head(
@@ -297,6 +302,7 @@ class SqliteSessionStore:
             with transaction(connection):
                 now = self._clock()
                 head = writable_head(connection, lease, expected_version, now)
+                end_running(connection, head, None, now)
                 cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
                 replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
                 moved = move_head(
@@ -370,6 +376,7 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> int:
             now = self._clock()
             with transaction(connection):
+                remove_expired_turns(connection, now)
                 statement = f"DELETE FROM sessions WHERE expires_at <= ? AND NOT {EXISTS}"
                 num_removed = connection.execute(statement, (now, now)).rowcount
             if num_removed:

@@ -60,6 +60,17 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk."""
+    connection.execute("PRAGMA synchronous = NORMAL")
+    try:
+        with transaction(connection):
+            yield
+    finally:
+        connection.execute("PRAGMA synchronous = FULL")
+
+
+@contextlib.contextmanager
 def reading(connection: sqlite3.Connection) -> Iterator[None]:
     """Every statement inside sees the same moment, whatever others commit meanwhile."""
     connection.execute("BEGIN")

@@ -50,11 +50,26 @@ def free(connection: sqlite3.Connection, lease: Lease) -> None:
     connection.execute(f"UPDATE sessions SET {_FREE} WHERE {_HELD}", _names(lease))
 
 
-def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:
-    """The head that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
+def lease_left_s(connection: sqlite3.Connection, key: tuple[str, str], *, now: float, presence: Presence) -> float:
+    """How long the session's lease still holds; 0 when nobody has it, or whoever had it is gone."""
+    query = f"SELECT lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
+    holder, owner, expires_at = connection.execute(query, key).fetchone()
+    if holder is None or expires_at <= now or presence.is_gone(owner):
+        return 0.0
+    return float(expires_at - now)
+
+
+def held_head(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionHead:
+    """The head of the session that `lease` holds. Raises NotFound or LeaseLost."""
     head = get_head(connection, lease.tenant, lease.session_id, now)
     if connection.execute(f"SELECT 1 FROM sessions WHERE {_HELD}", _names(lease)).fetchone() is None:
         raise lease_lost(lease)
+    return head
+
+
+def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:
+    """The head that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
+    head = held_head(connection, lease, now)
     require_version(head, expected_version)
     return head
 

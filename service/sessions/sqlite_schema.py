@@ -97,6 +97,43 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
     """,
+    # Turn records: what each session's newest turns were asked, what they sample, what came of them.
+    """
+    CREATE TABLE turns (
+        number           INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant           TEXT    NOT NULL,
+        session_id       TEXT    NOT NULL,
+        turn_id          TEXT    NOT NULL,
+        identity         TEXT,
+        digest           TEXT    NOT NULL,
+        base_version     INTEGER NOT NULL,
+        status           TEXT    NOT NULL,
+        request          BLOB    NOT NULL,
+        result           BLOB,
+        is_cancel_wanted INTEGER NOT NULL DEFAULT 0,
+        expires_at       REAL,
+        UNIQUE (tenant, session_id, turn_id),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    );
+    CREATE INDEX turns_by_expiry ON turns (expires_at) WHERE expires_at IS NOT NULL;
+    CREATE TABLE turn_chunks (
+        turn_number  INTEGER NOT NULL REFERENCES turns ON DELETE CASCADE,
+        chunk_number INTEGER NOT NULL,
+        chunk        BLOB    NOT NULL,
+        PRIMARY KEY (turn_number, chunk_number)
+    );
+    CREATE TRIGGER usage_of_new_turn AFTER INSERT ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF request, result ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) + coalesce(length(new.result), 0)
+            - length(old.request) - coalesce(length(old.result), 0) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.request) - coalesce(length(old.result), 0)
+            WHERE tenant = old.tenant;
+    END;
+    """,
 )
 
 PRAGMAS = f"""
