@@ -242,19 +242,16 @@ def test_routing_is_continuous_at_a_tie(pulse: NsmModel) -> None:
     """Noise of a GEMM's last bits must not move the written slots: the marginal slot fades in from zero."""
     router = pulse.layers[0].mixer.router
     x = torch.randn(4096, CONFIG.d_model)
-    moved = (router.routing(x) - router.routing(x * (1 + 1e-6))).abs().max()
-    assert moved < 1e-4
-    routing = router.routing(x)
-    assert ((routing > 0).sum(-1) <= CONFIG.write_top_k).all()
-    torch.testing.assert_close(routing.sum(-1), torch.ones(4096, CONFIG.num_heads))
+    _, write = router(x)
+    _, moved = router(x * (1 + 1e-6))
+    assert (write - moved).abs().max() < 1e-4
+    assert ((write > 0).sum(-1) <= CONFIG.write_top_k).all()
 
 
-def test_all_slots_written_means_plain_softmax() -> None:
+def test_all_slots_may_be_written() -> None:
     model = make_model(with_fields(write_top_k=CONFIG.num_memory_slots))
-    router = model.layers[0].mixer.router
-    x = torch.randn(5, CONFIG.d_model)
-    want = torch.softmax(router.logits(x).unflatten(-1, (CONFIG.num_heads, -1)), dim=-1)
-    torch.testing.assert_close(router.routing(x), want)
+    _, write = model.layers[0].mixer.router(torch.randn(5, CONFIG.d_model))
+    assert (write > 0).all()
     ids = random_ids(1, 80)
     assert_same(
         read(model, list(ids.split(9, dim=1)), model.initial_state(1)), read(model, [ids], model.initial_state(1))
