@@ -21,7 +21,7 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
-from nsm_core.evaluation.report import source_commit
+from nsm_core.evaluation.provenance import source_commit
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from nsm_core.evaluation.report import source_commit
+from nsm_core.evaluation.provenance import source_commit
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
 from service.sessions import sqlite_schema
 from service.sessions.base import SessionStore
