@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import json
 import random
 import signal
 import socket
@@ -227,20 +228,37 @@ class RedisClock:
 
     def _age(self, client: redis.Redis, key: bytes, age_us: int) -> None:
         expires_ms = client.pexpiretime(key)
-        kind = key.rpartition(b":")[2]
-        if kind == b"head":
-            for field in ("expires_us", "lease_us"):
-                if client.hget(key, field) not in (b"", b"0"):
-                    client.hincrby(key, field, -age_us)
-        elif kind == b"sizes":
-            for session_id, entry in client.hgetall(key).items():
-                *others, touched_us = entry.split(b":")
-                client.hset(key, session_id, b":".join((*others, b"%d" % (int(touched_us) - age_us))))
-        elif kind == b"expiry":
-            for session_id in client.zrange(key, 0, -1):
-                client.zincrby(key, -age_us, session_id)
+        age_value = {
+            b"head": self._age_head, b"sizes": self._age_sizes, b"turns": self._age_turns, b"expiry": self._age_expiry
+        }.get(key.rpartition(b":")[2])  # fmt: skip
+        if age_value is not None:
+            age_value(client, key, age_us)
         if expires_ms > 0:
             client.pexpireat(key, expires_ms - age_us // 1000)
+
+    @staticmethod
+    def _age_head(client: redis.Redis, key: bytes, age_us: int) -> None:
+        for field in ("expires_us", "lease_us", "turns_us"):
+            if client.hget(key, field) not in (b"", b"0"):
+                client.hincrby(key, field, -age_us)
+
+    @staticmethod
+    def _age_sizes(client: redis.Redis, key: bytes, age_us: int) -> None:
+        for session_id, entry in client.hgetall(key).items():
+            *others, touched_us = entry.split(b":")
+            client.hset(key, session_id, b":".join((*others, b"%d" % (int(touched_us) - age_us))))
+
+    @staticmethod
+    def _age_turns(client: redis.Redis, key: bytes, age_us: int) -> None:
+        turns = json.loads(client.hget(key, "index"))
+        for turn in turns:
+            turn["expires"] = str(int(turn["expires"]) - age_us)
+        client.hset(key, "index", json.dumps(turns))
+
+    @staticmethod
+    def _age_expiry(client: redis.Redis, key: bytes, age_us: int) -> None:
+        for session_id in client.zrange(key, 0, -1):
+            client.zincrby(key, -age_us, session_id)
 
 
 @pytest.fixture(scope="session")

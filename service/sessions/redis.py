@@ -1,6 +1,6 @@
 """Sessions in Redis or Valkey: one server, one watched by Sentinels, or a cluster. Any number of gateways share them.
 
-A session is five kinds of keys under one hash tag (docs/redis.md). Each transition is one Lua script, and its clock is
+A session is seven kinds of keys under one hash tag (docs/redis.md). Each transition is one Lua script, and its clock is
 the server's. Megabytes stay out of Lua: a snapshot is first written with a plain SET under a short expiry, and the
 script that moves the head renames it into its place.
 """
@@ -52,12 +52,15 @@ from service.sessions.redis_records import (
     decode_mark,
     encode_mark,
     encode_metadata,
+    lease_fields,
     lease_of,
     optional_us,
     to_us,
 )
 from service.sessions.redis_scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
+from service.sessions.redis_turns import RedisTurns
 from service.sessions.redis_url import RedisAddress
+from service.sessions.turn_records import EndedTurn
 
 Result = TypeVar("Result")
 
@@ -72,6 +75,9 @@ class RedisSessionStore:
         self.keys = Keyspace(address.prefix)
         self.client = RedisClient(address)
         self._index = TenantIndex(self.client, self.keys)
+        turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
+        self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
+        self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
 
     def num_connections_in_use(self) -> int:
         return self.client.num_in_use
@@ -133,11 +139,11 @@ class RedisSessionStore:
         status, answer = await self._transition(
             CREATE, tenant, session_id, (*first, *second, *third), nonce=nonce, snapshot=snapshot
         )
-        head = _require_head(answer, tenant, session_id).head
-        await self._index.put(head)
+        stored = _require_head(answer, tenant, session_id)
+        await self._index.put(stored)
         if status == "exists":
             raise already_exists(session_id)
-        return head
+        return stored.head
 
     async def update(
         self,
@@ -150,9 +156,9 @@ class RedisSessionStore:
         new_metadata = (0, "") if metadata is None else (1, encode_metadata(metadata))
         new_ttl = (0, "") if isinstance(ttl_s, Unset) else (1, optional_us(ttl_s))
         _, answer = await self._transition(UPDATE, tenant, session_id, (*new_metadata, *new_ttl))
-        head = _require_head(answer, tenant, session_id).head
-        await self._index.put(head)
-        return head
+        stored = _require_head(answer, tenant, session_id)
+        await self._index.put(stored)
+        return stored.head
 
     async def get(self, *, tenant: str, session_id: str) -> SessionHead:
         answer = await self.client.command("HGETALL", self.keys.session(tenant, session_id).head)
@@ -191,14 +197,14 @@ class RedisSessionStore:
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         status, answer = await self._transition(
-            RENEW, lease.tenant, lease.session_id, (*_lease_fields(lease), to_us(lease_s))
+            RENEW, lease.tenant, lease.session_id, (*lease_fields(lease), to_us(lease_s))
         )
         if status == "lease_lost":
             raise lease_lost(lease)
         return lease_of(_require_head(answer, lease.tenant, lease.session_id), lease.holder)
 
     async def release(self, lease: Lease) -> None:
-        await self._transition(RELEASE, lease.tenant, lease.session_id, _lease_fields(lease))
+        await self._transition(RELEASE, lease.tenant, lease.session_id, lease_fields(lease))
 
     async def commit(
         self,
@@ -211,8 +217,10 @@ class RedisSessionStore:
         new_ids: tuple[int, ...],
         num_sampled: int,
         seed: int,
+        turn: EndedTurn | None = None,
     ) -> SessionHead:
-        values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids))
+        record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
+        values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids), *record)
         return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), values, snapshot)
 
     async def rewind(
@@ -242,18 +250,19 @@ class RedisSessionStore:
     ) -> SessionHead:
         """A commit or a rewind."""
         nonce = _nonce()
-        args = (*_lease_fields(lease), expected_version, nonce, *mark, *values)
+        args = (*lease_fields(lease), expected_version, nonce, *mark, *values)
         status, answer = await self._transition(
             script, lease.tenant, lease.session_id, args, nonce=nonce, snapshot=snapshot, patience_s=COMMIT_PATIENCE_S
         )
-        head = _require_head(answer, lease.tenant, lease.session_id).head
+        stored = _require_head(answer, lease.tenant, lease.session_id)
+        head = stored.head
         if status == "lease_lost":
             raise lease_lost(lease)
         if status == "conflict":
             require_version(head, expected_version)
         if status == "too_long":
             raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
-        await self._index.put(head)
+        await self._index.put(stored)
         return head
 
     async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
@@ -318,7 +327,7 @@ class RedisSessionStore:
             if stored is None:
                 await self._index.drop_stale(tenant, entry)
             elif stored.head.created_at != entry.created_at:  # made again: it belongs to a page of newer ones
-                await self._index.put(stored.head)
+                await self._index.put(stored)
             else:
                 heads.append(stored.head)
         return heads
@@ -380,10 +389,6 @@ def _nonce() -> str:
 
 def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
     return len(snapshot or b""), checksum_field(snapshot)
-
-
-def _lease_fields(lease: Lease) -> tuple[int, int, str]:
-    return to_us(lease.created_at), lease.fence, lease.holder
 
 
 def _place(cursor: str) -> IndexEntry:

@@ -1,6 +1,6 @@
 -- Put before every script of a session. KEYS: head (hash), log (list of chunks: 8 letters of their SHA-1, then
 -- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
--- under a short expiry).
+-- under a short expiry), turns and tail (see redis_turns.lua).
 -- Times are microseconds of this server's clock: whole numbers, which a double keeps exactly.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
@@ -48,6 +48,13 @@ local function keep_alive(head)
       redis.call('PERSIST', key)
     else
       redis.call('PEXPIREAT', key, whole(math.ceil(until_us / 1000)))
+    end
+  end
+  local turns_us = tonumber(head.turns_us) or 0 -- when the last turn record expires
+  if turns_us > 0 then
+    if not is_forever then turns_us = math.min(turns_us, until_us) end
+    for _, key in ipairs({KEYS[6], KEYS[7]}) do
+      redis.call('PEXPIREAT', key, whole(math.ceil(turns_us / 1000)))
     end
   end
 end

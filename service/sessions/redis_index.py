@@ -12,10 +12,9 @@ import logging
 
 from nsm_core.errors import NsmError
 from service.sessions.base import SessionHead, TenantUsage
-from service.sessions.records import TOKEN_BYTES
 from service.sessions.redis_client import Attempt, RedisClient
 from service.sessions.redis_keys import Keyspace
-from service.sessions.redis_records import MICROSECONDS, optional_us, to_us
+from service.sessions.redis_records import MICROSECONDS, StoredHead, optional_us, to_us
 from service.sessions.redis_scripts import INDEX_FORGET, INDEX_PAGE, INDEX_PUT, INDEX_RESERVE, INDEX_USAGE
 
 logger = logging.getLogger("nsm.store")
@@ -40,10 +39,10 @@ class TenantIndex:
         """Before a session is made; the index's time in microseconds, which the session is dated with."""
         return int(await self._client.script(INDEX_RESERVE, self._keys.tenant(tenant), session_id))
 
-    async def put(self, head: SessionHead) -> None:
+    async def put(self, stored: StoredHead) -> None:
         """After a head moved. The head is safe by now: a failure here is told to the log alone."""
-        num_bytes = head.snapshot_bytes + TOKEN_BYTES * head.num_log_tokens
-        values = (to_us(head.created_at), head.version, num_bytes, optional_us(head.expires_at))
+        head = stored.head
+        values = (to_us(head.created_at), head.version, stored.num_bytes, optional_us(head.expires_at))
         try:
             await self._client.script(INDEX_PUT, self._keys.tenant(head.tenant), head.session_id, *values)
         except NsmError as error:

@@ -15,9 +15,11 @@ class SessionKeys:
     marks: str
     snapshot: str
     stage: str  # prefix
+    turns: str
+    tail: str
 
     def all(self, nonce: str) -> tuple[str, ...]:
-        return (self.head, self.log, self.marks, self.snapshot, self.staged(nonce))
+        return (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
 
     def staged(self, nonce: str) -> str:
         return f"{self.stage}:{nonce}"
@@ -32,7 +34,8 @@ class Keyspace:
     def session(self, tenant: str, session_id: str) -> SessionKeys:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
         tag = f"{self.prefix}:{{{_hash(tenant, size=8)}.{_hash(tenant, session_id, size=16)}}}"
-        return SessionKeys(f"{tag}:head", f"{tag}:log", f"{tag}:marks", f"{tag}:snapshot", f"{tag}:staged")
+        names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
+        return SessionKeys(*(f"{tag}:{name}" for name in names))
 
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""

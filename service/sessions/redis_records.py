@@ -11,6 +11,7 @@ from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from service.sessions.base import Lease, LogMark, SessionHead
+from service.sessions.records import TOKEN_BYTES
 
 MICROSECONDS = 1_000_000
 SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
@@ -25,6 +26,12 @@ class StoredHead:
     snapshot_checksum: str
     fence: int
     lease_expires_at: float
+    turn_bytes: int  # of the turn records
+
+    @property
+    def num_bytes(self) -> int:
+        """What the session counts for in its tenant's usage."""
+        return self.head.snapshot_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
 
 
 def to_us(seconds: float) -> int:
@@ -102,7 +109,18 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         expires_at=_optional_seconds(fields["expires_us"]),
         forked_from=fields["forked_from"] or None,
     )
-    return StoredHead(head, fields["snapshot_checksum"], int(fields["fence"]), _seconds(fields["lease_us"]))
+    return StoredHead(
+        head,
+        fields["snapshot_checksum"],
+        int(fields["fence"]),
+        _seconds(fields["lease_us"]),
+        int(fields.get("turn_bytes", 0)),  # absent from heads of older builds
+    )
+
+
+def lease_fields(lease: Lease) -> tuple[int, int, str]:
+    """How scripts are told of a lease."""
+    return to_us(lease.created_at), lease.fence, lease.holder
 
 
 def lease_of(stored: StoredHead, holder: str) -> Lease:

@@ -13,6 +13,7 @@ if refusal then return refusal end
 local snapshot_bytes, num_kept = tonumber(ARGV[10]), tonumber(ARGV[12])
 local num_tokens = tonumber(head.num_log_tokens)
 if num_kept > num_tokens then return answer('too_long') end
+end_running(head)
 if snapshot_bytes > 0 then
   if redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
   redis.call('RENAME', staged_key, snapshot_key)

@@ -1,0 +1,14 @@
+#!lua flags=allow-oom
+local head = read_head()
+if not head then return {'not_found'} end
+local now = clock_us()
+local turns = read_turns(now)
+local turn = find_running(turns)
+if not turn then return {'none'} end
+if lease_left_us(head, now) > 0 then
+  turn.cancel = '1'
+else
+  close_turn(turn, 'cancelled', nil, now + ABANDONED_US)
+end
+write_turns(head, turns)
+return show_turn(head, turn, now, 0)
