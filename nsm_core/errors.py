@@ -12,6 +12,7 @@ NsmError
 ├── LeaseLost            a turn's right to write its session went to somebody else; nothing of it was kept
 ├── TurnCancelled        a session's turn was stopped on request; nothing of it was kept
 ├── VersionConflict      the session moved on since it was read
+├── KeyReused            an idempotency key came again with another request
 ├── StateMismatch        a session was made by another model than the one that runs
 ├── SnapshotCorrupt      what is stored of a session is damaged: not what was written, or not its own
 ├── Overloaded           the queue is full, or the server is draining
@@ -92,6 +93,10 @@ class TurnCancelled(NsmError):
 
 class VersionConflict(NsmError):
     """The session's version is not the one the writer (or the client) expected."""
+
+
+class KeyReused(NsmError):
+    """An idempotency key names one request, and this is another one."""
 
 
 class StateMismatch(NsmError):

@@ -8,6 +8,8 @@ same tokenizer. Anything else is an error that says so; a session never goes on 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from nsm_core.engine.request import EndState, GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
@@ -26,6 +28,9 @@ class TurnRequest:
     `is_verbatim`: the ids were given as ids, and nothing is put in front of a first turn. `has_own_seed`: whether the
     client named `sampling.seed`; otherwise the session's own is used once it has one. `expected_version`: None or the
     version the client believes the session is at. `arrival`, `deadline`: `time.monotonic()` readings.
+
+    `request_id` is the turn's id. `identity`, `digest`: see TurnStart; a request with an identity that a turn was begun
+    for already gets that turn. `framing`: values for JSON that whoever answers wants back when a stored turn is read.
     """
 
     request_id: str
@@ -38,6 +43,9 @@ class TurnRequest:
     arrival: float
     expected_version: int | None = None
     deadline: float | None = None
+    identity: str | None = None
+    digest: str = ""
+    framing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from nsm_core.errors import (
     EngineDead,
     Forbidden,
     InvalidRequest,
+    KeyReused,
     LeaseLost,
     NotFound,
     NsmError,
@@ -93,6 +94,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     TurnCancelled: Rule(409, INVALID, "turn_cancelled", retry=False),
     # the same request again meets the same version, the same model, the same bytes
     VersionConflict: Rule(409, INVALID, "version_conflict", retry=False),
+    KeyReused: Rule(422, INVALID, "idempotency_key_reused", retry=False),
     StateMismatch: Rule(409, INVALID, "state_mismatch", retry=False),
     SnapshotCorrupt: Rule(500, SERVER, "snapshot_corrupt", retry=False),
     Overloaded: Rule(503, SERVER, "overloaded"),

@@ -7,15 +7,17 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from nsm_core.errors import LeaseLost, NsmError
 from service.metrics import Metrics
 from service.sessions.base import LeasedSession, SessionHead, SessionStore
+from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 logger = logging.getLogger("nsm.leases")
 
 RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
+NO_CHUNKS = 2**31 - 1  # only what the record itself says
 
 
 class HeldLease:
@@ -31,6 +33,7 @@ class HeldLease:
         on_lost: Callable[[NsmError], None],
     ) -> None:
         self.stored = leased.stored
+        self.fence = leased.lease.fence
         self.has_written = False
         self._lease = leased.lease
         self._store = store
@@ -47,6 +50,27 @@ class HeldLease:
     async def rewind(self, **fields: Any) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
         return await self._write(self._store.rewind, fields)
+
+    async def begin_turn(self, start: TurnStart, *, max_records: int) -> TurnRecord:
+        """`SessionStore.begin_turn` under this lease, as for the next."""
+        return await self._store.begin_turn(self._lease, start, max_records=max_records)
+
+    async def append_turn(self, turn_id: str, *, index: int, chunk: bytes) -> bool:
+        return await self._store.append_turn(self._lease, turn_id, index=index, chunk=chunk)
+
+    async def end_turn(self, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
+        await self._store.end_turn(self._lease, ended, status=status)
+
+    async def forget_turn(self, turn_id: str) -> None:
+        await self._store.forget_turn(self._lease, turn_id)
+
+    async def is_cancel_wanted(self, turn_id: str) -> bool:
+        """Whether somebody asked for the end of the running turn."""
+        lease = self._lease
+        record = await self._store.get_turn(
+            tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS
+        )
+        return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
 
     async def give_back(self) -> None:
         """The session is free when this returns, as far as it depends on us. Idempotent."""

@@ -115,6 +115,17 @@ class Metrics:
         self._lease_lost = Counter(
             "nsm_lock_lost_total", "Turns whose lease went to another holder before their commit.", registry=registry
         )
+        self._turn_replay = Counter(
+            "nsm_turn_replay_total",
+            "Retries that were given the turn that was begun, or committed, at an earlier try.",
+            registry=registry,
+        )
+        self._stream_resume = Counter(
+            "nsm_stream_resume_total", "Streams that were read on after a break.", registry=registry
+        )
+        self._turn_takeover = Counter(
+            "nsm_turn_takeover_total", "Turns of lost processes that went on in this one.", registry=registry
+        )
         self._detached = Gauge("nsm_turns_detached", "Turns that go on without their client.", registry=registry)
 
     def start_request(self, *, arrival: float) -> RequestRecord:
@@ -147,6 +158,15 @@ class Metrics:
 
     def lease_lost(self) -> None:
         self._lease_lost.inc()
+
+    def turn_replayed(self) -> None:
+        self._turn_replay.inc()
+
+    def stream_resumed(self) -> None:
+        self._stream_resume.inc()
+
+    def turn_taken_over(self) -> None:
+        self._turn_takeover.inc()
 
     def turn_detached(self, change: Literal[1, -1]) -> None:
         """+1 when a turn's client leaves, -1 when that turn ends."""

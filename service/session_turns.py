@@ -1,94 +1,140 @@
-"""POST /v1/sessions/{id}/generate as a use case: a turn -> completion objects that also tell where the session is."""
+"""A session's turn over HTTP: completion objects that also tell where the session is, whole or as a stream.
+
+The frames of a stream are numbered, so that a client that lost its connection can read on: a frame with text has the
+number of its last token in the turn. The closing frames go on counting after the last token, and each has a number of
+its own: n + 1 is text that the end released, n + 2 the finish reason, n + 3 the usage.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
+import time
+import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from starlette.responses import Response
+
+from nsm_core.engine.request import TokenEvent
+from nsm_core.errors import InvalidRequest
 from service.choices import ChoiceView
 from service.completions import KIND, ChoiceText
 from service.continuation import TurnRequest
 from service.deps import Arrival, Services
+from service.errors import shown
+from service.json_body import json_response
 from service.openai_format import Envelope, usage
-from service.schemas.sessions import GenerateBody
-from service.turn import Turn, TurnEnd
+from service.schemas.sessions import SESSION_ID, GenerateBody
+from service.sse import EventStream, frame, until_done
+from service.stored_turns import digest_of
+from service.turn import TurnEnd, TurnSource
+from service.turn_following import TOKENS_AT_ONCE, stream_not_found
+
+IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
+REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
+FRAMING_ONLY = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
+_STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
 class SessionAnswer:
-    """An admitted turn. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
+    """A turn that was begun. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
-    def __init__(self, turn: Turn, body: GenerateBody, view: ChoiceView, text: ChoiceText, envelope: Envelope) -> None:
-        self._turn = turn
-        self._view = view
-        self._body = body
-        self._text = text
-        self._envelope = envelope
+    def __init__(self, services: Services, source: TurnSource, *, has_usage_chunk: bool) -> None:
+        framing, tokenizer = source.framing, services.backend.tokenizer
+        self.is_replay = source.is_replay
+        self._source = source
+        self._view = ChoiceView(tokenizer)
+        self._text = ChoiceText(tokenizer, has_logprobs=framing.get("has_logprobs", False))
+        self._has_usage_chunk = has_usage_chunk
+        self._envelope = Envelope(
+            id=source.turn_id,
+            created=framing.get("created", int(time.time())),
+            model=framing.get("model", services.model_name),
+            system_fingerprint=framing.get("system_fingerprint", services.system_fingerprint),
+        )
 
     def leave(self) -> None:
         """The turn goes on to its commit, so that the client can come back to it."""
-        self._turn.detach()
+        self._source.detach()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a completion; the one with the finish reason tells where the session is."""
-        fields = {"usage": None} if self._body.has_usage_chunk else {}
+    async def frames(self, *, after: int = 0) -> AsyncGenerator[bytes, None]:
+        """The frames numbered above `after`; the one with the finish reason tells where the session is."""
+        fields, number = {"usage": None} if self._has_usage_chunk else {}, 0
         async with contextlib.aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                is_last = piece["finish_reason"] is not None
-                extra = {"session": self._session()} if is_last else {}
-                yield self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields, **extra)
-                if piece["text"]:  # the consumer is back: the piece was handed to the connection
-                    self._turn.delivered()
-        if self._body.has_usage_chunk:
-            yield self._envelope.wrap(KIND, [], usage=usage([self._end.finished]))
+            async for number, piece in pieces:
+                if number > after:
+                    is_last = piece["finish_reason"] is not None
+                    extra = {"session": self._session()} if is_last else {}
+                    chunk = self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields, **extra)
+                    yield frame(chunk, event_id=number)
+                    if piece["text"]:  # the consumer is back: the piece was handed to the connection
+                        self._source.delivered()
+        if self._has_usage_chunk and after < number + 1:
+            chunk = self._envelope.wrap(KIND, [], usage=usage([self._end.finished]))
+            yield frame(chunk, event_id=number + 1)
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         pieces: list[dict[str, Any]] = []
         async with contextlib.aclosing(self._pieces()) as parts:
-            async for piece in parts:
+            async for _, piece in parts:
                 if piece["text"]:
-                    self._turn.delivered()
+                    self._source.delivered()
                 pieces.append(piece)
         choices = [{"index": 0, **self._text.join(pieces)}]
         return self._envelope.wrap(KIND, choices, usage=usage([self._end.finished]), session=self._session())
 
-    async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Ends with the piece that has the finish reason; raises what kept the turn from being committed."""
-        async with contextlib.aclosing(self._turn.events()) as events:
+    async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
+        num_tokens = 0
+        async with contextlib.aclosing(self._source.events()) as events:
             async for event in events:
                 if isinstance(event, TurnEnd) and event.error is not None:
                     raise event.error
+                num_tokens = event.index if isinstance(event, TokenEvent) else num_tokens
+                if num_tokens % TOKENS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 for delta in self._view.feed(event.finished if isinstance(event, TurnEnd) else event):
+                    number = num_tokens
+                    if isinstance(event, TurnEnd):
+                        number += 1 if delta.finished is None else 2
                     for piece in self._text.pieces(delta):
-                        yield piece
+                        yield number, piece
 
     @property
     def _end(self) -> TurnEnd:
-        if self._turn.end is None:
+        if self._source.end is None:
             raise RuntimeError("the turn has not ended")
-        return self._turn.end
+        return self._source.end
 
     def _session(self) -> dict[str, Any]:
         head = self._end.head
         session: dict[str, Any] = {"id": head.session_id, "version": head.version, "position": head.position}
-        if self._turn.other_numerics is not None:
-            session["taken_over_from"] = self._turn.other_numerics
-        if self._turn.rebuilt is not None:
-            session["rebuilt"] = self._turn.rebuilt
+        if self._source.other_numerics is not None:
+            session["taken_over_from"] = self._source.other_numerics
+        if self._source.rebuilt is not None:
+            session["rebuilt"] = self._source.rebuilt
         return session
 
 
 async def open_session_turn(
-    services: Services, tenant: str, session_id: str, body: GenerateBody, arrival: Arrival
+    services: Services,
+    tenant: str,
+    session_id: str,
+    body: GenerateBody,
+    arrival: Arrival,
+    *,
+    idempotency_key: str | None = None,
 ) -> SessionAnswer:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
     tokenizer = services.backend.tokenizer
     sampling = body.sampling(max_tokens_limit=services.settings.max_tokens_limit, vocab_size=tokenizer.vocab_size)
-    envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
     request = TurnRequest(
-        request_id=envelope.id,
+        request_id=f"cmpl-{uuid.uuid4().hex}-{session_id}",
         tenant=tenant,
         session_id=session_id,
         input_ids=await _input_ids(services, body.input),
@@ -98,11 +144,57 @@ async def open_session_turn(
         expected_version=body.expected_version,
         arrival=arrival.time,
         deadline=arrival.time + (body.timeout or services.settings.request_timeout_s),
+        identity=_identity(idempotency_key, body.expected_version, digest),
+        digest=digest,
+        framing={
+            "created": int(time.time()),
+            "model": services.model_name,
+            "system_fingerprint": services.system_fingerprint,
+            "has_logprobs": body.logprobs is not None,
+            "has_usage_chunk": body.has_usage_chunk,
+        },
     )
-    turn = await services.turns.open_turn(request)
-    services.metrics.body_accepted(n=1, max_tokens=body.max_tokens)
-    text = ChoiceText(tokenizer, has_logprobs=body.logprobs is not None)
-    return SessionAnswer(turn, body, ChoiceView(tokenizer), text, envelope)
+    source = await services.turns.open_or_join(request)
+    if not source.is_replay:
+        services.metrics.body_accepted(n=1, max_tokens=body.max_tokens)
+    return SessionAnswer(services, source, has_usage_chunk=body.has_usage_chunk)
+
+
+async def open_stream(services: Services, tenant: str, stream_id: str) -> SessionAnswer:
+    """A turn's stream from its start, framed as it was asked for. Raises NotFound."""
+    found = _STREAM_ID.fullmatch(stream_id)
+    if found is None or not SESSION_ID.fullmatch(found["session_id"]):
+        raise stream_not_found(stream_id)
+    source = await services.turns.follow(tenant=tenant, session_id=found["session_id"], turn_id=stream_id)
+    services.metrics.stream_resumed()
+    return SessionAnswer(services, source, has_usage_chunk=source.framing.get("has_usage_chunk", False))
+
+
+async def send_turn(answer: SessionAnswer, *, is_stream: bool, request_id: str, after: int = 0) -> Response:
+    """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
+    response: Response
+    if is_stream:
+        response = EventStream(until_done(answer.frames(after=after), request_id=request_id), on_close=answer.leave)
+    else:
+        try:
+            response = json_response(await answer.collect())
+        finally:
+            answer.leave()
+    if answer.is_replay:
+        response.headers[REPLAYED] = "true"
+    return response
+
+
+def _identity(key: str | None, expected_version: int | None, digest: str) -> str | None:
+    """What a retry of the request brings again: the client's key, or the same request on the same version."""
+    if key is not None:
+        if not IDEMPOTENCY_KEY.fullmatch(key):
+            raise InvalidRequest(
+                f"Idempotency-Key must be 1 to 255 printable ASCII characters without spaces, got {shown(key)}",
+                param="Idempotency-Key",
+            )
+        return f"key:{key}"
+    return None if expected_version is None else f"version:{expected_version}:{digest}"
 
 
 async def _input_ids(services: Services, given: str | list[int]) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     request_timeout_s: PositiveFloat = Field(default=600.0, le=86_400.0)  # deadline of a request that names none
     detached_s: float = Field(default=300.0, ge=0, le=86_400.0)  # a session's turn may go on without its client
     lease_s: float = Field(default=10.0, ge=1.0, le=3_600.0)  # a session stays busy so long after its server is lost
+    turn_ttl_s: float = Field(default=86_400.0, ge=1.0, le=31_536_000.0)  # a turn's result can be had again so long
+    turn_records: int = Field(default=16, ge=1, le=1024)  # of each session: the newest turns, for retries and readers
     grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -34,11 +34,24 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
 async def json_stream(
     chunks: AsyncGenerator[dict[str, Any], None], *, request_id: str | None
 ) -> AsyncGenerator[bytes, None]:
-    """Chunks as frames, then [DONE]. An error on the way becomes one frame before it: the status is out already."""
-    try:
+    """Chunks as frames, then [DONE]; see `until_done`."""
+
+    async def frames() -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield frame(chunk)
+
+    async with contextlib.aclosing(until_done(frames(), request_id=request_id)) as stream:
+        async for data in stream:
+            yield data
+
+
+async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
+    """The frames, then [DONE]. An error on the way becomes one frame before it: the status is out already."""
+    try:
+        async with contextlib.aclosing(frames):
+            async for data in frames:
+                yield data
     except Exception as error:
         report(error, request_id=request_id)
         yield frame(answer(error, request_id=request_id).body())

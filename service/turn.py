@@ -1,13 +1,13 @@
-"""One turn as its client sees it: events until the end, whoever stops it, and what happens when the client leaves."""
+"""One turn as its clients see it: events until the end, whoever stops it, and what happens when the clients leave."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
-from typing import Literal
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any, Literal, Protocol
 
-from nsm_core.engine.request import Finished, FinishReason, PromptScored, TokenEvent
+from nsm_core.engine.request import Finished, FinishReason, TokenEvent
 from nsm_core.errors import NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.continuation import Continuation
@@ -29,13 +29,67 @@ class TurnEnd:
     error: NsmError | None = None
 
 
-TurnEvent = PromptScored | TokenEvent | TurnEnd
+TurnEvent = TokenEvent | TurnEnd
+
+
+class TurnSource(Protocol):
+    """Where the events of a turn come from: the turn itself, somebody who follows it, or what is kept of it."""
+
+    @property
+    def turn_id(self) -> str: ...
+
+    @property
+    def framing(self) -> Mapping[str, Any]:
+        """What the turn's request carried along, see TurnRequest."""
+        ...
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the turn had begun before this reader asked for it."""
+        ...
+
+    @property
+    def end(self) -> TurnEnd | None:
+        """Set before the last event is given out."""
+        ...
+
+    @property
+    def rebuilt(self) -> str | None: ...
+
+    @property
+    def other_numerics(self) -> str | None: ...
+
+    def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Each event of the turn once, in order from its first, the last a TurnEnd. Closing it early detaches.
+
+        Raises NsmError where the events cannot be had any more.
+        """
+        ...
+
+    def delivered(self, at: float | None = None) -> None:
+        """Text reached the client's connection, now or at a `time.monotonic()` reading."""
+        ...
+
+    def detach(self) -> None:
+        """This reader left. Idempotent, never blocks."""
+        ...
 
 
 class Turn:
-    """A turn of one session, from the claim to its end. Made by `Turns.open_turn`; whoever leaves it calls `detach`."""
+    """A turn of one session, from the claim to its end. Made by `Turns.open_turn`; whoever leaves it calls `detach`.
 
-    def __init__(self, metrics: Metrics, *, detached_s: float) -> None:
+    It is its opener's TurnSource; `follow` gives further ones. Without any reader it goes on for `detached_s` seconds.
+    `identity`, `digest`: see TurnStart.
+    """
+
+    is_replay = False
+
+    def __init__(self, metrics: Metrics, *, detached_s: float, identity: str | None = None, digest: str = "") -> None:
+        self.identity = identity
+        self.digest = digest
+        self.turn_id = ""  # until it has begun
+        self.framing: Mapping[str, Any] = {}
+        self.begun = asyncio.Event()  # or refused
         self.ended = asyncio.Event()
         self.end: TurnEnd | None = None
         self.other_numerics: str | None = None  # see Continuation, as for the next
@@ -48,18 +102,38 @@ class Turn:
         self._record: RequestRecord | None = None
         self._stop_error: NsmError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._events: asyncio.Queue[TurnEvent] = asyncio.Queue()
+        self._events: list[TurnEvent] = []
+        self._news = asyncio.Event()
+        self._num_readers = 1
+        self._has_opener = True
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Each event once, in order, the last a TurnEnd; to be iterated by one consumer. Closing it early detaches."""
+        """Each event once, in order, the last a TurnEnd. Closing it early detaches."""
         try:
-            while True:
-                event = await self._events.get()
+            async for event in self.all_events():
                 yield event
-                if isinstance(event, TurnEnd):
-                    return
         finally:
             self.detach()
+
+    async def all_events(self) -> AsyncGenerator[TurnEvent, None]:
+        """From the first one; any number of readers may be at it."""
+        num_read = 0
+        while True:
+            while num_read == len(self._events):
+                self._news.clear()
+                await self._news.wait()
+            event = self._events[num_read]
+            num_read += 1
+            yield event
+            if isinstance(event, TurnEnd):
+                return
+
+    def follow(self) -> Follower:
+        """One more reader."""
+        self._num_readers += 1
+        if self._timer is not None:
+            self._stop_timer()
+        return Follower(self)
 
     def delivered(self, at: float | None = None) -> None:
         """Text reached the client's connection, now or at a `time.monotonic()` reading; the first time is measured."""
@@ -67,8 +141,15 @@ class Turn:
             self._record.delivered(at)
 
     def detach(self) -> None:
-        """The client left: the turn may go on for `detached_s` seconds. Idempotent; nothing after the end."""
-        if not self.ended.is_set() and self._timer is None:
+        """The opener left. When nobody reads any more, the turn may go on for `detached_s` seconds. Idempotent."""
+        if self._has_opener:
+            self._has_opener = False
+            self.reader_left()
+
+    def reader_left(self) -> None:
+        """Once for each reader."""
+        self._num_readers -= 1
+        if not self._num_readers and not self.ended.is_set():
             late = TurnCancelled(f"the turn was stopped: its client had left {self._detached_s:g} seconds before")
             self._timer = asyncio.get_running_loop().call_later(self._detached_s, self.stop, late)
             self._metrics.turn_detached(1)
@@ -82,12 +163,25 @@ class Turn:
 
     # What follows is for `Turns`.
 
-    def begin(self, generation: Generation, start: Continuation, record: RequestRecord) -> None:
-        """The engine admitted the turn."""
+    def begin(
+        self,
+        generation: Generation,
+        start: Continuation,
+        record: RequestRecord,
+        *,
+        turn_id: str,
+        framing: Mapping[str, Any],
+        earlier: Iterable[TokenEvent] = (),
+    ) -> None:
+        """The engine admitted the turn. `earlier`: what another process sampled of it."""
+        self.turn_id = turn_id
         self._record = record
+        self.framing = framing
         self.other_numerics = start.other_numerics
         self.rebuilt = start.rebuilt
+        self._events += earlier
         self.attach(generation)
+        self.begun.set()
 
     def attach(self, generation: Generation) -> None:
         """What `stop` is to cancel."""
@@ -95,11 +189,12 @@ class Turn:
         if self._stop_error is not None:  # it came while the session was being loaded
             generation.cancel()
 
-    def put(self, event: TokenEvent | PromptScored) -> None:
-        """An event for the client, if it is still there."""
-        if self._record is not None and isinstance(event, TokenEvent):
+    def put(self, event: TokenEvent) -> None:
+        """An event for whoever reads."""
+        if self._record is not None:
             self._record.token()
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self._news.set()
 
     def error_of(self, finished: Finished) -> NsmError | None:
         """Why a turn that ended so is not committed; None if it is to be."""
@@ -111,16 +206,22 @@ class Turn:
 
     def finish(self, end: TurnEnd | None) -> None:
         """The session is free again; `end` is None when the turn was refused."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._metrics.turn_detached(-1)
+        self._stop_timer()
         if self.permit is not None:
             self.permit.leave()
         self.end = end
         self.ended.set()
+        self.begun.set()
         if end is not None:
-            self._events.put_nowait(end)
+            self._events.append(end)
+            self._news.set()
             self._count(end)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._metrics.turn_detached(-1)
 
     def _count(self, end: TurnEnd) -> None:
         if self._record is not None:
@@ -128,6 +229,39 @@ class Turn:
             self._record.finish(
                 _reason(end), prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens
             )
+
+
+class Follower:
+    """A further reader of a turn that runs in this process: a TurnSource. Whoever leaves it calls `detach`."""
+
+    is_replay = True
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._has_left = False
+        self.turn_id = turn.turn_id
+        self.framing = turn.framing
+        self.rebuilt = turn.rebuilt
+        self.other_numerics = turn.other_numerics
+
+    @property
+    def end(self) -> TurnEnd | None:
+        return self._turn.end
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        try:
+            async for event in self._turn.all_events():
+                yield event
+        finally:
+            self.detach()
+
+    def delivered(self, at: float | None = None) -> None:
+        """Only the opener's time to first text is measured."""
+
+    def detach(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._turn.reader_left()
 
 
 def stopping() -> Overloaded:

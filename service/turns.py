@@ -10,29 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
-from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest
-from nsm_core.errors import (
-    NotFound,
-    NsmError,
-    SnapshotCorrupt,
-    StateMismatch,
-    TurnCancelled,
-    VersionConflict,
-)
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
+from nsm_core.errors import KeyReused, NotFound, NsmError, SessionBusy, SnapshotCorrupt, StateMismatch, TurnCancelled
 from service.backends.base import Generation, InferenceBackend
 from service.continuation import Continuation, TurnRequest, require_version, resume
-from service.leases import HeldLease, Leases
+from service.leases import NO_CHUNKS, HeldLease, Leases
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
+from service.reframing import Reframer
 from service.replay import LostState, make_replay
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.records import naming, session_busy
+from service.sessions.turn_records import TurnRecord, TurnStart
+from service.stored_turns import StoredToken, decode_request, decode_tokens, encode_request
 from service.tenants import Tenants
-from service.turn import Turn, TurnEnd, stopping
+from service.turn import Turn, TurnEnd, TurnSource, stopping
+from service.turn_following import POLL_S, TurnFollower, stream_not_found
+from service.turn_run import TurnRun
 
 logger = logging.getLogger("nsm.turns")
 
@@ -52,6 +51,8 @@ class Turns:
         detached_s: float,
         lease_s: float,
         tenants: Tenants,
+        record_ttl_s: float = 86_400.0,
+        max_records: int = 16,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
@@ -61,6 +62,8 @@ class Turns:
         self._lifecycle = lifecycle
         self._tenants = tenants
         self._detached_s = detached_s
+        self._record_ttl_s = record_ttl_s
+        self._max_records = max_records
         self._clock = clock
         self._running: dict[Key, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,32 +74,210 @@ class Turns:
         return len(self._running)
 
     async def open_turn(self, request: TurnRequest) -> Turn:
-        """Everything that can refuse a turn happens here, before the first event.
+        """A new turn, whatever its identity. All that can refuse it happens here, before the first event.
 
         Raises SessionBusy, NotFound, VersionConflict, StateMismatch, SnapshotCorrupt, StoreUnavailable, InvalidRequest,
         RateLimited, QuotaExceeded, Overloaded or EngineDead.
         """
+        self._require_open()
+        request = dataclasses.replace(request, identity=None)
+        async with self._holding(request.tenant, request.session_id) as (turn, held):
+            await self._begin_record(held, request)
+            return await self._begin(turn, held, request)
+
+    async def open_or_join(self, request: TurnRequest) -> TurnSource:
+        """A new turn, like `open_turn`, unless there is one that the request is a retry of.
+
+        When a turn was begun for the same identity before, it is that one, from its first event on: it runs, here or in
+        another process, or was committed. One whose process was lost is taken over. Raises KeyReused as well.
+        """
+        self._require_open()
+        known = await self._known_here(request)
+        if known is not None:
+            return known
+        try:
+            async with self._holding(request.tenant, request.session_id, request) as (turn, held):
+                record = await self._begin_record(held, request)
+                if record.turn_id == request.request_id:
+                    return await self._begin(turn, held, request)
+                _require_same(record.digest, request)
+                if record.status == "running":
+                    return await self._go_on(turn, held, record)
+        except SessionBusy:
+            known = await self._known_elsewhere(request)
+            if known is None:
+                raise
+            return known
+        self._metrics.turn_replayed()
+        return self._reader(request.tenant, request.session_id, record)
+
+    async def follow(self, *, tenant: str, session_id: str, turn_id: str) -> TurnSource:
+        """A turn of the session, running or not, from its first event on. Raises NotFound or StoreUnavailable."""
+        running = self._running.get((tenant, session_id))
+        if running is not None and running.turn_id == turn_id and running.begun.is_set():
+            return running.follow()
+        record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+        if record is None:
+            raise stream_not_found(turn_id)
+        return self._reader(tenant, session_id, record)
+
+    async def take_over(self, tenant: str, session_id: str, turn_id: str) -> Turn | None:
+        """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
+
+        Raises what keeps this process from doing it, as `open_turn`.
+        """
+        self._require_open()
+        try:
+            async with self._holding(tenant, session_id) as (turn, held):
+                record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+                if record is not None and record.status == "running":
+                    return await self._go_on(turn, held, record)
+        except SessionBusy:
+            pass  # by whoever was faster
+        return None
+
+    def _require_open(self) -> None:
         if self._is_draining:
             raise stopping()
-        key = (request.tenant, request.session_id)
-        turn = self._claim(key)
+
+    async def _known_here(self, request: TurnRequest) -> TurnSource | None:
+        """The turn of this process that a retry asks for. Raises SessionBusy when it is another one."""
+        while (running := self._running.get((request.tenant, request.session_id))) is not None:
+            if request.identity is None or running.identity != request.identity:
+                raise session_busy(request.session_id)
+            _require_same(running.digest, request)
+            await running.begun.wait()
+            if running.turn_id:
+                self._metrics.turn_replayed()
+                return running.follow()
+            await running.ended.wait()  # it was refused: this one tries itself
+        return None
+
+    async def _known_elsewhere(self, request: TurnRequest) -> TurnSource | None:
+        """The turn that a retry asks for, when another process has the session."""
+        if request.identity is None:
+            return None
+        record = await self._store.get_turn(
+            tenant=request.tenant, session_id=request.session_id, identity=request.identity
+        )
+        if record is None:
+            return None
+        _require_same(record.digest, request)
+        self._metrics.turn_replayed()
+        return self._reader(request.tenant, request.session_id, record)
+
+    def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:
+        return TurnFollower(
+            self._store,
+            self._backend.tokenizer,
+            record,
+            tenant=tenant,
+            session_id=session_id,
+            take_over=self.take_over,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _holding(
+        self, tenant: str, session_id: str, request: TurnRequest | None = None
+    ) -> AsyncIterator[tuple[Turn, HeldLease]]:
+        """Claim and lease, until the end of the block, or of the turn that began in it."""
+        key = (tenant, session_id)
+        turn = self._claim(key, request)
         held: HeldLease | None = None
         try:
-            turn.permit = self._tenants.enter(request.tenant)
+            turn.permit = self._tenants.enter(tenant)
+            held = await self._take_lease(tenant, session_id, turn)
+            yield turn, held
+        finally:
+            if not turn.turn_id:
+                if held is not None:
+                    await held.give_back()
+                self._release(key)
+
+    async def _begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
+        start = TurnStart(
+            turn_id=request.request_id,
+            identity=request.identity,
+            digest=request.digest,
+            base_version=request.expected_version,
+            request=encode_request(request, model_fingerprint=self._backend.model.fingerprint),
+        )
+        with _count_outcomes(self._metrics):
+            return await held.begin_turn(start, max_records=self._max_records)
+
+    async def _begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> Turn:
+        """A new turn, whose record was begun; a refusal leaves no record."""
+        try:
             await self._tenants.check_stored_bytes(request.tenant)
-            held = await self._take_lease(request, turn)
             start = await self._resume(held, request)
             generation_request = start.generation_request(request)
             with naming(request.session_id):
                 generation = self._backend.submit(generation_request)
         except BaseException:
-            if held is not None:
-                await held.give_back()
-            self._release(key)
+            with contextlib.suppress(NsmError):
+                await held.forget_turn(request.request_id)
             raise
-        turn.begin(generation, start, self._metrics.start_request(arrival=request.arrival))
-        self._track(self._run(turn, held, generation, start, generation_request))
+        self._run_on(turn, held, generation, start, request, generation_request)
         return turn
+
+    async def _go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> Turn:
+        """Another process's turn, from where its record ends. A refusal leaves it for another try."""
+        head = held.stored.head
+        request, model_fingerprint = decode_request(
+            record.request, tenant=head.tenant, session_id=head.session_id, turn_id=record.turn_id
+        )
+        if model_fingerprint != self._backend.model.fingerprint:
+            raise StateMismatch(
+                f"the turn was begun by model {model_fingerprint[:12]}, this server runs "
+                f"{self._backend.model.fingerprint[:12]}"
+            )
+        tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
+        start = await self._resume(held, request)
+        ids = tuple(token.token_id for token in tokens)
+        generation_request = dataclasses.replace(
+            start.generation_request(request), request_id=f"{record.turn_id}/{held.fence}", sampled_ids=ids
+        )
+        with naming(head.session_id):
+            generation = self._backend.submit(generation_request)
+        turn.identity, turn.digest = record.identity, record.digest
+        logger.warning("session %s: a turn is taken over after %d tokens", head.session_id, len(tokens))
+        self._metrics.turn_taken_over()
+        self._run_on(turn, held, generation, start, request, generation_request, tokens, len(record.chunks))
+        return turn
+
+    def _run_on(
+        self,
+        turn: Turn,
+        held: HeldLease,
+        generation: Generation,
+        start: Continuation,
+        request: TurnRequest,
+        generation_request: GenerationRequest,
+        tokens: Sequence[StoredToken] = (),
+        num_chunks: int = 0,
+    ) -> None:
+        """The turn's task; `tokens` were sampled before, and are in the record in so many chunks."""
+        reframer = Reframer(self._backend.tokenizer, generation_request.sampling)
+        turn.begin(
+            generation,
+            start,
+            self._metrics.start_request(arrival=request.arrival),
+            turn_id=request.request_id,
+            framing=request.framing,
+            earlier=[reframer.feed(token) for token in tokens],
+        )
+        run = TurnRun(
+            turn=turn,
+            held=held,
+            generation=generation,
+            start=start,
+            request=generation_request,
+            framing=request.framing,
+            metrics=self._metrics,
+            record_ttl_s=self._record_ttl_s,
+            clock=self._clock,
+        )
+        self._track(self._run(run, tokens, num_chunks))
 
     @contextlib.asynccontextmanager
     async def exclusive(self, *, tenant: str, session_id: str) -> AsyncIterator[tuple[Turn, HeldLease]]:
@@ -104,8 +285,7 @@ class Turns:
 
         Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
         """
-        if self._is_draining:
-            raise stopping()
+        self._require_open()
         key = (tenant, session_id)
         turn = self._claim(key)
         try:
@@ -120,15 +300,29 @@ class Turns:
             self._release(key)
 
     async def cancel(self, *, tenant: str, session_id: str) -> bool:
-        """Stops the session's turn and waits for its end; whether there was one that so ended without a commit."""
+        """Stops the session's turn, in whatever process it runs, and waits for its end; whether there was one that so
+        ended without a commit.
+        """
         turn = self._running.get((tenant, session_id))
         if turn is None:
-            return False
+            return await self._cancel_elsewhere(tenant, session_id)
         turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
         await turn.ended.wait()
         if turn.end is None:  # it was refused, or was no turn: see `exclusive`
             return not turn.has_written
         return turn.end.finished.reason is FinishReason.ABORT
+
+    async def _cancel_elsewhere(self, tenant: str, session_id: str) -> bool:
+        try:
+            record = await self._store.cancel_turn(tenant=tenant, session_id=session_id)
+        except NotFound:
+            return False
+        while record is not None and record.status == "running" and record.lease_left_s:
+            await asyncio.sleep(POLL_S)
+            record = await self._store.get_turn(
+                tenant=tenant, session_id=session_id, turn_id=record.turn_id, first_chunk=NO_CHUNKS
+            )
+        return record is not None and record.status == "cancelled"
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""
@@ -153,10 +347,12 @@ class Turns:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _claim(self, key: Key) -> Turn:
+    def _claim(self, key: Key, request: TurnRequest | None = None) -> Turn:
         if key in self._running:
             raise session_busy(key[1])
-        turn = self._running[key] = Turn(self._metrics, detached_s=self._detached_s)
+        identity, digest = (None, "") if request is None else (request.identity, request.digest)
+        turn = Turn(self._metrics, detached_s=self._detached_s, identity=identity, digest=digest)
+        self._running[key] = turn
         return turn
 
     def _release(self, key: Key, end: TurnEnd | None = None) -> None:
@@ -167,10 +363,10 @@ class Turns:
         self._tasks.add(task)  # the event loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
 
-    async def _take_lease(self, request: TurnRequest, turn: Turn) -> HeldLease:
+    async def _take_lease(self, tenant: str, session_id: str, turn: Turn) -> HeldLease:
         started = time.monotonic()
         with _count_outcomes(self._metrics):
-            held = await self._leases.take(tenant=request.tenant, session_id=request.session_id, on_lost=turn.stop)
+            held = await self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
         self._metrics.state_fetched(time.monotonic() - started)
         return held
 
@@ -196,75 +392,31 @@ class Turns:
             head=head, snapshot=None, model=self._backend.model, tokenizer=self._backend.tokenizer, replay=replay
         )
 
-    async def _run(
-        self, turn: Turn, held: HeldLease, generation: Generation, start: Continuation, request: GenerationRequest
-    ) -> None:
+    async def _run(self, run: TurnRun, tokens: Sequence[StoredToken], num_chunks: int) -> None:
         """The turn's task. Whatever happens in it, the session is released and the turn has an end."""
-        aborted = Finished(reason=FinishReason.ABORT)
-        end = TurnEnd(finished=aborted, head=start.head, error=stopping())  # if this task itself is cancelled
+        head, request_id = run.start.head, run.request.request_id
+        # if this task itself is cancelled
+        end = TurnEnd(finished=Finished(reason=FinishReason.ABORT), head=head, error=stopping())
         with self._lifecycle.track():
             try:
-                finished = await _forward(generation, turn)
-                end = await self._settle(turn, held, finished, start, request)
+                end = await run.to_its_end(tokens, num_chunks=num_chunks)
             except Exception:
-                logger.exception("request %s failed", request.request_id)
-                error = NsmError(f"internal error; the server's log tells more under request id {request.request_id}")
-                end = TurnEnd(finished=Finished(reason=FinishReason.ERROR), head=start.head, error=error)
+                logger.exception("request %s failed", request_id)
+                error = NsmError(f"internal error; the server's log tells more under request id {request_id}")
+                end = await run.fail(Finished(reason=FinishReason.ERROR), error)
             finally:
                 try:
-                    await held.give_back()
+                    await run.held.give_back()
                 finally:
-                    self._release((start.head.tenant, start.head.session_id), end)
-
-    async def _settle(
-        self, turn: Turn, held: HeldLease, finished: Finished, start: Continuation, request: GenerationRequest
-    ) -> TurnEnd:
-        """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
-        error = turn.error_of(finished)
-        if error is not None:
-            return TurnEnd(finished=finished, head=start.head, error=error)
-        if finished.end_state is None:
-            raise RuntimeError("the engine ended a session's turn without its state")
-        try:
-            head = await self._commit(held, finished.end_state, start, request)
-        except NsmError as commit_error:
-            return TurnEnd(finished=finished, head=start.head, error=commit_error)
-        return TurnEnd(finished=finished, head=head)
-
-    async def _commit(
-        self, held: HeldLease, end: EndState, start: Continuation, request: GenerationRequest
-    ) -> SessionHead:
-        started = time.monotonic()
-        new_ids, seed = start.new_log_ids(end), request.sampling.seed
-        raw = await asyncio.to_thread(lambda: start.next_snapshot(end, seed=seed, created_at=self._clock()).encode())
-        try:
-            head = await held.commit(
-                expected_version=start.head.version,
-                snapshot=raw,
-                position=end.position,
-                model_fingerprint=start.model.fingerprint,
-                new_ids=new_ids,
-                num_sampled=len(end.new_ids) - len(request.prompt_ids),
-                seed=seed,
-            )
-        except VersionConflict:
-            self._metrics.commit_conflict()
-            raise
-        self._metrics.state_committed(time.monotonic() - started, num_bytes=len(raw))
-        return head
+                    self._release((head.tenant, head.session_id), end)
 
 
-async def _forward(generation: Generation, turn: Turn) -> Finished:
-    """Passes the events on as they come, and returns the last one instead of passing it on."""
-    try:
-        async for event in generation.events():
-            if isinstance(event, Finished):
-                return event
-            turn.put(event)
-    except BaseException:
-        generation.cancel()
-        raise
-    raise RuntimeError("the engine ended a request without Finished")
+def _require_same(digest: str, request: TurnRequest) -> None:
+    """Raises KeyReused: the same key, but not the same request."""
+    if digest != request.digest:
+        raise KeyReused(
+            "Idempotency-Key was used before for another request on this session; a new request needs a new key"
+        )
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def frames_of(text: str) -> list[dict[str, Any]]:
-    """The JSON frames of a stream, which must end with [DONE]; comments are left out."""
+    """The JSON frames of a stream, which must end with [DONE]; comments and ids are left out."""
     parts = [part for part in text.split("\n\n") if not part.startswith(":")]
     assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+    return [json.loads(part.partition("data: ")[2]) for part in parts[:-2]]

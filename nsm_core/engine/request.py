@@ -44,6 +44,8 @@ class GenerationRequest:
     `generated_counts`: only without `resume`, for a session whose whole log is read again: how often it had sampled
     each token (penalties). `keep_states_at`: rising numbers of prompt tokens; the state after each is sent as a
     PromptState.
+    `sampled_ids`: what was sampled of this request before, somewhere else: it goes on after them as if it had never
+    been interrupted. They count as output (penalties, stop strings, max_tokens); events come for those after them.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class GenerationRequest:
     deadline: float | None = None
     generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     keep_states_at: tuple[int, ...] = ()
+    sampled_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,12 @@ import math
 import uuid
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.answers import send
 from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
@@ -29,7 +28,7 @@ from service.schemas.sessions import (
     UpdateSessionBody,
 )
 from service.session_file import read_file, write_file
-from service.session_turns import open_session_turn
+from service.session_turns import open_session_turn, send_turn
 from service.sessions.base import SessionHead
 from service.sessions.records import not_found
 
@@ -110,16 +109,22 @@ async def delete_session(session_id: SessionIdDep, services: ServicesDep, tenant
 
 @router.post("/v1/sessions/{session_id}/generate", response_class=Response, responses=GENERATION_RESPONSES)
 async def generate(
-    session_id: SessionIdDep, body: GenerateBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
+    session_id: SessionIdDep,
+    body: GenerateBody,
+    services: ServicesDep,
+    tenant: TenantDep,
+    arrival: ArrivalDep,
+    idempotency_key: Annotated[str | None, Header(description="a retry with the same key gets the same turn")] = None,
 ) -> Response:
     """One turn: reads `input` after all that the session has read, then samples.
 
     It is committed before the finish reason is sent, and goes on to that when its client leaves. While another turn is
-    running the answer is 409 `session_busy`, with `Retry-After`.
+    running the answer is 409 `session_busy`, with `Retry-After`. A retry with the same `Idempotency-Key`, or else with
+    the same `expected_version`, and the same body gets the turn that its first try began.
     """
     services.log_prompt(arrival, body.input)
-    turn = await open_session_turn(services, tenant, session_id, body, arrival)
-    return await send(turn, is_stream=body.stream, request_id=arrival.request_id)
+    turn = await open_session_turn(services, tenant, session_id, body, arrival, idempotency_key=idempotency_key)
+    return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
 
 
 @router.post("/v1/sessions/{session_id}/cancel", response_class=Response)

@@ -53,7 +53,7 @@ def frames(text: str) -> list[dict[str, Any]]:
     """The JSON frames of a stream, which must end with [DONE]."""
     parts = text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+    return [json.loads(part.partition("data: ")[2]) for part in parts[:-2]]
 
 
 @contextlib.asynccontextmanager
@@ -302,7 +302,7 @@ async def test_P6_two_turns_at_once_is_busy_with_retry_after(held: Gateway) -> N
 async def test_a_version_that_is_not_the_sessions_is_a_conflict(gateway: Gateway) -> None:
     await gateway.create(id="s1")
     ok(await gateway.generate(input="x", expected_version=0))
-    response = await gateway.generate(input="x", expected_version=0)
+    response = await gateway.generate(input="another", expected_version=0)
     error = refused(response, 409)
     assert (error["code"], response.headers["x-should-retry"]) == ("version_conflict", "false")
     assert ok(await gateway.generate(input="x", expected_version=1))["session"]["version"] == 2

@@ -1,0 +1,48 @@
+"""/v1/streams/{id}: the rest of a stream whose connection was lost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query
+from starlette.responses import Response
+
+from nsm_core.errors import InvalidRequest
+from service.deps import ArrivalDep, ServicesDep, TenantDep
+from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.errors import shown
+from service.json_body import JsonRoute
+from service.session_turns import open_stream, send_turn
+
+MAX_ID_DIGITS = 9
+
+router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
+
+
+@router.get("/v1/streams/{stream_id}", response_class=Response, responses=GENERATION_RESPONSES)
+async def read_stream(
+    stream_id: Annotated[str, Path()],
+    services: ServicesDep,
+    tenant: TenantDep,
+    arrival: ArrivalDep,
+    starting_after: Annotated[int | None, Query(ge=0, description="the number of the last frame received")] = None,
+    last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
+) -> Response:
+    """The frames after `starting_after` (or `Last-Event-ID`), each once, while the turn runs and after it ended.
+
+    The id is the `id` in the stream's frames. Any replica answers; when the one that ran the turn is lost, this one
+    goes on with it.
+    """
+    after = _last_number(last_event_id) if starting_after is None else starting_after
+    answer = await open_stream(services, tenant, stream_id)
+    return await send_turn(answer, is_stream=True, request_id=arrival.request_id, after=after)
+
+
+def _last_number(last_event_id: str | None) -> int:
+    if not last_event_id:
+        return 0
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) <= MAX_ID_DIGITS):
+        raise InvalidRequest(
+            f"Last-Event-ID must be the id of a frame of the stream, got {shown(last_event_id)}", param="Last-Event-ID"
+        )
+    return int(last_event_id)

@@ -1,0 +1,135 @@
+"""One admitted turn on its way: events to its readers, tokens to its record, and at the end a commit or none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from nsm_core.engine.request import EndState, Finished, GenerationRequest, TokenEvent
+from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
+from service.backends.base import Generation
+from service.continuation import Continuation
+from service.leases import HeldLease
+from service.metrics import Metrics
+from service.sessions.base import SessionHead
+from service.sessions.turn_records import EndedTurn
+from service.stored_turns import Place, StoredToken, TurnResult, encode_result, stored_token
+from service.turn import Turn, TurnEnd
+from service.turn_log import TurnLog
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRun:
+    """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot."""
+
+    turn: Turn
+    held: HeldLease
+    generation: Generation
+    start: Continuation
+    request: GenerationRequest
+    framing: Mapping[str, Any]
+    metrics: Metrics
+    record_ttl_s: float
+    clock: Callable[[], float]
+
+    async def to_its_end(self, earlier: Iterable[StoredToken], *, num_chunks: int) -> TurnEnd:
+        """`earlier`: what was written down of the turn before this run, in so many chunks."""
+        log = TurnLog(
+            self.held, self.turn.turn_id, on_stop=self.turn.stop, earlier=earlier, num_chunks=num_chunks
+        )  # fmt: skip
+        try:
+            finished = await self._forward(log)
+        finally:
+            await log.stop()
+        return await self._settle(finished, log.tokens)
+
+    async def fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
+        """The session stays where it is, and the record tells why."""
+        status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
+        if not isinstance(error, LeaseLost):
+            with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
+                await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
+        return TurnEnd(finished=finished, head=self.start.head, error=error)
+
+    async def _forward(self, log: TurnLog) -> Finished:
+        """Passes the events on as they come, and returns the last one instead of passing it on."""
+        try:
+            async for event in self.generation.events():
+                if isinstance(event, Finished):
+                    return event
+                if isinstance(event, TokenEvent):
+                    log.put(stored_token(event))
+                    self.turn.put(event)
+        except BaseException:
+            self.generation.cancel()
+            raise
+        raise RuntimeError("the engine ended a request without Finished")
+
+    async def _settle(self, finished: Finished, tokens: list[StoredToken]) -> TurnEnd:
+        """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
+        error = self.turn.error_of(finished)
+        if error is not None:
+            return await self.fail(finished, error, tokens)
+        if finished.end_state is None:
+            raise RuntimeError("the engine ended a session's turn without its state")
+        try:
+            head = await self._commit(finished, finished.end_state, tokens)
+        except NsmError as commit_error:
+            return await self.fail(finished, commit_error, tokens)
+        return TurnEnd(finished=finished, head=head)
+
+    async def _commit(self, finished: Finished, end: EndState, tokens: list[StoredToken]) -> SessionHead:
+        started = time.monotonic()
+        start, seed = self.start, self.request.sampling.seed
+        new_ids = start.new_log_ids(end)
+        place = Place(
+            version=start.head.version + 1,
+            position=end.position,
+            num_log_tokens=start.head.num_log_tokens + len(new_ids),
+        )
+
+        def encode() -> tuple[bytes, EndedTurn]:
+            snapshot = start.next_snapshot(end, seed=seed, created_at=self.clock()).encode()
+            return snapshot, self._ended(finished, tokens, place=place)
+
+        raw, ended = await asyncio.to_thread(encode)
+        try:
+            head = await self.held.commit(
+                expected_version=start.head.version,
+                snapshot=raw,
+                position=end.position,
+                model_fingerprint=start.model.fingerprint,
+                new_ids=new_ids,
+                num_sampled=len(end.new_ids) - len(self.request.prompt_ids),
+                seed=seed,
+                turn=ended,
+            )
+        except VersionConflict:
+            self.metrics.commit_conflict()
+            raise
+        self.metrics.state_committed(time.monotonic() - started, num_bytes=len(raw))
+        return head
+
+    def _ended(
+        self,
+        finished: Finished,
+        tokens: Iterable[StoredToken],
+        *,
+        place: Place | None = None,
+        error: NsmError | None = None,
+    ) -> EndedTurn:
+        result = TurnResult(
+            sampling=self.request.sampling,
+            framing=self.framing,
+            tokens=list(tokens),
+            finished=finished,
+            place=place,
+            rebuilt=self.start.rebuilt,
+            other_numerics=self.start.other_numerics,
+            error=error,
+        )
+        return EndedTurn(turn_id=self.turn.turn_id, result=encode_result(result), ttl_s=self.record_ttl_s)

@@ -1,0 +1,133 @@
+"""Retries of a turn, over HTTP: done once, answered each time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, frames_of, gateway
+
+PATH = "/v1/sessions/s1/generate"
+KEY = {"Idempotency-Key": "k1"}
+BODY: dict[str, Any] = {"input": "x", "max_tokens": 6}
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend()) as made:
+        await made.client.post("/v1/sessions", json={"id": "s1"})
+        yield made
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(hold=True)) as made:
+        await made.client.post("/v1/sessions", json={"id": "s1"})
+        yield made
+
+
+def backend_of(house: Gateway) -> FakeBackend:
+    assert isinstance(house.services.backend, FakeBackend)
+    return house.services.backend
+
+
+async def say(house: Gateway, headers: dict[str, str] = KEY, **body: Any) -> httpx.Response:
+    return await house.client.post(PATH, json={**BODY, **body}, headers=headers)
+
+
+async def version_of(house: Gateway) -> int:
+    return int((await house.client.get("/v1/sessions/s1")).json()["version"])
+
+
+async def test_D9_a_retry_after_the_commit_gets_the_stored_result(house: Gateway) -> None:
+    first = await say(house, logprobs=1)
+    again = await say(house, logprobs=1)
+    assert (first.status_code, again.status_code) == (200, 200)
+    assert again.json() == first.json()
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert await version_of(house) == 1
+    assert len(backend_of(house).requests) == 1
+    assert house.metric("nsm_turn_replay_total") == 1
+    assert (await say(house, {"Idempotency-Key": "k2"})).json()["session"]["version"] == 2
+    assert (await say(house, logprobs=1)).json() == first.json()  # also when the session has moved on
+
+
+async def test_D9_a_retry_is_framed_as_it_asks(house: Gateway) -> None:
+    whole = (await say(house)).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = await say(house, **options)
+    assert response.headers["idempotent-replayed"] == "true"
+    frames = frames_of(response.text)
+    assert "".join(frame["choices"][0]["text"] for frame in frames[:-1]) == whole["choices"][0]["text"]
+    assert (frames[-2]["session"], frames[-1]["usage"]) == (whole["session"], whole["usage"])
+    assert {frame["id"] for frame in frames} == {whole["id"]}
+    again = await say(house, **options)
+    assert again.text == response.text
+
+
+async def test_D9_the_same_key_with_another_body_is_422_and_names_the_header(house: Gateway) -> None:
+    assert (await say(house)).status_code == 200
+    for change in ({"input": "y"}, {"temperature": 0.5}, {"max_tokens": 7}, {"expected_version": 1}):
+        response = await say(house, **change)
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (422, "idempotency_key_reused")
+        assert "Idempotency-Key" in error["message"]
+        assert response.headers["x-should-retry"] == "false"
+    assert await version_of(house) == 1
+
+
+@pytest.mark.parametrize("key", ["", "a b", "é", "x" * 256])
+async def test_a_key_that_cannot_be_is_refused(house: Gateway, key: str) -> None:
+    response = await house.client.post(PATH, json=BODY, headers={b"Idempotency-Key": key.encode()})
+    assert (response.status_code, error_of(response)["param"]) == (400, "Idempotency-Key")
+    assert await version_of(house) == 0
+
+
+async def test_D9_retries_at_once_run_the_turn_once(held: Gateway) -> None:
+    first = asyncio.create_task(say(held))
+    await backend_of(held).held.wait()
+    storm = [asyncio.create_task(say(held)) for _ in range(8)]
+    refused = await say(held, {"Idempotency-Key": "k2"})
+    assert error_of(refused)["code"] == "session_busy"
+    assert (await say(held, input="y")).status_code == 422
+    backend_of(held).release_all()
+    answers = [(await task).json() for task in (first, *storm)]
+    assert answers == [answers[0]] * 9
+    assert answers[0]["session"]["version"] == 1
+    assert len(backend_of(held).requests) == 1
+
+
+async def test_D9_without_a_key_session_and_version_tell_a_retry(house: Gateway) -> None:
+    first = await say(house, {}, expected_version=0)
+    again = await say(house, {}, expected_version=0)
+    assert again.json() == first.json()
+    assert again.headers["idempotent-replayed"] == "true"
+    other = await say(house, {}, expected_version=0, input="y")
+    assert error_of(other)["code"] == "version_conflict"
+    assert (await say(house, {})).json()["session"]["version"] == 2  # neither key nor version: a turn of its own
+    assert (await say(house, {})).json()["session"]["version"] == 3
+    assert len(backend_of(house).requests) == 3
+
+
+async def test_a_turn_that_was_cancelled_runs_again_for_its_retry(held: Gateway) -> None:
+    first = asyncio.create_task(say(held))
+    await backend_of(held).held.wait()
+    assert (await held.client.post("/v1/sessions/s1/cancel")).json()["cancelled"] is True
+    assert error_of(await first)["code"] == "turn_cancelled"
+    backend_of(held).release_all()
+    again = await say(held)
+    assert again.json()["session"]["version"] == 1
+    assert "idempotent-replayed" not in again.headers
+
+
+async def test_what_was_refused_leaves_the_key_free(house: Gateway) -> None:
+    response = await say(house, input="")
+    assert response.status_code == 400
+    assert (await say(house, input="")).status_code == 400
+    assert (await say(house)).status_code == 200
