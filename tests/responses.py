@@ -1,0 +1,73 @@
+"""Steps on /v1/responses that tests take again and again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.gateway import Gateway
+
+PATH = "/v1/responses"
+FIRST_EVENTS = (
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+)
+LAST_EVENTS = ("response.output_text.done", "response.content_part.done", "response.output_item.done")
+
+
+async def respond(server: Gateway, text: str = "hello", /, **body: Any) -> dict[str, Any]:
+    response = await server.client.post(PATH, json={"input": text, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def get(server: Gateway, response_id: str) -> dict[str, Any]:
+    response = await server.client.get(f"{PATH}/{response_id}")
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def session_ids(server: Gateway) -> list[str]:
+    return [head["id"] for head in (await server.client.get("/v1/sessions")).json()["data"]]
+
+
+async def log_of(server: Gateway, session_id: str) -> tuple[int, ...]:
+    return await server.services.store.read_log(tenant="default", session_id=session_id)
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def counts_of(response: dict[str, Any]) -> tuple[int, int]:
+    """Input tokens, and those of them that were resumed."""
+    usage = response["usage"]
+    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, each checked: `event` and `id` lines repeat what the data says; comments are left out."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    *frames, rest = answer.text.split("\n\n")
+    assert rest == ""
+    for frame in frames:
+        if not frame.startswith(":"):
+            id_line, event_line, data_line = frame.split("\n")
+            event = json.loads(data_line.removeprefix("data: "))
+            assert (id_line, event_line) == (f"id: {event['sequence_number']}", f"event: {event['type']}")
+            events.append(event)
+    return events
+
+
+async def stream(server: Gateway, text: str = "hello", /, **body: Any) -> list[dict[str, Any]]:
+    return events_of(await server.client.post(PATH, json={"input": text, "stream": True, **body}))
+
+
+async def read_stream(server: Gateway, response_id: str, **query: Any) -> list[dict[str, Any]]:
+    return events_of(await server.client.get(f"{PATH}/{response_id}", params={"stream": True, **query}))
