@@ -101,6 +101,18 @@ def test_segments_and_batches_do_not_change_the_result(
     assert got.total.num_tokens == want.total.num_tokens
 
 
+def test_models_with_attention_read_whole_documents_too(
+    any_model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document]
+) -> None:
+    """Documents of more tokens than the attention of 64 reaches back, in segments of less and of more."""
+    short, long = (
+        measure(any_model, tiny_tokenizer, documents, segment_len=segment_len, buckets=BUCKETS)
+        for segment_len in (20, 128)
+    )
+    assert short.total.num_tokens > 5 * 64
+    assert nats(short) == pytest.approx(nats(long), rel=1e-4)
+
+
 def test_logits_in_pieces_give_the_same_losses(
     model: NsmModel, tiny_tokenizer: Tokenizer, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
