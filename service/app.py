@@ -16,6 +16,7 @@ from nsm_core.errors import NsmError
 from service.api_keys import KeyFile
 from service.authentication import Authenticate
 from service.backends.base import InferenceBackend
+from service.background import Background
 from service.deps import Services
 from service.documentation import add_docs_page
 from service.errors import handle
@@ -23,7 +24,19 @@ from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.middleware import Body, CatchErrors, Gate, RequestContext
 from service.prompts import PromptEncoder
-from service.routes import chat, completions, health, metrics, models, sessions, tokenize
+from service.records.factory import records_beside
+from service.routes import (
+    chat,
+    completions,
+    conversations,
+    health,
+    metrics,
+    models,
+    responses,
+    sessions,
+    streams,
+    tokenize,
+)
 from service.sessions.base import SessionStore
 from service.sessions.quota import QuotaStore
 from service.sessions.redis import RedisSessionStore
@@ -33,7 +46,7 @@ from service.tenants import Tenants
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
-ROUTES = (completions, chat, sessions, models, tokenize, health, metrics)
+ROUTES = (completions, chat, responses, conversations, sessions, streams, models, tokenize, health, metrics)
 
 
 def create_app(settings: Settings, backend: InferenceBackend, store: SessionStore) -> FastAPI:
@@ -44,6 +57,7 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
     collected, lifecycle = Metrics(backend), Lifecycle()
     if isinstance(store, RedisSessionStore):
         collected.watch_redis_pool(store.num_connections_in_use)
+    records = records_beside(store)
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     tenants = Tenants(keys, store, collected)
     if keys is not None:
@@ -63,8 +77,12 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
             detached_s=settings.detached_s,
             lease_s=settings.lease_s,
             tenants=tenants,
+            record_ttl_s=settings.turn_ttl_s,
+            max_records=settings.turn_records,
         ),
         tenants=tenants,
+        records=records,
+        background=Background(),
     )
     app = FastAPI(
         title="nsm",
@@ -103,6 +121,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await stack.enter_async_context(sweeping(services.store))
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()
+        stack.push_async_callback(services.background.drain)
         # turns commit before the engine and the store are gone; a graceful stop has drained them long before
         stack.push_async_callback(services.turns.drain, 0.0)
         yield

@@ -13,9 +13,11 @@ from starlette.requests import Request
 
 from nsm_core.errors import NotFound
 from service.backends.base import InferenceBackend
+from service.background import Background
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.prompts import PromptEncoder
+from service.records.base import RecordStore
 from service.sessions.base import SessionStore
 from service.settings import Settings
 from service.tenants import Caller, Tenants
@@ -36,6 +38,8 @@ class Services:
     prompts: PromptEncoder
     turns: Turns
     tenants: Tenants
+    records: RecordStore
+    background: Background
 
     @property
     def model_name(self) -> str:
