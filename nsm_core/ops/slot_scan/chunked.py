@@ -99,24 +99,45 @@ def _read_values(
     return from_start + torch.cat(inside, dim=-2)
 
 
+def _read_weights(logits: Tensor, scale: Tensor, read_bias: Tensor | None, active: Tensor | None) -> Tensor:
+    """Softmax over the slots of logits [B,H,N,C,M]."""
+    logits = scale[:, None, None, None] * logits
+    if read_bias is not None:
+        logits = logits + read_bias
+    if active is not None:
+        logits = logits.masked_fill(~active.unsqueeze(-2).unsqueeze(-2), -torch.inf)
+    return torch.softmax(logits, dim=-1)
+
+
 def slot_scan_chunked(
     *,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    write: Tensor,
     scale: Tensor,
     state: Tensor,
     reset: Tensor | None = None,
     initial: Tensor | None = None,
+    read_bias: Tensor | None = None,
+    active: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    write: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and result as `slot_scan_reference`; T must be a multiple of CHUNK_LEN when `reset` is given."""
+    if cu_seqlens is not None:
+        tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "read_bias": read_bias}
+        return _scan_sequences(tokens, cu_seqlens, scale=scale, state=state, active=active)
     num_tokens, head_dim = q.shape[1], q.shape[-1]
     chunk_len = CHUNK_LEN if reset is not None else _chunk_len_for(num_tokens)
-    q, k, v, log_decay, write = (_to_chunks(x, chunk_len) for x in (q, k, v, log_decay, write))
+    if active is not None:
+        log_decay = torch.where(active.unsqueeze(-3), log_decay, 0.0)
+    if read_bias is not None:
+        read_bias = _to_chunks(read_bias, chunk_len)
+    q, k, v, log_decay = (_to_chunks(x, chunk_len) for x in (q, k, v, log_decay))
     sub_block = min(SUB_BLOCK, chunk_len)
 
+    write = -torch.expm1(log_decay)
     cumulative = log_decay.cumsum(dim=3)
     total = cumulative[..., -1, :]
     chunk = _Chunk(cumulative, write, sub_block)
@@ -131,6 +152,22 @@ def slot_scan_chunked(
     decay_from_start = cumulative.exp()
     factors = (decay_from_start, chunk, causal)
     logits = _read_logits(q, k, keys, *factors)
-    read = torch.softmax(scale[:, None, None, None] * logits.to(state.dtype), dim=-1)
+    read = _read_weights(logits.to(state.dtype), scale, read_bias, active)
     out = _read_values(read, v, values, *factors)
     return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], state
+
+
+def _scan_sequences(
+    tokens: dict[str, Tensor | None], cu_seqlens: Tensor, *, scale: Tensor, state: Tensor, active: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sequences end to end, as right-padded rows: padding neither decays nor writes."""
+    lengths = cu_seqlens.diff()
+    longest = int(lengths.max())
+    offset = torch.arange(longest, device=lengths.device)
+    is_token = offset < lengths[:, None]
+    index = torch.where(is_token, cu_seqlens[:-1, None] + offset, 0)
+    rows = {
+        name: torch.where(is_token[..., None, None], x[0, index], 0.0) for name, x in tokens.items() if x is not None
+    }
+    out, state = slot_scan_chunked(**rows, scale=scale, state=state, active=active)
+    return out[is_token][None], state

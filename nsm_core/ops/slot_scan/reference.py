@@ -6,6 +6,8 @@ share one write weight per slot and token, then a softmax read over the slots.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -16,29 +18,73 @@ def slot_scan_reference(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    write: Tensor,
     scale: Tensor,
     state: Tensor,
     reset: Tensor | None = None,
     initial: Tensor | None = None,
+    read_bias: Tensor | None = None,
+    active: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    write: Tensor | None = None,
     chunk_len: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """q, k, v [B,T,H,K]; log_decay, write [B,T,H,M]; scale [H]; state [B,H,M,2K] (keys beside values).
+    """q, k, v [B,T,H,K]; log_decay [B,T,H,M] <= 0; scale [H]; state [B,H,M,2K] (keys beside values).
+
+    A slot keeps exp(log_decay) of itself and takes the rest, 1 - exp(log_decay), from the token.
 
     `reset` [B, T/chunk_len] bool: before the first token of such a chunk the state becomes `initial` [H,M,2K].
-    Returns out [B,T,H,K] and the state after the last token, both in the state's dtype.
+    `read_bias` [B,T,H,M] is added to the scaled read logits. `active` [H,M] or [B,H,M] bool: other slots are neither
+    written nor read; one at least must be active. `cu_seqlens` int [S+1]: the one row (B=1) holds S sequences end to
+    end, token cu_seqlens[s] is the first of sequence s, and state is [S,H,M,2K].
+    Returns out [B,T,H,K] and the state after the last token (of each sequence), both in the state's dtype.
     """
+    if active is not None:
+        active = active.expand(state.shape[:3])
+    tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "read_bias": read_bias}
+    if cu_seqlens is None:
+        return _scan_rows(tokens, scale, state, reset, initial, active, chunk_len)
+    outputs, states = [], []
+    for s, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        own = {name: None if x is None else x[:, first:end] for name, x in tokens.items()}
+        own_active = None if active is None else active[s : s + 1]
+        out, last = _scan_rows(own, scale, state[s : s + 1], None, None, own_active, chunk_len)
+        outputs.append(out)
+        states.append(last)
+    return torch.cat(outputs, dim=1), torch.cat(states)
+
+
+def _scan_rows(
+    tokens: dict[str, Tensor | None],
+    scale: Tensor,
+    state: Tensor,
+    reset: Tensor | None,
+    initial: Tensor | None,
+    active: Tensor | None,
+    chunk_len: int,
+) -> tuple[Tensor, Tensor]:
+    log_decay = tokens["log_decay"]
     outputs = []
-    head_dim = k.shape[-1]
-    for t in range(q.shape[1]):
+    for t in range(0 if log_decay is None else log_decay.shape[1]):
         if reset is not None and initial is not None and t % chunk_len == 0:
-            starts_here = reset[:, t // chunk_len, None, None, None]
-            state = torch.where(starts_here, initial, state)
-        pair = torch.cat((k[:, t], v[:, t]), dim=-1).to(state.dtype)
-        keep = log_decay[:, t].exp()[..., None]
-        state = keep * state + write[:, t][..., None] * pair[:, :, None, :]
-        keys, values = torch.split(state, head_dim, dim=-1)
-        logits = torch.einsum("bhk,bhmk->bhm", q[:, t].to(state.dtype), keys)
-        read = torch.softmax(scale[None, :, None] * logits, dim=-1)
-        outputs.append(torch.einsum("bhm,bhmk->bhk", read, values))
+            state = torch.where(reset[:, t // chunk_len, None, None, None], initial, state)
+        token = {name: x[:, t].to(state.dtype) for name, x in tokens.items() if x is not None}
+        out, state = _scan_token(token, scale, state, active)
+        outputs.append(out)
+    if not outputs:
+        return torch.empty_like(state[:, None, :, 0, : state.shape[-1] // 2])[:, :0], state
     return torch.stack(outputs, dim=1), state
+
+
+def _scan_token(token: dict[str, Tensor], scale: Tensor, state: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    decay = token["log_decay"]
+    if active is not None:
+        decay = torch.where(active, decay, 0.0)
+    pair = torch.cat((token["k"], token["v"]), dim=-1)
+    state = decay.exp()[..., None] * state - torch.expm1(decay)[..., None] * pair[:, :, None, :]
+    keys, values = state.chunk(2, dim=-1)
+    logits = scale[None, :, None] * torch.einsum("bhk,bhmk->bhm", token["q"], keys)
+    if "read_bias" in token:
+        logits = logits + token["read_bias"]
+    if active is not None:
+        logits = logits.masked_fill(~active, -torch.inf)
+    return torch.einsum("bhm,bhmk->bhk", torch.softmax(logits, dim=-1), values), state

@@ -1,0 +1,154 @@
+"""The slot scan's kernels as two operators that torch.compile leaves whole: `nsm::slot_scan` and its backward.
+
+The states at the chunk starts are kept for the backward pass rather than computed again. A head of 64 slots and 64
+dimensions keeps 512 bytes a token, a fraction of what the block around it keeps, and saves two of three kernels.
+The kernels are imported when they first run: this module works without their compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor scale, Tensor state, "
+    "Tensor? reset, Tensor? initial, Tensor? read_bias, Tensor? active, Tensor? cu_seqlens"
+)
+_NAMES = [declared.split()[-1] for declared in _INPUTS.split(",")]
+_DIFFERENTIABLE = ("q", "k", "v", "log_decay", "scale", "state", "initial", "read_bias")
+
+SUPPORTED_HEAD_DIMS = (32, 64, 128)
+SUPPORTED_SLOTS = (16, 32, 64, 128)
+
+
+def _named(args: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    return dict(zip(_NAMES, args, strict=True))
+
+
+def _forward(*args: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from nsm_core.ops.slot_scan.kernel_launch import ScanInputs, run_forward
+
+    return run_forward(ScanInputs(**_named(args)))
+
+
+def _forward_shapes(*args: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = _named(args)
+    q, state = given["q"], given["state"]
+    if given["cu_seqlens"] is None:
+        num_chunks = q.shape[0] * ((q.shape[1] + CHUNK_LEN - 1) // CHUNK_LEN)
+    else:
+        num_chunks = q.shape[1] // CHUNK_LEN + state.shape[0]
+    states, decays = state.new_empty(num_chunks, *state.shape[1:]), state.new_empty(num_chunks, *state.shape[1:3])
+    return torch.empty_like(q), torch.empty_like(state), states, decays
+
+
+def _backward(d_out: Tensor, d_final: Tensor, states: Tensor, decays: Tensor, *args: Tensor | None) -> list[Tensor]:
+    from nsm_core.ops.slot_scan.kernel_launch import ScanInputs, run_backward
+
+    grads = run_backward(ScanInputs(**_named(args)), states, decays, d_out, d_final)
+    return [grad for name in _DIFFERENTIABLE if (grad := getattr(grads, name)) is not None]
+
+
+def _backward_shapes(
+    d_out: Tensor, d_final: Tensor, states: Tensor, decays: Tensor, *args: Tensor | None
+) -> list[Tensor]:
+    given = _named(args)
+    return [torch.empty_like(given[name]) for name in _differentiable(given)]
+
+
+def _differentiable(given: dict[str, Any]) -> list[str]:
+    """Names of the inputs that get a gradient, in the order of the backward operator's result."""
+    return [name for name in _DIFFERENTIABLE if given[name] is not None]
+
+
+_slot_scan = torch.library.custom_op(
+    "nsm::slot_scan", _forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_slot_scan.register_fake(_forward_shapes)
+_slot_scan_backward = torch.library.custom_op(
+    "nsm::slot_scan_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor d_final, Tensor states, Tensor decays, {_INPUTS}) -> Tensor[]",
+)
+_slot_scan_backward.register_fake(_backward_shapes)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, states, decays = output
+    ctx.mark_non_differentiable(states, decays)
+    ctx.set_materialize_grads(False)  # zeros of the chunk states' size would be made for nothing
+    ctx.save_for_backward(states, decays, *inputs)
+
+
+def _gradients(
+    ctx: Any, d_out: Tensor | None, d_final: Tensor | None, d_states: None, d_decays: None
+) -> tuple[Tensor | None, ...]:
+    states, decays, *inputs = ctx.saved_tensors
+    given = _named(tuple(inputs))
+    d_out = torch.zeros_like(given["q"]) if d_out is None else d_out.contiguous()
+    d_final = torch.zeros_like(given["state"]) if d_final is None else d_final.contiguous()
+    grads = _slot_scan_backward(d_out, d_final, states, decays, *inputs)
+    by_name = dict(zip(_differentiable(given), grads, strict=True))
+    return tuple(by_name.get(name) for name in _NAMES)
+
+
+_slot_scan.register_autograd(_gradients, setup_context=_save)
+
+
+def is_supported(q: Tensor, log_decay: Tensor) -> bool:
+    """Whether the kernels take these shapes and dtypes."""
+    return (
+        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and q.shape[-1] in SUPPORTED_HEAD_DIMS
+        and log_decay.shape[-1] in SUPPORTED_SLOTS
+    )
+
+
+def slot_scan_kernel(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: Tensor,
+    state: Tensor,
+    reset: Tensor | None = None,
+    initial: Tensor | None = None,
+    read_bias: Tensor | None = None,
+    active: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Same arguments and result as `slot_scan_reference`; products in bf16 if any of q, k and v is not fp32."""
+    operand = _operand_dtype(q, k, v)
+    q, k, v = (x.to(operand).contiguous() for x in (q, k, v))
+    has_reset = reset is not None and initial is not None
+    out, final, _, _ = _slot_scan(
+        q,
+        k,
+        v,
+        _fp32(log_decay),
+        _fp32(scale),
+        _fp32(state),
+        reset.to(torch.uint8).contiguous() if reset is not None and has_reset else None,
+        _fp32(initial) if initial is not None and has_reset else None,
+        _fp32(read_bias) if read_bias is not None else None,
+        active.to(torch.uint8).contiguous() if active is not None else None,
+        cu_seqlens.to(torch.int32).contiguous() if cu_seqlens is not None else None,
+    )
+    return out, final
+
+
+def _fp32(x: Tensor) -> Tensor:
+    return x.to(torch.float32).contiguous()
+
+
+def _operand_dtype(*tensors: Tensor) -> torch.dtype:
+    """bf16 wherever a half type is meant: the decay factors pass the range of fp16."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return torch.bfloat16
+    return torch.float32 if all(x.dtype == torch.float32 for x in tensors) else torch.bfloat16
