@@ -119,6 +119,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.store.close)
         await services.store.open()
         await stack.enter_async_context(sweeping(services.store))
+        await stack.enter_async_context(sweeping(services.records))
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()
         stack.push_async_callback(services.background.drain)

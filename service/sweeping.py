@@ -6,18 +6,24 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 from nsm_core.errors import NsmError
-from service.sessions.base import SessionStore
 
 logger = logging.getLogger("nsm.sweeping")
 
 INTERVAL_S = 60.0
 
 
+class Sweepable(Protocol):
+    """A store of sessions or of records."""
+
+    async def remove_expired(self) -> int: ...
+
+
 @contextlib.asynccontextmanager
-async def sweeping(store: SessionStore, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
-    """While inside, expired sessions are deleted once in `interval_s` seconds."""
+async def sweeping(store: Sweepable, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
+    """While inside, what has expired is deleted once in `interval_s` seconds."""
     task = asyncio.create_task(_sweep(store, interval_s))
     try:
         yield
@@ -27,12 +33,12 @@ async def sweeping(store: SessionStore, *, interval_s: float = INTERVAL_S) -> As
             await task
 
 
-async def _sweep(store: SessionStore, interval_s: float) -> None:
+async def _sweep(store: Sweepable, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:
             num_removed = await store.remove_expired()
         except NsmError as error:
-            logger.warning("expired sessions were not removed: %s", error)
+            logger.warning("what has expired was not removed: %s", error)
         else:
-            logger.debug("%d expired sessions were removed", num_removed)
+            logger.debug("%d expired sessions or records were removed", num_removed)

@@ -36,25 +36,20 @@ class Opening:
         """
         place, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
         stored = StoredResponse.begun(draft, plan.chain_at(place))
-        services, tenant, sessions = self.services, self.tenant, stored.chain.session_ids
-        try:
-            await hold_sessions(services, tenant, sessions)
+        services, tenant = self.services, self.tenant
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(_stop, turn)
+            for session_id in stored.chain.session_ids:
+                await hold_sessions(services, tenant, [session_id])
+                undo.push_async_callback(let_go_of_sessions, services, tenant, [session_id])
             stored = await put_response(services, tenant, stored)
+            undo.push_async_callback(services.records.delete, tenant=tenant, kind="response", record_id=stored.id)
             if conversation is not None:
                 await begin_turn(services, tenant, conversation, stored.id)
-        except BaseException:
-            await self._undo(turn, stored)
-            raise
+            undo.pop_all()
         if draft.earlier is not None:
             await let_go_of_sessions(services, tenant, draft.earlier.chain.session_ids)
         return stored, turn
-
-    async def _undo(self, turn: Turn, stored: StoredResponse) -> None:
-        turn.stop(TurnCancelled("the response was not begun"))
-        await turn.ended.wait()
-        if stored.version:
-            await self.services.records.delete(tenant=self.tenant, kind="response", record_id=stored.id)
-        await let_go_of_sessions(self.services, self.tenant, stored.chain.session_ids)
 
     async def _turn(
         self, response_id: str, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
@@ -105,3 +100,8 @@ class Opening:
             arrival=self.arrival,
             deadline=self.deadline,
         )
+
+
+async def _stop(turn: Turn) -> None:
+    turn.stop(TurnCancelled("the response was not begun"))
+    await turn.ended.wait()

@@ -38,7 +38,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "include": ([],),
-    "reasoning": ({}, {"effort": "none"}),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
     "prompt": (),
     "top_logprobs": (0,),
     "logprobs": (False, 0),

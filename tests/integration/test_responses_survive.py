@@ -1,0 +1,108 @@
+"""Responses outlive the server that made them: on SQLite and Redis, on any replica, also when one is lost at work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from service.sessions.base import SessionStore
+from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_url import parse_redis_url
+from service.sessions.sqlite import SqliteSessionStore
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, gateway
+from tests.redis_servers import Topology
+from tests.responses import PATH, counts_of, get, read_stream, respond, session_ids, stream, text_of
+
+SCRIPT = " It was the best of times"
+MakeStore = Callable[[], SessionStore]
+
+
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis_single", "redis_cluster"))]
+)
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    """Stores of one place, each as another process would have it."""
+    if request.param == "sqlite":
+        return lambda: SqliteSessionStore(tmp_path / "sessions.db")
+    topology: Topology = request.getfixturevalue(request.param)
+    address = parse_redis_url(topology.own_url())
+    return lambda: RedisSessionStore(address)
+
+
+@contextlib.asynccontextmanager
+async def pair(make_store: MakeStore, *backends: FakeBackend) -> AsyncIterator[tuple[Gateway, ...]]:
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [gateway(backend, store=make_store(), lease_s=1.0) for backend in backends]
+        yield tuple([await stack.enter_async_context(server) for server in servers])
+
+
+async def test_P1_a_chain_and_a_conversation_go_on_after_a_restart(make_store: MakeStore) -> None:
+    async with gateway(FakeBackend(SCRIPT), store=make_store()) as server:
+        events = await stream(server)
+        one = events[-1]["response"]
+        name = (await server.client.post("/v1/conversations", json={"metadata": {"k": "v"}})).json()["id"]
+        said = await respond(server, "one", conversation=name)
+    async with gateway(FakeBackend(SCRIPT), store=make_store()) as server:
+        assert await get(server, one["id"]) == one
+        assert await read_stream(server, one["id"]) == events
+        two = await respond(server, "more", previous_response_id=one["id"])
+        assert counts_of(two)[1] > 0
+        next_said = await respond(server, "two", conversation=name)
+        assert counts_of(next_said)[1] >= counts_of(said)[0]
+        items = (await server.client.get(f"/v1/conversations/{name}/items", params={"order": "asc"})).json()["data"]
+        texts = [item["content"][0]["text"] for item in items]
+        assert texts == ["one", text_of(said), "two", text_of(next_said)]
+        for response in (one, two, said, next_said):
+            await server.client.delete(f"{PATH}/{response['id']}")
+        await server.client.delete(f"/v1/conversations/{name}")
+        assert await session_ids(server) == []
+
+
+async def test_S10_another_replica_streams_polls_and_cancels_what_runs_here(make_store: MakeStore) -> None:
+    busy = FakeBackend(SCRIPT, hold=True)
+    async with pair(make_store, busy, FakeBackend(SCRIPT)) as (here, there):
+        busy.release(2)
+        one = await respond(here, background=True)
+        await busy.held.wait()
+        assert (await get(there, one["id"]))["status"] == "in_progress"
+        reading = asyncio.create_task(read_stream(there, one["id"], starting_after=4))
+        busy.release(100)
+        events = await reading
+        assert [event["sequence_number"] for event in events] == list(range(5, 5 + len(events)))
+        assert events == await read_stream(here, one["id"], starting_after=4)
+        busy.forget_permits()
+        two = await respond(here, "more", previous_response_id=one["id"], background=True)
+        cancelled = (await there.client.post(f"{PATH}/{two['id']}/cancel")).json()
+        assert cancelled["status"] == "cancelled"
+        assert await get(here, two["id"]) == cancelled
+
+
+async def test_P6_a_response_whose_server_was_lost_is_taken_over_by_whoever_asks(make_store: MakeStore) -> None:
+    lost = FakeBackend(SCRIPT, hold=True)
+    async with pair(make_store, lost, FakeBackend(SCRIPT)) as (here, there):
+        name = (await there.client.post("/v1/conversations", json={})).json()["id"]
+        lost.release(2)
+        one = await respond(here, "one", background=True, conversation=name)
+        await lost.held.wait()
+        await here.services.store.close()  # as when its process is gone: it renews nothing and writes nothing
+        ended = await poll(there, one["id"])
+        assert (ended["status"], text_of(ended)) == ("completed", SCRIPT.strip())
+        two = await respond(there, "two", conversation=name)
+        assert counts_of(two)[1] > 0
+        items = (await there.client.get(f"/v1/conversations/{name}/items", params={"order": "asc"})).json()["data"]
+        assert [item["content"][0]["text"] for item in items] == ["one", SCRIPT.strip(), "two", SCRIPT.strip()]
+
+
+async def poll(server: Gateway, response_id: str) -> dict[str, object]:
+    """As clients wait for a response in the background."""
+    for _ in range(400):
+        response = await get(server, response_id)
+        if response["status"] != "in_progress":
+            return response
+        await asyncio.sleep(0.05)
+    raise AssertionError("it is still in progress")
