@@ -23,6 +23,7 @@ class AdmissionCheck:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
         self._check_prompt(request.prompt_ids)
+        self._check_sampled(request)
         self._check_places(request.keep_states_at, len(request.prompt_ids))
         validate_for_vocab(request.sampling, self.vocab_size)
         num_top = request.prompt_logprobs
@@ -44,6 +45,16 @@ class AdmissionCheck:
                 raise InvalidRequest(
                     f"prompt token ids must be in [0, {self.vocab_size - 1}], got {token_id}", param="prompt"
                 )
+
+    def _check_sampled(self, request: GenerationRequest) -> None:
+        num_sampled, max_tokens = len(request.sampled_ids), request.sampling.max_tokens
+        if num_sampled > max_tokens:
+            message = f"sampled_ids must be at most max_tokens ({max_tokens}), got {num_sampled}"
+            raise InvalidRequest(message, param="sampled_ids")
+        if any(not 0 <= token_id < self.vocab_size for token_id in request.sampled_ids):
+            raise InvalidRequest(f"sampled_ids must be in [0, {self.vocab_size - 1}]", param="sampled_ids")
+        if request.sampled_ids and request.prompt_logprobs is not None:
+            raise InvalidRequest("a prompt is scored only before anything is sampled", param="prompt_logprobs")
 
     @staticmethod
     def _check_places(places: tuple[int, ...], prompt_len: int) -> None:

@@ -77,8 +77,9 @@ class Engine:
         self.check(request)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
-        self._scheduler.add(request.request_id, prompt_len=len(request.prompt_ids), borders=request.keep_states_at)
-        self._sequences[request.request_id] = RunningSequence(request, self._tokenizer)
+        sequence = RunningSequence(request, self._tokenizer)
+        self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), borders=request.keep_states_at)
+        self._sequences[request.request_id] = sequence
 
     def cancel(self, request_id: str) -> None:
         """The request ends with `abort` before the next step; one that is over already is left alone."""
@@ -161,12 +162,14 @@ class Engine:
         if request.prompt_logprobs is not None and not sequence.sampled:
             events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
         events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
-        step = sequence.take(sampled.token_id)
+        given_id = sequence.given_id
+        step = sequence.take(sampled.token_id if given_id is None else given_id)
         index = len(sequence.sampled)
-        # The token that stops is not visible itself: what it released comes with Finished
-        text = step.text if step.stop is None else ""
-        token = TokenEvent(index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob)
-        events.append((request.request_id, token))
+        if given_id is None:
+            # The token that stops is not visible itself: what it released comes with Finished
+            text = step.text if step.stop is None else ""
+            token = TokenEvent(index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob)
+            events.append((request.request_id, token))
         if step.stop is not None:
             events += self._finish(sequence, FinishReason.STOP, text=step.text, stop=step.stop)
         elif index == request.sampling.max_tokens:

@@ -106,7 +106,7 @@ class Runner:
     ) -> dict[int, Tensor]:
         """One token for each slot; returns hidden [1,d] by slot."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
-        ids |= {chunk.slot: sequences[chunk.slot].request.prompt_ids[chunk.start] for chunk in singles}
+        ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
         if not ids:
             return {}
         slots = sorted(ids)  # neighbours in the pool are read without a copy
@@ -119,7 +119,7 @@ class Runner:
         slots, max_len = [chunk.slot for chunk in group], max(chunk.length for chunk in group)
         rows = []
         for chunk in group:
-            ids = sequences[chunk.slot].request.prompt_ids[chunk.start : chunk.start + chunk.length]
+            ids = sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length]
             rows.append([*ids, *[0] * (max_len - chunk.length)])
         is_ragged = any(chunk.length < max_len for chunk in group)
         lengths = self._tensor([chunk.length for chunk in group]) if is_ragged else None
@@ -155,7 +155,7 @@ class Runner:
 
 
 def _is_last(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:
-    return chunk.start + chunk.length == len(sequences[chunk.slot].request.prompt_ids)
+    return chunk.start + chunk.length == len(sequences[chunk.slot].read_ids)
 
 
 def _sampling_row(sequence: RunningSequence) -> SamplingRow:

@@ -24,6 +24,10 @@ class RunningSequence:
         self.output = OutputStream(tokenizer, request.sampling)
         self.rewind_points = RewindPoints()
         self.counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts)
+        reread = _settled(request, tokenizer)
+        for token_id in reread:
+            self.take(token_id)
+        self.read_ids = (*request.prompt_ids, *reread)  # what is read before the first token is sampled here
 
     @property
     def resumed_counts(self) -> Mapping[int, int]:
@@ -56,8 +60,30 @@ class RunningSequence:
         kept, self.prompt_states = self.prompt_states, []
         return kept
 
+    @property
+    def given_id(self) -> int | None:
+        """What the next token is to be, when it was sampled before, somewhere else."""
+        num_sampled = len(self.sampled)
+        return self.request.sampled_ids[num_sampled] if num_sampled < len(self.request.sampled_ids) else None
+
     def take(self, token_id: int) -> Step:
         """One more sampled token."""
         self.sampled.append(token_id)
         self.counts.add(token_id)
         return self.output.feed(token_id)
+
+
+def _settled(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The first of `sampled_ids`, which may be read like a prompt: no stop string can take any of them back.
+
+    What follows, one token at least, is sampled again and comes out as given, so that stops, the state to go back to
+    and the end are found as in a request that was never interrupted.
+    """
+    output, num_settled = OutputStream(tokenizer, request.sampling), 0
+    for number, token_id in enumerate(request.sampled_ids[: request.sampling.max_tokens][:-1], start=1):
+        step = output.feed(token_id)
+        if step.stop is not None:
+            break
+        if step.holding_since is None:
+            num_settled = number
+    return request.sampled_ids[:num_settled]
