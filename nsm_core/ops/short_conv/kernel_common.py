@@ -17,6 +17,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 # Channels of a head, rounded up to a power of two -> (tokens a program, warps): 16 values a thread.
 TILES = {16: (128, 4), 32: (64, 4), 64: (64, 8), 128: (32, 8), 256: (16, 8)}
 LARGER_TILE = (8, 8)
+DECODE_TILE = (4, 1)  # for rows of a few tokens
 
 
 @triton.jit
@@ -95,6 +96,8 @@ def launch_constants(qkv: Tensor, weight: Tensor, num_heads: int) -> dict[str, A
     head_dim = qkv.shape[-1] // (3 * num_heads)
     channels = max(16, triton.next_power_of_2(head_dim))
     tokens, num_warps = TILES.get(channels, LARGER_TILE)
+    if qkv.shape[1] <= DECODE_TILE[0]:
+        tokens, num_warps = DECODE_TILE
     return {
         "H": num_heads,
         "K": head_dim,

@@ -17,7 +17,8 @@ kernel = pytest.importorskip("nsm_core.ops.routing.kernel", reason="the kernels'
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TAPER = 0.1
-FORWARD_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5  # relative: fp32 arithmetic, sums of up to M terms
+# relative, of fp32 arithmetic; the exponentials and divisions of a GPU are a few units off
+FORWARD_TOLERANCE, GRADIENT_TOLERANCE = (1e-6, 1e-5) if DEVICE == "cpu" else (5e-6, 3e-5)
 LEAVES = ("logits", "strength", "log_timescale")
 
 

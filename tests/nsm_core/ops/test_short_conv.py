@@ -21,7 +21,8 @@ backward_kernel = pytest.importorskip("nsm_core.ops.short_conv.kernel_backward",
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
-FORWARD_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5  # relative: fp32 arithmetic
+# relative, of fp32 arithmetic; the exponentials and divisions of a GPU are a few units off
+FORWARD_TOLERANCE, GRADIENT_TOLERANCE = (1e-6, 1e-5) if DEVICE == "cpu" else (5e-6, 3e-5)
 BF16_TOLERANCE = 1e-2  # outputs and what the backward pass keeps are rounded to 8 bits
 LEAVES = ("qkv", "weight", "tail")
 OUTPUTS = ("q", "k", "v", "new_tail")
