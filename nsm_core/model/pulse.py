@@ -13,7 +13,7 @@ from nsm_core.model.mixer import Mixer
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.route import route
 from nsm_core.ops.short_conv.conv import short_conv
-from nsm_core.ops.slot_scan.chunked import slot_scan_chunked
+from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.ops.slot_scan.step import slot_step
 from nsm_core.state.spec import State
 
@@ -147,16 +147,14 @@ class PulseMixer(Mixer):
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]."""
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
-        log_decay, write = self.router(x)
+        log_decay, _ = self.router(x)
         if segments.valid is not None:
-            keep = segments.valid[..., None, None]
-            log_decay, write = torch.where(keep, log_decay, 0.0), torch.where(keep, write, 0.0)
-        read, slots = slot_scan_chunked(
+            log_decay = torch.where(segments.valid[..., None, None], log_decay, 0.0)
+        read, slots = slot_scan(
             q=q,
             k=k,
             v=v,
             log_decay=log_decay,
-            write=write,
             scale=self.scale,
             state=state["slots"],
             reset=segments.reset,
