@@ -1,4 +1,4 @@
-"""Whole stores: all their sessions into a file, out of one, or from one store into another."""
+"""Whole stores: all their sessions and documents into a file, out of one, or from one store into another."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from nsm_core.errors import InvalidRequest, NotFound, NsmError, SessionBusy, SnapshotCorrupt
 from service.copies import SessionCopy, create_copy, read_copy
+from service.records.base import ABSENT, OwnedRecord, RecordStore
+from service.records.factory import records_beside
 from service.session_archive import ArchiveWriter, read_archive
 from service.sessions.base import SessionStore
 
@@ -23,13 +25,15 @@ Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionName:
+    """Of a document it is the kind and the id that stand for the session's id."""
+
     tenant: str
     session_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of one session.
+    """What became of one session or document.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
     meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far.
@@ -60,9 +64,12 @@ async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[Sessi
             return
 
 
-async def backup(store: SessionStore, names: Sequence[SessionName], path: Path) -> AsyncGenerator[Moved]:
-    """Writes the sessions, each as of its newest commit. `path` appears, or is replaced, when all are written.
+async def backup(
+    store: SessionStore, names: Sequence[SessionName], path: Path, *, tenant: str | None = None
+) -> AsyncGenerator[Moved]:
+    """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
 
+    `path` appears, or is replaced, when all are written.
     A session that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is what it was.
     """
     with _replacing(path) as out:
@@ -77,6 +84,9 @@ async def backup(store: SessionStore, names: Sequence[SessionName], path: Path) 
                 yield Moved(name, "failed", error)
             else:
                 yield Moved(name, "written")
+        async for owned in records_beside(store).scan(tenant=tenant):
+            archive.add_document(owned)
+            yield Moved(_name_of(owned), "written")
         archive.finish()
 
 
@@ -107,25 +117,38 @@ def _sync_directory(directory: Path) -> None:
 async def restore(
     store: SessionStore, file: IO[bytes], *, tenant: str | None = None, is_overwriting: bool = False
 ) -> AsyncGenerator[Moved]:
-    """Makes the sessions of a backup, `tenant`'s only if given; each is checked before anything of it is written.
+    """Makes the sessions and documents of a backup, `tenant`'s only if given; each is checked before it is written.
 
     Raises ArchiveDamaged where the file's good part ends: what was yielded before is in the store.
     """
-    entries = read_archive(file)
+    entries, records = read_archive(file), records_beside(store)
     while (entry := await asyncio.to_thread(next, entries, None)) is not None:
-        if tenant in (None, entry.copy.head.tenant):
-            outcome = await place(store, entry.copy, is_overwriting=is_overwriting)
-            yield Moved(_name_of(entry.copy), outcome, num_bytes_read=entry.num_bytes_read)
+        content, name = entry.content, _name_of(entry.content)
+        if tenant not in (None, name.tenant):
+            continue
+        if isinstance(content, SessionCopy):
+            outcome = await place(store, content, is_overwriting=is_overwriting)
+        else:
+            outcome = await place_document(records, content, is_overwriting=is_overwriting)
+        yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read)
 
 
-def _name_of(copy: SessionCopy) -> SessionName:
-    return SessionName(copy.head.tenant, copy.head.session_id)
+def _name_of(content: SessionCopy | OwnedRecord) -> SessionName:
+    if isinstance(content, SessionCopy):
+        return SessionName(content.head.tenant, content.head.session_id)
+    return SessionName(content.tenant, f"{content.kind} {content.record_id}")
 
 
 async def copy_sessions(
-    source: SessionStore, target: SessionStore, names: Sequence[SessionName], *, is_overwriting: bool = False
+    source: SessionStore,
+    target: SessionStore,
+    names: Sequence[SessionName],
+    *,
+    tenant: str | None = None,
+    is_overwriting: bool = False,
 ) -> AsyncGenerator[Moved]:
-    """Makes the sessions in `target`, each as of its newest commit; `source` stays as it is.
+    """Makes the sessions in `target`, each as of its newest commit, and the documents, `tenant`'s only if given;
+    `source` stays as it is.
 
     A session that cannot be read fails alone. Raises StoreUnavailable or StorageFull: what was yielded before is there.
     """
@@ -137,6 +160,19 @@ async def copy_sessions(
             yield Moved(name, "gone")
         except (SnapshotCorrupt, SessionBusy) as error:
             yield Moved(name, "failed", error)
+    records = records_beside(target)
+    async for owned in records_beside(source).scan(tenant=tenant):
+        yield Moved(_name_of(owned), await place_document(records, owned, is_overwriting=is_overwriting))
+
+
+async def place_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:
+    """Makes the document under its own name. One that is equal is left alone."""
+    key: dict[str, Any] = {"tenant": owned.tenant, "kind": owned.kind, "record_id": owned.record_id}
+    old = await records.get(**key)
+    if old is not None and (old.document == owned.document or not is_overwriting):
+        return "same" if old.document == owned.document else "exists"
+    await records.put(**key, document=owned.document, expected_version=ABSENT if old is None else old.version)
+    return "written" if old is None else "replaced"
 
 
 async def place(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool) -> Outcome:

@@ -1,6 +1,6 @@
-"""Many sessions as one stream of bytes, written and read one session at a time.
+"""Many sessions, and documents, as one stream of bytes, written and read one at a time.
 
-Byte format 1, all integers little endian:
+Byte format 2, all integers little endian; format 1 is the same without documents:
 
     magic "NSMARCH" and a zero byte, 4 bytes format version
     one entry a session:
@@ -10,9 +10,11 @@ Byte format 1, all integers little endian:
         H        header: JSON, ASCII: tenant, created_at
         F        the session, as service/session_file.py writes it
         32       blake2b-256 over the entry before this
+    one entry a document:
+        as above, with "RECD" for "SESS": the header is tenant, kind and id, and the JSON document stands for the file
     the end:
         4 bytes  "END" and a zero byte
-        8 bytes  number of sessions
+        8 bytes  number of entries
         32       blake2b-256 over the checksums of all entries and this number
 """
 
@@ -23,22 +25,24 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 from nsm_core.errors import InvalidRequest, NsmError
 from service.copies import SessionCopy
+from service.records.base import Kind, OwnedRecord
 from service.session_file import read_file, write_file
 from service.sessions.base import SessionHead
 
 MAGIC = b"NSMARCH\0"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 NO_TOKENIZER = "none"  # of an empty session: it has no token that a tokenizer would have to explain
 
 _START = struct.Struct("<8sI")
 _ENTRY = struct.Struct("<4sIQ")
 _COUNT = struct.Struct("<Q")
 _CHECKSUM_BYTES = 32
-_ENTRY_TAG, _END_TAG = b"SESS", b"END\0"
+_SESSION_TAG, _DOCUMENT_TAG, _END_TAG = b"SESS", b"RECD", b"END\0"
 _READ_BYTES = 1024 * 1024  # at once: a damaged length must not ask for all memory
 
 
@@ -52,9 +56,9 @@ class ArchiveDamaged(InvalidRequest):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArchiveEntry:
-    """One session, checked, and how many bytes of the archive have been read with it."""
+    """One session or document, checked, and how many bytes of the archive have been read with it."""
 
-    copy: SessionCopy
+    content: SessionCopy | OwnedRecord
     num_bytes_read: int
 
 
@@ -63,7 +67,7 @@ class ArchiveWriter:
 
     def __init__(self, out: IO[bytes]) -> None:
         self._out = out
-        self._num_sessions = 0
+        self._num_entries = 0
         self._digest = _new_digest()
         out.write(_START.pack(MAGIC, FORMAT_VERSION))
 
@@ -71,24 +75,33 @@ class ArchiveWriter:
         """Raises SnapshotCorrupt or InvalidRequest, and writes nothing, for a session that could not be read again."""
         raw = write_file(copy, tokenizer_fingerprint=NO_TOKENIZER)
         read_file(raw)  # what is wrong with a session is to be known now, not when the backup is needed
-        fields = {"tenant": copy.head.tenant, "created_at": copy.head.created_at}
+        self._write(_SESSION_TAG, {"tenant": copy.head.tenant, "created_at": copy.head.created_at}, raw)
+
+    def add_document(self, owned: OwnedRecord) -> None:
+        fields = {"tenant": owned.tenant, "kind": owned.kind, "id": owned.record_id}
+        self._write(_DOCUMENT_TAG, fields, json.dumps(owned.document).encode("ascii"))
+
+    def _write(self, tag: bytes, fields: dict[str, Any], raw: bytes) -> None:
         header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
-        entry = _ENTRY.pack(_ENTRY_TAG, len(header), len(raw)) + header + raw
+        entry = _ENTRY.pack(tag, len(header), len(raw)) + header + raw
         checksum = _checksum(entry)
         self._out.write(entry + checksum)
         self._digest.update(checksum)
-        self._num_sessions += 1
+        self._num_entries += 1
 
     def finish(self) -> int:
-        """The end mark; returns the number of sessions."""
-        count = _COUNT.pack(self._num_sessions)
+        """The end mark; returns the number of entries."""
+        count = _COUNT.pack(self._num_entries)
         self._digest.update(count)
         self._out.write(_END_TAG + count + self._digest.digest())
-        return self._num_sessions
+        return self._num_entries
 
 
 def read_archive(file: IO[bytes]) -> Iterator[ArchiveEntry]:
-    """The sessions in their order, each checked before it is given. Raises ArchiveDamaged where the good part ends."""
+    """Sessions and documents in their order, each checked before it is given.
+
+    Raises ArchiveDamaged where the good part ends.
+    """
     reader = _Reader(file)
     reader.require_start()
     while (entry := reader.next_entry()) is not None:
@@ -98,35 +111,38 @@ def read_archive(file: IO[bytes]) -> Iterator[ArchiveEntry]:
 class _Reader:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._num_sessions = 0
+        self._num_sessions = self._num_entries = 0
         self._num_bytes = 0
         self._digest = _new_digest()
 
     def require_start(self) -> None:
         magic, version = _START.unpack(self._take(_START.size))
         self._require(magic == MAGIC, "it does not begin with the magic bytes")
-        self._require(version == FORMAT_VERSION, f"format version {version}, this build reads {FORMAT_VERSION}")
+        self._require(version in READABLE_VERSIONS, f"format version {version}, this build reads {READABLE_VERSIONS}")
 
     def next_entry(self) -> ArchiveEntry | None:
         """None at the end, after it was found to be the right one."""
-        tag = self._take(len(_ENTRY_TAG))
+        tag = self._take(len(_END_TAG))
         if tag == _END_TAG:
             self._require_end()
             return None
-        self._require(tag == _ENTRY_TAG, "there is no session where the next one should be")
+        is_session = tag == _SESSION_TAG
+        self._require(is_session or tag == _DOCUMENT_TAG, "there is no session where the next one should be")
         prefix = tag + self._take(_ENTRY.size - len(tag))
         _, header_bytes, file_bytes = _ENTRY.unpack(prefix)
         header, raw = self._take(header_bytes), self._take(file_bytes)
         checksum = self._take(_CHECKSUM_BYTES)
         self._require(checksum == _checksum(prefix, header, raw), "a session's checksum does not match")
-        copy = self._parse(header, raw)
+        content = self._parse(header, raw, is_session=is_session)
         self._digest.update(checksum)
-        self._num_sessions += 1
-        return ArchiveEntry(copy, self._num_bytes)
+        self._num_entries += 1
+        self._num_sessions += is_session
+        return ArchiveEntry(content, self._num_bytes)
 
-    def _parse(self, header: bytes, raw: bytes) -> SessionCopy:
+    def _parse(self, header: bytes, raw: bytes, *, is_session: bool) -> SessionCopy | OwnedRecord:
         try:
-            return _copy_of(json.loads(header), raw)
+            fields = json.loads(header)
+            return _copy_of(fields, raw) if is_session else _document_of(fields, raw)
         except (NsmError, ValueError, TypeError, KeyError) as error:
             raise self._damaged(str(error)) from error
 
@@ -134,7 +150,7 @@ class _Reader:
         count = self._take(_COUNT.size)
         self._digest.update(count)
         self._require(self._take(_CHECKSUM_BYTES) == self._digest.digest(), "the checksum at its end does not match")
-        self._require(_COUNT.unpack(count) == (self._num_sessions,), "sessions are missing")
+        self._require(_COUNT.unpack(count) == (self._num_entries,), "sessions are missing")
         self._require(not self._file.read(1), "it goes on after its end")
 
     def _take(self, num_bytes: int) -> bytes:
@@ -175,6 +191,13 @@ def _copy_of(fields: dict[str, Any], raw: bytes) -> SessionCopy:
         forked_from=header.forked_from,
     )
     return SessionCopy(head=head, snapshot=snapshot, log_ids=file.log_ids, marks=header.marks)
+
+
+def _document_of(fields: dict[str, Any], raw: bytes) -> OwnedRecord:
+    kind, document = fields["kind"], json.loads(raw)
+    if kind not in get_args(Kind) or not isinstance(document, dict):
+        raise ValueError(f"a document of kind {kind!r}, which this build does not know")
+    return OwnedRecord(tenant=str(fields["tenant"]), kind=kind, record_id=str(fields["id"]), document=document)
 
 
 def _new_digest() -> hashlib.blake2b:

@@ -1,4 +1,4 @@
-"""`nsm sessions backup`, `restore` and `copy`: all of a store's sessions at once, beside a running server."""
+"""`nsm sessions backup`, `restore` and `copy`: all that a store holds at once, beside a running server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAID: dict[Outcome, str] = {
     "written": "written",
     "replaced": "replaced",
     "same": "there already",
-    "exists": "skipped: another session has the id (--overwrite replaces it)",
+    "exists": "skipped: another one has the id (--overwrite replaces it)",
     "gone": "deleted meanwhile",
     "failed": "not written",
 }
@@ -39,7 +39,7 @@ def backup(
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
-    """Write all sessions into one file."""
+    """Write all sessions, responses and conversations into one file."""
     if not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {file.parent}", param_hint="'FILE'")
     tally = Tally()
@@ -53,7 +53,7 @@ async def _backup(settings: Settings, file: Path, tenant: str | None, tally: Tal
 
     async with opened_store(settings) as opened:
         names = await all_sessions(opened, tenant=tenant)
-        await _follow(run(opened, names, file), tally, label="backup", total=len(names))
+        await _follow(run(opened, names, file, tenant=tenant), tally, label="backup", total=len(names))
 
 
 def restore(
@@ -63,7 +63,7 @@ def restore(
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
-    """Bring the sessions of a backup into a store."""
+    """Bring what a backup holds into a store."""
     tally = Tally()
     settings = store_settings(data_dir, store)
     with file.open("rb") as raw:
@@ -88,7 +88,7 @@ def copy(
     overwrite: Overwrite = False,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy all sessions from one store into another."""
+    """Copy all sessions, responses and conversations from one store into another."""
     from nsm_core.errors import ConfigError
 
     settings = (store_settings(data_dir, source), store_settings(data_dir, target))
@@ -105,7 +105,7 @@ async def _copy(source: Settings, target: Settings, tenant: str | None, is_overw
 
     async with opened_store(source) as from_store, opened_store(target) as to_store:
         names = await all_sessions(from_store, tenant=tenant)
-        steps = copy_sessions(from_store, to_store, names, is_overwriting=is_overwriting)
+        steps = copy_sessions(from_store, to_store, names, tenant=tenant, is_overwriting=is_overwriting)
         await _follow(steps, tally, label="copy", total=len(names))
 
 

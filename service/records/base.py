@@ -7,7 +7,7 @@ other unseen. Unlike a session it has no log and no state; what changes together
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 Kind = Literal["response", "chain", "conversation", "item"]
@@ -21,6 +21,16 @@ class Record:
 
     record_id: str
     version: int
+    document: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedRecord:
+    """A document with its whole key, for whoever moves many."""
+
+    tenant: str
+    kind: Kind
+    record_id: str
     document: Mapping[str, Any]
 
 
@@ -56,6 +66,10 @@ class RecordStore(Protocol):
 
     async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
         """Whether there was one; it is gone when this returns."""
+        ...
+
+    def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
+        """All documents, or one tenant's, in no order; one that is written or deleted meanwhile may be missing."""
         ...
 
     async def remove_expired(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from service.records.base import ABSENT, Kind, Record
+from service.records.base import ABSENT, Kind, OwnedRecord, Record
 from service.records.conflict import conflict
 
 
@@ -58,6 +58,13 @@ class MemoryRecordStore:
         was_there = self._find(key) is not None
         self._stored.pop(key, None)
         return was_there
+
+    async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
+        for owner, kind, record_id in tuple(self._stored):
+            stored = self._find((owner, kind, record_id))
+            if stored is not None and tenant in (None, owner):
+                document = json.loads(stored.raw)
+                yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=document)
 
     async def remove_expired(self) -> int:
         expired = [key for key in self._stored if self._find(key) is None]

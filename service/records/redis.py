@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt
-from service.records.base import Kind, Record
+from service.records.base import Kind, OwnedRecord, Record
 from service.records.conflict import conflict
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_client import Attempt
@@ -73,6 +73,18 @@ class RedisRecordStore:
             return await attempt.command("DEL", key) > 0 or attempt.number > 1
 
         return await self._client.call(work)
+
+    async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
+        """Goes through the names of all keys."""
+
+        async def names(attempt: Attempt) -> set[bytes]:
+            return {key async for key in attempt.scan(self._keys.any_record(tenant))}
+
+        for key in await self._client.call(names):
+            owner, _, document = await self._client.command("HMGET", key, *FIELDS)
+            if owner is not None and document is not None:
+                found, kind, record_id = json.loads(owner)
+                yield OwnedRecord(tenant=found, kind=kind, record_id=record_id, document=json.loads(document))
 
     async def remove_expired(self) -> int:
         """Nothing to do: Redis drops a document itself when its time has come."""

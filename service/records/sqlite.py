@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from service.records.base import Kind, Record
+from service.records.base import Kind, OwnedRecord, Record
 from service.records.conflict import conflict
 from service.sessions.sqlite import SqliteSessionStore
 from service.sessions.sqlite_connection import empty_write_ahead_log, reading, transaction
 
 ONE = "tenant = ? AND kind = ? AND record_id = ?"
 EXISTS = "(expires_at IS NULL OR expires_at > ?)"  # at a time
+PAGE = 100
 
 
 class SqliteRecordStore:
@@ -78,6 +79,23 @@ class SqliteRecordStore:
             return was_there
 
         return await self._sessions.write(self._sessions.reserve.lent_to(work))
+
+    async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
+        last = ("", "", "")
+        while True:
+            rows = await self._sessions.read(self._page_after(last, tenant))
+            for owner, kind, record_id, raw in rows:
+                yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=json.loads(raw))
+            if len(rows) < PAGE:
+                return
+            last = rows[-1][:3]
+
+    def _page_after(self, key: tuple[str, str, str], tenant: str | None) -> Callable[[sqlite3.Connection], list[Any]]:
+        query = (
+            "SELECT tenant, kind, record_id, document FROM records WHERE (tenant, kind, record_id) > (?, ?, ?) "
+            f"AND coalesce(?, tenant) = tenant AND {EXISTS} ORDER BY tenant, kind, record_id LIMIT {PAGE}"
+        )
+        return lambda connection: connection.execute(query, (*key, tenant, self._clock())).fetchall()
 
     async def remove_expired(self) -> int:
         def work(connection: sqlite3.Connection) -> int:

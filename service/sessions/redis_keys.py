@@ -46,6 +46,10 @@ class Keyspace:
         """A document's key: a hash tag for itself alone."""
         return f"{self.prefix}:{{{_hash(tenant, size=8)}-{_hash(tenant, kind, record_id, size=16)}}}:record"
 
+    def any_record(self, tenant: str | None) -> str:
+        """A pattern for the documents of one tenant, or of all."""
+        return f"{self.prefix}:{{{'*' if tenant is None else _hash(tenant, size=8)}-*}}:record"
+
     @property
     def any_head(self) -> str:
         """A pattern for the heads of all sessions."""

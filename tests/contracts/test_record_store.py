@@ -107,6 +107,24 @@ async def test_a_document_lives_as_long_as_its_newest_ttl(records: RecordStore, 
     assert await records.get(**KEY) is not None
 
 
+async def test_all_documents_are_found_with_their_owners(records: RecordStore, clock: Clock | RedisClock) -> None:
+    assert [record async for record in records.scan()] == []
+    keys = [("a", "item", f"i{number}") for number in range(120)] + [("b", "item", "i0"), ("b", "chain", "-{x}")]
+    for number, (tenant, kind, name) in enumerate(keys):
+        await records.put(
+            tenant=tenant,
+            kind=kind,
+            record_id=name,
+            document={"n": number},
+            expected_version=ABSENT,  # type: ignore[arg-type]
+        )
+    await records.put(tenant="b", kind="item", record_id="gone", document={}, expected_version=ABSENT, ttl_s=10.0)
+    clock.advance(11.0)
+    found = {(one.tenant, one.kind, one.record_id): one.document async for one in records.scan()}
+    assert found == {key: {"n": number} for number, key in enumerate(keys)}
+    assert {(one.kind, one.record_id) async for one in records.scan(tenant="b")} == {("item", "i0"), ("chain", "-{x}")}
+
+
 async def test_what_has_expired_is_swept_away(records: RecordStore, clock: Clock | RedisClock) -> None:
     await records.put(**KEY, document={"n": 1}, expected_version=ABSENT, ttl_s=100.0)
     await records.put(tenant="a", kind="item", record_id="kept", document={}, expected_version=ABSENT)

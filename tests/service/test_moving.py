@@ -11,13 +11,17 @@ import pytest
 from nsm_core.errors import SnapshotCorrupt, StorageFull
 from service.copies import SessionCopy, read_copy
 from service.moving import Moved, all_sessions, backup, copy_sessions, place, restore
+from service.records.factory import records_beside
 from service.session_archive import ArchiveDamaged
 from service.sessions.base import SessionHead, SessionStore, StoredSession
 from service.sessions.memory import MemorySessionStore
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
 from service.sessions.sqlite import SqliteSessionStore
+from tests.fakes import FakeBackend
+from tests.gateway import gateway
 from tests.redis_servers import Topology, own_prefix
+from tests.responses import counts_of, get, respond
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import Clock, acquire, commit, create
 
@@ -235,3 +239,32 @@ async def test_what_is_read_back_must_be_what_was_written() -> None:
     copy: SessionCopy = await read_copy(source, tenant="a", session_id="s1")
     with pytest.raises(SnapshotCorrupt, match="read back as something else"):
         await place(ForgetfulStore(clock=Clock()), copy, is_overwriting=False)
+
+
+async def test_responses_and_conversations_go_along(tmp_path: Path) -> None:
+    source, target = (SqliteSessionStore(tmp_path / name) for name in ("source.db", "target.db"))
+    async with gateway(FakeBackend(" It was"), store=source) as server:
+        one = await respond(server)
+        name = (await server.client.post("/v1/conversations", json={})).json()["id"]
+        await respond(server, "one", conversation=name)
+    await source.open()
+    await target.open()
+    raw = await write_backup(source, tmp_path / "b")
+    restored = await outcomes(restore(target, io.BytesIO(raw)))
+    assert {outcome for *_, outcome in restored} == {"written"}
+    assert {outcome for *_, outcome in await outcomes(restore(target, io.BytesIO(raw)))} == {"same"}
+    copied = await outcomes(copy_sessions(source, target, await all_sessions(source)))
+    assert copied == [(tenant, session_id, "same") for tenant, session_id, _ in restored]
+    await records_beside(target).put(
+        tenant="default", kind="response", record_id=one["id"], document={}, expected_version=1
+    )
+    key = ("default", f"response {one['id']}")
+    assert (*key, "exists") in await outcomes(restore(target, io.BytesIO(raw)))
+    assert (*key, "replaced") in await outcomes(restore(target, io.BytesIO(raw), is_overwriting=True))
+    assert await outcomes(restore(target, io.BytesIO(raw), tenant="other")) == []
+    await source.close()
+    await target.close()
+    async with gateway(FakeBackend(" It was"), store=target) as server:
+        assert await get(server, one["id"]) == one
+        assert counts_of(await respond(server, previous_response_id=one["id"]))[1] > 0
+        assert counts_of(await respond(server, "two", conversation=name))[1] > 0

@@ -34,7 +34,7 @@ def test_a_restore_tells_what_it_skipped(nsm: Nsm, tmp_path: Path) -> None:
     nsm("chat", "--session", session_id, "--max-tokens", 2, stdin="More")
     result = nsm("sessions", "restore", file)
     assert (result.exit_code, result.stdout) == (0, f"restore {file}: 1 skipped\n")
-    assert f"default/{session_id}: skipped: another session has the id" in result.stderr
+    assert f"default/{session_id}: skipped: another one has the id" in result.stderr
     assert nsm("sessions", "restore", file, "--overwrite").stdout == f"restore {file}: 1 replaced\n"
     assert [version for _, version, _ in listed(nsm, "sqlite")] == [1]
 
