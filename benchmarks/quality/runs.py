@@ -1,7 +1,7 @@
 """The training runs behind the quality tables: `python -m benchmarks.quality.runs NAME... --data books --out runs`.
 
 Each name stands for one `python -m nsm_core.training` command, printed before it starts. Runs are given to the GPUs one
-by one as they become free (`--gpus 2`); a run with `--wide` takes all GPUs for itself, under torchrun. The log of a run
+by one as they become free (`--gpus 0,1`); a run with `--wide` takes all GPUs for itself, under torchrun. The log of a run
 goes to OUT/NAME.log.
 """
 
@@ -46,9 +46,10 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
     common += ["--cache", f"{options.out}/cache"]
     launcher = [sys.executable]
     if options.wide:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+        num_gpus = len(options.gpus.split(","))
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
         rows = flags.index("--rows") + 1
-        flags[rows] = str(int(flags[rows]) // options.gpus)
+        flags[rows] = str(int(flags[rows]) // num_gpus)
     return [*launcher, "-m", "nsm_core.training", *common, *flags]
 
 
@@ -73,16 +74,16 @@ def main() -> int:
     parser.add_argument("--data", required=True)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", default="0", help="numbers of the GPUs, by commas")
     parser.add_argument("--wide", action="store_true", help="each run on all GPUs")
     parser.add_argument("--extra", default="", help="further options of every run, as one string")
     options = parser.parse_args()
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    gpus = [str(index) for index in range(options.gpus)]
+    lanes = [options.gpus] if options.wide else options.gpus.split(",")
     free_gpus: SimpleQueue[str] = SimpleQueue()
-    for visible in [",".join(gpus)] if options.wide else gpus:
+    for visible in lanes:
         free_gpus.put(visible)
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    with ThreadPoolExecutor(len(lanes)) as pool:
         results = list(pool.map(lambda name: run(name, free_gpus, options), options.names))
     for name, status, seconds in results:
         log = Path(options.out, name, "log.csv")
