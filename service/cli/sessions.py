@@ -22,7 +22,7 @@ PAGE = 100
 
 SessionId = Annotated[str, typer.Argument(help="Id of a session, as `nsm sessions list` shows it.", show_default=False)]
 
-app = typer.Typer(help="Stored sessions: show, delete, back up, move.", no_args_is_help=True)
+app = typer.Typer(help="Stored sessions: show, delete, back up, move, verify.", no_args_is_help=True)
 
 
 @app.command("list")

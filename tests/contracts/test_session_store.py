@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -308,3 +309,25 @@ async def test_a_rewind_cuts_the_log_anywhere(store: SessionStore, num_log_token
     again = await commit(store, rewound, new_ids=(9,))
     assert await store.read_log(**KEY) == (*(1, 2, 3, 4, 5, 6)[:num_log_tokens], 9)
     assert (await acquire(store)).stored.head == again
+
+
+async def test_a_commit_may_add_nothing_to_the_log(store: SessionStore) -> None:
+    """The same place under another model: what a migration commits."""
+    head = await commit(store, await create(store), new_ids=(1, 2, 3))
+    other = make_snapshot(version=2, model_fingerprint="m2").encode()
+    moved = await commit(store, head, new_ids=(), num_sampled=0, snapshot=other, model_fingerprint="m2")
+    assert (moved.version, moved.position, moved.num_log_tokens) == (2, head.position, 3)
+    assert moved.model_fingerprint == "m2"
+    key = {"tenant": "a", "session_id": "s1"}
+    assert (await store.load(**key)).snapshot == other
+    assert await store.read_log(**key) == (1, 2, 3)
+    marks = await store.log_marks(**key)
+    assert [(mark.version, mark.num_log_tokens, mark.num_sampled) for mark in marks] == [(1, 3, 1), (2, 3, 0)]
+    later = await commit(store, moved, new_ids=(4,), model_fingerprint="m2")
+    assert await store.read_log(**key) == (1, 2, 3, 4)
+    lease = (await acquire(store)).lease
+    fields: dict[str, Any] = {"model_fingerprint": "m2", "num_sampled": 0, "seed": 7, "position": 2}
+    raw = make_snapshot(version=4).encode()
+    await store.rewind(lease, expected_version=later.version, snapshot=raw, num_log_tokens=2, **fields)
+    assert await store.read_log(**key) == (1, 2)
+    assert [mark.version for mark in await store.log_marks(**key)] == [4]

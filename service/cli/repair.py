@@ -1,0 +1,243 @@
+"""`nsm sessions verify` and `migrate`: stored states against their token logs, under the model at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.output import harmless, note, print_json
+from service.cli.progress import progress
+from service.cli.stores import opened_store, store_settings
+from service.sessions.base import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from service.backends.base import InferenceBackend
+    from service.migration import Migrated
+    from service.moving import SessionName
+    from service.sessions.base import SessionStore
+    from service.settings import Settings
+    from service.verification import Verified
+
+Sessions = Annotated[list[str] | None, typer.Argument(help="Ids; without any, all sessions.", show_default=False)]
+Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default="all; with ids, default")]
+
+BAD = ("diverged", "damaged", "failed")
+VERIFIED: dict[str, str] = {
+    "same": "same",
+    "diverged": "diverged",
+    "damaged": "damaged",
+    "other_model": "of another model",
+    "other_tokenizer": "of another tokenizer",
+    "empty": "empty",
+    "busy": "busy",
+    "gone": "deleted meanwhile",
+}
+MIGRATED: dict[str, str] = {
+    "migrated": "migrated",
+    "repaired": "repaired",
+    "current": "left as they are",
+    "damaged": "damaged (--damaged repairs)",
+    "other_tokenizer": "of another tokenizer",
+    "busy": "busy",
+    "gone": "deleted meanwhile",
+    "failed": "failed",
+}
+
+
+def verify(
+    sessions: Sessions = None,
+    tenant: Tenant = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Only so many, drawn at random.", show_default=False)
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Most that a number of a state may differ, over max(1, itself).")
+    ] = 2e-4,
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Derive states from their token logs again and compare. Writes nothing."""
+    settings = store_settings(data_dir, store, model=model)
+    report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        report.tell()
+    if any(report.counts[verdict] for verdict in BAD):
+        raise typer.Exit(1)
+
+
+def migrate(
+    sessions: Sessions = None,
+    tenant: Tenant = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be done.")] = False,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Also make missing and damaged states again.")] = False,
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+) -> None:
+    """Bring sessions of another model (with the same tokenizer) to the model at hand."""
+    settings = store_settings(data_dir, store, model=model)
+    counts: Counter[str] = Counter()
+    asyncio.run(_migrate(settings, sessions, tenant, counts, is_dry_run=dry_run, is_repairing=damaged))
+    print(f"{'would migrate' if dry_run else 'migrate'}: {_tally(counts, MIGRATED)}")
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+class Report:
+    """What `verify` found; of sessions that are as they should be, only how many and how close."""
+
+    def __init__(self, backend: InferenceBackend, tolerance: float) -> None:
+        self.counts: Counter[str] = Counter()
+        self._fingerprint = backend.model.fingerprint
+        self._tolerance = tolerance
+        self._difference = 0.0
+        self._num_tokens = 0
+        self._odd: list[Verified] = []
+
+    @property
+    def num_sessions(self) -> int:
+        return self.counts.total()
+
+    def add(self, verified: Verified) -> None:
+        self.counts[verified.verdict] += 1
+        self._num_tokens += verified.num_log_tokens
+        if verified.verdict == "same":
+            self._difference = max(self._difference, verified.difference)
+        elif verified.verdict != "empty":
+            self._odd.append(verified)
+
+    def tell(self) -> None:
+        for verified in self._odd:
+            print(harmless(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified)}"))
+        closest = f", differing by at most {self._difference:.2g}" if self.counts["same"] else ""
+        print(f"verify: {_tally(self.counts, VERIFIED)}{closest}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model_fingerprint": self._fingerprint,
+            "tolerance": self._tolerance,
+            "num_sessions": self.num_sessions,
+            "num_log_tokens": self._num_tokens,
+            "counts": {verdict: self.counts[verdict] for verdict in VERIFIED},
+            "max_difference": self._difference,
+            "sessions": [_to_json(verified) for verified in self._odd],
+        }
+
+
+def _title(name: SessionName) -> str:
+    return f"{name.tenant}/{name.session_id}"
+
+
+def _because(verified: Verified) -> str:
+    reasons = [f"{found.what} {found.detail}" for found in verified.divergences]
+    reasons += [] if verified.damage is None else [str(verified.damage)]
+    reasons += [] if verified.numerics is None else [f"made by {verified.numerics}"]
+    return ": " + "; ".join(reasons) if reasons else ""
+
+
+def _to_json(verified: Verified) -> dict[str, Any]:
+    return {
+        "tenant": verified.name.tenant,
+        "id": verified.name.session_id,
+        "verdict": verified.verdict,
+        "num_log_tokens": verified.num_log_tokens,
+        "numerics": verified.numerics,
+        "damage": None if verified.damage is None else str(verified.damage),
+        "divergences": [
+            {"what": found.what, "detail": found.detail, "difference": found.difference}
+            for found in verified.divergences
+        ],
+    }
+
+
+def _tally(counts: Mapping[str, int], words: Mapping[str, str]) -> str:
+    return ", ".join(f"{counts[name]} {word}" for name, word in words.items() if counts[name]) or "no sessions"
+
+
+async def _verify(
+    settings: Settings, ids: Sequence[str] | None, tenant: str | None, sample: int | None, tolerance: float
+) -> Report:
+    from service.verification import verify as run
+
+    async with _opened(settings) as (store, backend):
+        names = await _names(store, ids, tenant)
+        if sample is not None and sample < len(names):
+            names = random.sample(names, sample)
+        report = Report(backend, tolerance)
+        with progress("verify", len(names)) as advance:
+            async with contextlib.aclosing(run(store, backend, names, tolerance=tolerance)) as steps:
+                async for verified in steps:
+                    report.add(verified)
+                    advance(report.num_sessions)
+        return report
+
+
+async def _migrate(
+    settings: Settings,
+    ids: Sequence[str] | None,
+    tenant: str | None,
+    counts: Counter[str],
+    *,
+    is_dry_run: bool,
+    is_repairing: bool,
+) -> None:
+    from nsm_core.errors import NsmError
+    from service.leases import Leases
+    from service.metrics import Metrics
+    from service.migration import Migrator
+
+    async with _opened(settings) as (store, backend):
+        names = await _names(store, ids, tenant)
+        leases = Leases(store, lease_s=settings.lease_s, metrics=Metrics(backend))
+        migrator = Migrator(store, backend, leases, is_dry_run=is_dry_run, is_repairing=is_repairing)
+        try:
+            with progress("migrate", len(names)) as advance:
+                async with contextlib.aclosing(migrator.run(names)) as steps:
+                    async for migrated in steps:
+                        counts[migrated.outcome] += 1
+                        _note_odd(migrated)
+                        advance(counts.total())
+        except NsmError as error:
+            raise NsmError(f"{error}; until there: {_tally(counts, MIGRATED)}") from error
+
+
+def _note_odd(migrated: Migrated) -> None:
+    if migrated.outcome not in ("migrated", "repaired", "current"):
+        reason = "" if migrated.error is None else f": {migrated.error}"
+        note(f"{_title(migrated.name)}: {MIGRATED[migrated.outcome]}{reason}")
+
+
+@contextlib.asynccontextmanager
+async def _opened(settings: Settings) -> AsyncIterator[tuple[SessionStore, InferenceBackend]]:
+    from service.server import make_backend
+
+    backend = make_backend(settings)
+    async with opened_store(settings) as store:
+        await backend.start()
+        try:
+            yield store, backend
+        finally:
+            await backend.stop()
+
+
+async def _names(store: SessionStore, ids: Sequence[str] | None, tenant: str | None) -> list[SessionName]:
+    """Raises NotFound for an id that does not exist."""
+    from service.moving import SessionName, all_sessions
+
+    if not ids:
+        return await all_sessions(store, tenant=tenant)
+    owner = DEFAULT_TENANT if tenant is None else tenant
+    for session_id in ids:
+        await store.get(tenant=owner, session_id=session_id)
+    return [SessionName(owner, session_id) for session_id in dict.fromkeys(ids)]

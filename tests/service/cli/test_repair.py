@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nsm_core.model.storage import fingerprint
+from nsm_core.state.snapshot import Snapshot
+from tests.redis_servers import Topology
+from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.service.cli.test_sessions import talk
+
+
+def change_state(data_dir: Path, session_id: str) -> None:
+    """Half of one number of the last tensor more, under a checksum that fits."""
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        where = "WHERE session_id = ?"
+        (raw,) = connection.execute(f"SELECT snapshot FROM snapshots {where}", (session_id,)).fetchone()
+        snapshot = Snapshot.decode(raw)
+        numbers = np.frombuffer(snapshot.state[-4:], "<f4") + np.float32(0.5)
+        changed = Snapshot(snapshot.header, snapshot.state[:-4] + numbers.tobytes())
+        connection.execute(f"UPDATE snapshots SET snapshot = ? {where}", (changed.encode(), session_id))
+    connection.close()
+
+
+def test_states_of_turns_are_those_of_their_logs(nsm: Nsm) -> None:
+    talk(nsm, "Hello\nAgain\nAnd once more")
+    talk(nsm)
+    result = nsm("sessions", "verify")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"verify: 2 same, differing by at most \S+\n", result.stdout)
+    assert nsm("sessions", "verify", "--sample", 1).stdout.startswith("verify: 1 same")
+
+
+def test_a_divergence_is_told_by_session_and_tensor(nsm: Nsm, data_dir: Path, model_dir: Path) -> None:
+    changed, whole = talk(nsm), talk(nsm)
+    change_state(data_dir, changed)
+    result = nsm("sessions", "verify")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(rf"default/{changed}: diverged: layers\.1\.\S+ differs by 0\.\d+", lines[0])
+    assert lines[1].startswith("verify: 1 same, 1 diverged")
+    report = json.loads(nsm("sessions", "verify", "--json").stdout)
+    assert (report["model_fingerprint"], report["counts"]["diverged"]) == (fingerprint(model_dir), 1)
+    (session,) = report["sessions"]
+    (found,) = session["divergences"]
+    assert (session["id"], session["verdict"], session["tenant"]) == (changed, "diverged", "default")
+    assert 0.1 < found["difference"] < 0.51
+    assert report["max_difference"] < 2e-4
+    assert nsm("sessions", "verify", whole).exit_code == 0
+    assert nsm("sessions", "verify", changed, "--tolerance", 1).exit_code == 0
+    assert_one_line(nsm("sessions", "verify", "no-such"), "session 'no-such' does not exist")
+
+
+def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Path) -> None:
+    session_id = talk(nsm, "Hello\nAgain")
+    old = nsm("sessions", "log", session_id, "--ids").stdout
+    other = ("--model", other_model_dir)
+    told = nsm("sessions", "verify", *other)
+    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "verify: 1 of another model")
+    assert nsm("sessions", "migrate", "--dry-run", *other).stdout == "would migrate: 1 migrated\n"
+    assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 migrated\n"
+    assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 left as they are\n"
+    assert nsm("sessions", "log", session_id, "--ids").stdout == old
+    assert nsm("sessions", "verify", *other).stdout.startswith("verify: 1 same")
+    again = nsm("chat", "--session", session_id, "--max-tokens", 3, *other, stdin="And now?")
+    assert (again.exit_code, nsm("sessions", "verify", *other).exit_code) == (0, 0)
+
+
+def test_R3_damage_is_told_and_repaired(nsm: Nsm, data_dir: Path) -> None:
+    session_id = talk(nsm)
+    with sqlite3.connect(data_dir / "sessions.db") as connection:
+        connection.execute("UPDATE snapshots SET snapshot = zeroblob(100)")
+    connection.close()
+    told = nsm("sessions", "verify")
+    assert told.exit_code == 1
+    assert told.stdout.startswith(f"default/{session_id}: damaged: ")
+    assert nsm("sessions", "migrate", "--damaged").stdout == "migrate: 1 repaired\n"
+    assert nsm("sessions", "verify").exit_code == 0
+
+
+@pytest.mark.redis
+def test_sessions_in_redis_are_verified_and_moved(nsm: Nsm, redis_single: Topology, other_model_dir: Path) -> None:
+    talk(nsm)
+    store = ("--store", redis_single.own_url())
+    nsm("sessions", "copy", "--to", store[1])
+    assert nsm("sessions", "verify", *store).stdout.startswith("verify: 1 same")
+    assert nsm("sessions", "migrate", *store, "--model", other_model_dir).stdout == "migrate: 1 migrated\n"
+    assert nsm("sessions", "verify", *store, "--model", other_model_dir).stdout.startswith("verify: 1 same")
