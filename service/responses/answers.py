@@ -67,25 +67,27 @@ class StoredAnswer:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Ends with the response as it was stored."""
+        last = -1
         async with contextlib.aclosing(_until_end(self._services, self._stored, self._turn)) as events:
             async for event in events:
+                last = event["sequence_number"]
                 yield event
                 if event.get("delta"):  # the consumer is back: the piece was handed to the connection
                     self._turn.delivered()
-        ended = await asyncio.shield(self._ending)
-        for last in numbered(texts_after(ended.response, ended.item_id), event["sequence_number"] + 1):
-            yield last
+        for event in _events_of(await asyncio.shield(self._ending)):
+            if event["sequence_number"] > last:
+                yield event
 
     async def collect(self) -> Response:
         """Raises what kept the turn from being committed, unless somebody cancelled it."""
         if self._is_background:
             return self._stored.response
-        ended = await asyncio.shield(self._ending)
+        ended = (await asyncio.shield(self._ending)).response
         error = None if self._turn.end is None else self._turn.end.error
-        if error is not None and not isinstance(error, TurnCancelled):
+        if error is not None and ended["status"] == "failed":
             raise error
         self._turn.delivered()
-        return ended.response
+        return ended
 
 
 class ReadAnswer:

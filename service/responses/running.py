@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 
-from nsm_core.errors import NotFound, NsmError, TurnCancelled, VersionConflict
+from nsm_core.errors import LeaseLost, NotFound, NsmError, StoreUnavailable, TurnCancelled, VersionConflict
 from service.chat import PrefixCutter
 from service.choices import Delta
 from service.deps import Services
@@ -19,6 +19,8 @@ from service.responses.records import StoredResponse, load_response, put_respons
 from service.turn import Turn, TurnEnd, TurnEvent
 
 logger = logging.getLogger("nsm.responses")
+
+UNSURE = (LeaseLost, StoreUnavailable)  # ends of a turn after which somebody else may know better
 
 
 class ResponseText:
@@ -51,9 +53,20 @@ def run_to_its_end(services: Services, tenant: str, stored: StoredResponse, turn
             async with contextlib.aclosing(turn.all_events()) as events:
                 async for event in events:
                     text.feed(event)
+            if text.end is not None and isinstance(text.end.error, UNSURE):
+                return await _look_up_end(services, tenant, stored, text)
             return await store_end(services, tenant, stored, text)
 
     return services.background.start(run())
+
+
+async def _look_up_end(services: Services, tenant: str, stored: StoredResponse, text: ResponseText) -> StoredResponse:
+    """What became of a turn that is out of this process's hands: another one may go on with it, or it was committed."""
+    try:
+        return await read_to_its_end(services, tenant, stored)
+    except NsmError as error:
+        logger.warning("the end of response %s is not known yet: %s", stored.id, error)
+        return _ended(stored, text, None)
 
 
 async def store_end(

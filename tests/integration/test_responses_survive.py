@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nsm_core.errors import StoreUnavailable
 from service.sessions.base import SessionStore
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
@@ -98,11 +99,35 @@ async def test_P6_a_response_whose_server_was_lost_is_taken_over_by_whoever_asks
         assert [item["content"][0]["text"] for item in items] == ["one", SCRIPT.strip(), "two", SCRIPT.strip()]
 
 
+async def test_P3_a_turn_that_was_taken_over_ends_for_its_first_client_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a process is stopped past its lease and wakes up again."""
+    busy = FakeBackend(SCRIPT, hold=True)
+    async with pair(lambda: SqliteSessionStore(tmp_path / "s.db"), busy, FakeBackend(SCRIPT)) as (here, there):
+        busy.release(2)
+        streaming = asyncio.create_task(stream(here))
+        await busy.held.wait()
+        response_id = next(iter(busy.running))._request.request_id
+        with monkeypatch.context() as asleep:
+            asleep.setattr(here.services.store, "renew", _unavailable)
+            ended = await poll(there, response_id)
+        busy.release_all()
+        events = await streaming
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["response"] == ended == await get(here, response_id)
+        assert (ended["status"], text_of(ended)) == ("completed", SCRIPT.strip())
+
+
+async def _unavailable(*_: object, **__: object) -> None:
+    raise StoreUnavailable("away")
+
+
 async def poll(server: Gateway, response_id: str) -> dict[str, object]:
     """As clients wait for a response in the background."""
     for _ in range(400):
-        response = await get(server, response_id)
-        if response["status"] != "in_progress":
-            return response
+        answer = await server.client.get(f"{PATH}/{response_id}")
+        if answer.status_code == 200 and answer.json()["status"] != "in_progress":  # 404: not stored yet
+            return dict(answer.json())
         await asyncio.sleep(0.05)
     raise AssertionError("it is still in progress")

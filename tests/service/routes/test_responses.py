@@ -471,7 +471,15 @@ async def test_a_retry_of_a_failed_response_runs_again() -> None:
         backend.fail_after = None
         again = (await server.client.post(PATH, json=body, headers=headers)).json()
         assert (again["status"], text_of(again)) == ("completed", "It was")
-        await server.client.delete(f"{PATH}/{again['id']}")
+        body, headers = {"input": "y", "previous_response_id": again["id"]}, {"idempotency-key": "k2"}
+        backend.fail_after = 1
+        assert (await server.client.post(PATH, json=body, headers=headers)).status_code == 500
+        backend.fail_after = None
+        more = (await server.client.post(PATH, json=body, headers=headers)).json()
+        assert (more["status"], text_of(more)) == ("completed", "It was")
+        assert await read_stream(server, more["id"]) != []
+        for response in (again, more):
+            await server.client.delete(f"{PATH}/{response['id']}")
         assert await session_ids(server) == []
 
 
