@@ -75,10 +75,10 @@ class Routing:
 
     def forward(self, rows: int = BATCH) -> tuple[Tensor, ...]:
         logits, strength = self.logits[:rows], self.strength[:rows]
-        return self._kernel.routing_forward(logits, strength, self.bias, self.timescale, TOP_K, TAPER)
+        return self._kernel.routing_forward(logits, strength, self.bias, self.timescale, None, TOP_K, TAPER)
 
     def backward(self, rows: int = BATCH) -> tuple[Tensor, ...]:
-        given = (self.logits[:rows], self.strength[:rows], self.bias, self.timescale)
+        given = (self.logits[:rows], self.strength[:rows], self.bias, self.timescale, None)
         return self._kernel.routing_backward(*given, self.threshold[:rows], self.grad[:rows], TOP_K, TAPER)
 
     def errors(self) -> tuple[float, float]:

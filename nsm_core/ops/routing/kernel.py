@@ -67,11 +67,20 @@ def _distribution(logits, scores, threshold, taper, TAPERED: tl.constexpr):
 
 
 @triton.jit
+def _may_write(valid_ptr, tokens, is_token):
+    """[R] bool: which of the tokens are there and may write."""
+    if valid_ptr is not None:
+        is_token &= tl.load(valid_ptr + tokens, mask=is_token, other=0) != 0
+    return is_token
+
+
+@triton.jit
 def _forward(
     logits_ptr,
     strength_ptr,
     bias_ptr,
     timescale_ptr,
+    valid_ptr,
     log_decay_ptr,
     threshold_ptr,
     num_tokens,
@@ -103,7 +112,8 @@ def _forward(
         tl.store(threshold_ptr + rows, threshold, mask=is_token)
     routing = _distribution(logits, scores, threshold, taper, TOP_K < M)
     raw = -timescale * strength[:, None] * routing
-    tl.store(log_decay_ptr + at, tl.where(raw < floor, floor, raw), mask=mask)
+    log_decay = tl.where(_may_write(valid_ptr, tokens, is_token)[:, None], tl.where(raw < floor, floor, raw), 0.0)
+    tl.store(log_decay_ptr + at, log_decay, mask=mask)
 
 
 @triton.jit
@@ -112,6 +122,7 @@ def _backward(
     strength_ptr,
     bias_ptr,
     timescale_ptr,
+    valid_ptr,
     threshold_ptr,
     grad_ptr,
     d_logits_ptr,
@@ -134,7 +145,8 @@ def _backward(
     at = rows[:, None] * M + slots
     mask = is_token[:, None] & is_slot
     logits = tl.load(logits_ptr + at, mask=mask, other=-float("inf"))
-    grad = tl.load(grad_ptr + at, mask=mask, other=0.0)
+    writes = _may_write(valid_ptr, tokens, is_token)[:, None] & is_slot
+    grad = tl.load(grad_ptr + at, mask=writes, other=0.0)
     strength = tl.load(strength_ptr + rows, mask=is_token, other=0.0)
     timescale = tl.exp(tl.load(timescale_ptr + head * M + slots, mask=is_slot, other=0.0))
     bias = tl.load(bias_ptr + head * M + slots, mask=is_slot, other=0.0)
@@ -168,7 +180,13 @@ def _grid(logits: Tensor) -> tuple[int, int, dict[str, int]]:
 
 
 def routing_forward(
-    logits: Tensor, strength: Tensor, selection_bias: Tensor, log_timescale: Tensor, top_k: int, taper: float
+    logits: Tensor,
+    strength: Tensor,
+    selection_bias: Tensor,
+    log_timescale: Tensor,
+    valid: Tensor | None,
+    top_k: int,
+    taper: float,
 ) -> tuple[Tensor, Tensor]:
     """All fp32; shapes as in `routing_reference`. Returns log_decay and the (k+1)-th largest scores [..., H].
 
@@ -185,6 +203,7 @@ def routing_forward(
             strength,
             selection_bias.contiguous(),
             log_timescale.contiguous(),
+            None if valid is None else valid.contiguous(),
             log_decay,
             threshold,
             num_tokens,
@@ -201,6 +220,7 @@ def routing_backward(
     strength: Tensor,
     selection_bias: Tensor,
     log_timescale: Tensor,
+    valid: Tensor | None,
     threshold: Tensor,
     grad: Tensor,
     top_k: int,
@@ -219,6 +239,7 @@ def routing_backward(
             strength,
             selection_bias.contiguous(),
             log_timescale.contiguous(),
+            None if valid is None else valid.contiguous(),
             threshold,
             grad.contiguous(),
             d_logits,

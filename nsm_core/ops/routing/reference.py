@@ -27,12 +27,21 @@ def write_distribution(*, logits: Tensor, selection_bias: Tensor, top_k: int, ta
 
 
 def routing_reference(
-    *, logits: Tensor, strength: Tensor, selection_bias: Tensor, log_timescale: Tensor, top_k: int, taper: float
+    *,
+    logits: Tensor,
+    strength: Tensor,
+    selection_bias: Tensor,
+    log_timescale: Tensor,
+    top_k: int,
+    taper: float,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """logits [..., H, M]; strength [..., H] before its softplus; selection_bias, log_timescale [H, M].
 
-    Returns the log decay [..., H, M] in [LOG_DECAY_MIN, 0]; 0 for slots that were not selected.
+    `valid` [...] bool: tokens that may write at all; None: all. Returns the log decay [..., H, M] in
+    [LOG_DECAY_MIN, 0]; 0 for slots that were not selected.
     """
     routing = write_distribution(logits=logits, selection_bias=selection_bias, top_k=top_k, taper=taper)
     strength = F.softplus(strength)[..., None]
-    return (-log_timescale.exp() * strength * routing).clamp(min=LOG_DECAY_MIN)
+    log_decay = (-log_timescale.exp() * strength * routing).clamp(min=LOG_DECAY_MIN)
+    return log_decay if valid is None else torch.where(valid[..., None, None], log_decay, 0.0)

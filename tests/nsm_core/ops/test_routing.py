@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ FORWARD_TOLERANCE, GRADIENT_TOLERANCE = (1e-6, 1e-5) if DEVICE == "cpu" else (5e
 LEAVES = ("logits", "strength", "log_timescale")
 
 
-def make_inputs(*leading: int, heads: int, slots: int) -> dict[str, Tensor]:
+def make_inputs(*leading: int, heads: int, slots: int) -> dict[str, Any]:
     """fp32 inputs whose scores are exact sums, so that fp64 sees the same ties."""
     inputs = {
         "logits": (torch.randn(*leading, heads, slots) * 1024).round() / 1024,
@@ -30,7 +32,7 @@ def make_inputs(*leading: int, heads: int, slots: int) -> dict[str, Tensor]:
         "selection_bias": torch.randint(-3, 4, (heads, slots)) / 1024,
         "log_timescale": 0.5 * torch.randn(heads, slots),
     }
-    return {name: value.to(DEVICE) for name, value in inputs.items()}
+    return {name: value.to(DEVICE) for name, value in inputs.items()} | {"valid": None}
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -38,15 +40,15 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-3))
 
 
-def gradients(inputs: dict[str, Tensor], grad: Tensor, top_k: int) -> tuple[Tensor, list[Tensor]]:
+def gradients(inputs: dict[str, Any], grad: Tensor, top_k: int) -> tuple[Tensor, list[Tensor]]:
     """The specification in fp64."""
-    exact = {name: value.double() for name, value in inputs.items()}
+    exact = inputs | {name: inputs[name].double() for name in (*LEAVES, "selection_bias")}
     leaves = [exact[name].requires_grad_() for name in LEAVES]
     log_decay = routing_reference(**exact, top_k=top_k, taper=TAPER)
     return log_decay.detach(), list(torch.autograd.grad(log_decay, leaves, grad.double()))
 
 
-def check(inputs: dict[str, Tensor], top_k: int) -> Tensor:
+def check(inputs: dict[str, Any], top_k: int) -> Tensor:
     grad = torch.randn_like(inputs["logits"])
     want, want_gradients = gradients(inputs, grad, top_k)
     log_decay, threshold = kernel.routing_forward(**inputs, top_k=top_k, taper=TAPER)
@@ -100,6 +102,14 @@ def test_a_strong_write_is_clamped_and_passes_no_gradient() -> None:
     assert bool((log_decay == LOG_DECAY_MIN).any())
 
 
+def test_a_token_that_may_not_write_has_neither_decay_nor_gradient() -> None:
+    inputs = make_inputs(3, 21, heads=2, slots=16)
+    valid = torch.rand(3, 21, device=DEVICE) < 0.6
+    log_decay = check(inputs | {"valid": valid}, top_k=3)
+    assert bool((log_decay[~valid] == 0).all())
+    assert bool((log_decay[valid] < 0).any(dim=-1).all())
+
+
 def test_a_nan_logit_is_not_hidden() -> None:
     inputs = make_inputs(4, heads=1, slots=16)
     inputs["logits"][2, 0, 5] = torch.nan
@@ -116,7 +126,8 @@ def test_no_tokens() -> None:
 
 
 def test_on_a_cpu_the_entry_is_the_plain_form() -> None:
-    inputs = {name: value.cpu() for name, value in make_inputs(5, heads=2, slots=16).items()}
+    inputs = make_inputs(5, heads=2, slots=16)
+    inputs = inputs | {name: inputs[name].cpu() for name in (*LEAVES, "selection_bias")}
     got = route(**inputs, top_k=4, taper=TAPER)
     assert got.equal(routing_reference(**inputs, top_k=4, taper=TAPER))
 
@@ -127,7 +138,9 @@ def test_the_operator_is_described_truly_to_the_compiler() -> None:
     for name in LEAVES:
         inputs[name].requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.nsm.route.default, (*inputs.values(), 4, TAPER), test_utils=checks)
+    for valid in (None, torch.rand(3, 5, device=DEVICE) < 0.5):
+        arguments = (*(inputs | {"valid": valid}).values(), 4, TAPER)
+        torch.library.opcheck(torch.ops.nsm.route.default, arguments, test_utils=checks)
 
 
 @pytest.mark.gpu
