@@ -1,8 +1,8 @@
 """The slot scan's kernels on a GPU: `python -m benchmarks.kernels`. Checks, then times; tables, then one line of JSON.
 
 Checks compare outputs, states and every gradient with the chunked form in fp64, by norm. Times are medians of CUDA
-events, at the sizes of training (32 rows of 1,024 tokens) and of prefill (one row of 2K to 131K), beside the chunked form, eager
-and compiled. The last table has each kernel's time beside the time that its bytes need at the bandwidth of a copy, and
+events, at the sizes of training (32 rows of 1,024 tokens) and of prefill (one row of 2K to 131K), beside the chunked
+form, eager and compiled. Each kernel's time stands beside the time that its bytes need at the bandwidth of a copy, and
 that its products need at the rate of a large bf16 product. A part that fails prints its traceback; the rest goes on.
 
 Needs torch, triton and numpy only. `--tiny` runs a small size on a CPU in the interpreter (TRITON_INTERPRET=1).
@@ -103,8 +103,8 @@ CHECKS: dict[str, dict[str, Any]] = {
 def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, float]:
     """Relative error of every tensor: |got - want| / |want|, against fp64 on the same (rounded) inputs.
 
-    Where the exact gradient all but vanishes (steepest decay: every slot holds the same) the error is seen relative to a
-    thousandth of the largest gradient.
+    Where the exact gradient all but vanishes (steepest decay: every slot holds the same) the error is seen relative to
+    a hundredth of the largest gradient.
     """
     torch.manual_seed(0)
     shape = {"heads": HEADS, "slots": SLOTS, "head_dim": HEAD_DIM}
@@ -112,7 +112,7 @@ def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, fl
     d_out, d_state = torch.randn_like(inputs["q"]), torch.randn_like(inputs["state"])
     want = results(slot_scan_chunked, cast(inputs, torch.float64), d_out, d_state)
     got = results(slot_scan_kernel, inputs, d_out, d_state)
-    floor = 1e-3 * float(max(want[name].norm() for name in ("d_q", "d_k", "d_v")))
+    floor = 1e-2 * float(max(want[name].norm() for name in ("d_q", "d_k", "d_v")))
     errors = {}
     for name, tensor in want.items():
         size = tensor.norm().clamp(min=floor if name.startswith("d_") else 1e-30)
@@ -232,8 +232,8 @@ def kernel_costs(rows: int, tokens: int, *, size: int = 2) -> dict[str, tuple[fl
             4 * bank + 2 * inner + 4 * mixed,
         ),
         "chunk_scan_backward_kernel": (2 * state, 0),
-        "chunk_token_backward_kernel": (
-            7 * vector + 3 * slots + 2 * weights + 2 * state,
+        "chunk_bank_backward_kernel": (  # both banks
+            7 * vector + 6 * slots + 2 * weights + 2 * state,
             5 * bank + 5 * inner + 8 * mixed,
         ),
     }

@@ -1,4 +1,5 @@
-"""Backward kernels: the gradients of the chunk states, the scan over chunks in reverse, the gradients of the tokens.
+"""Backward kernels: the gradients of the chunk states, the scan over chunks in reverse, the gradients of the tokens, by
+bank.
 
 Names: `d_x` is the gradient of x. With L the logits, r the read weights, w the write weights and G the running sum of
 the log decays, every use of G is as exp(G_i - G_j), so its gradient is that of each factor times the factor:
@@ -16,6 +17,7 @@ import triton.language as tl
 from nsm_core.ops.slot_scan.kernel_common import (
     bank_offsets,
     decay_factors,
+    decay_to_end,
     load_active,
     load_log_decay,
     load_tokens,
@@ -58,25 +60,25 @@ def chunk_read_backward_kernel(
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Softmax backward: `read_weights`, `d_logits`, the part L dL + r dr of dG (in `d_log_decay`), and `d_states`, the
+    """Softmax backward: `read_weights`, `d_logits`, what L dL + r dr gives to `d_log_decay`, and `d_states`, the
     gradient of the state at each chunk's start through the chunk's own outputs."""
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     first, length, row = locate_chunk(chunk, chunk_table, num_tokens, chunks_per_row, RAGGED)
     operand = q.dtype.element_ty
-    g = load_log_decay(log_decay, active, first, length, row, active_stride, h, H, M, ACTIVE)
+    g = load_log_decay(log_decay, active, 0, first, length, row, active_stride, h, H, M, M, ACTIVE)
     left, right, far_left, far_right, from_start = decay_factors(g)
     right *= write_weight(g)
     near_write, far_write = right.to(operand), (right * far_right).to(operand)
 
-    banks = bank_offsets(chunk, h, H, M, K)
-    queries, keys = load_tokens(q, first, length, h, H, K), load_tokens(k, first, length, h, H, K)
+    banks = bank_offsets(chunk, h, H, M, K, M)
+    queries, keys = load_tokens(q, first, length, h, H, K, K), load_tokens(k, first, length, h, H, K, K)
     bank = tl.load(states + banks).to(operand)
     logits = match_bank(queries, keys, bank, left, near_write, far_write, far_left, from_start, PRECISION)
     read = read_softmax(logits, scale, read_bias, active, first, length, row, active_stride, h, H, M, BIAS, ACTIVE)
-    store_tokens(read_weights, read, first, length, h, H, M)
+    store_tokens(read_weights, read, first, length, h, H, M, M)
 
-    d_outputs = load_tokens(d_out, first, length, h, H, K).to(operand)
-    values = load_tokens(v, first, length, h, H, K)
+    d_outputs = load_tokens(d_out, first, length, h, H, K, K).to(operand)
+    values = load_tokens(v, first, length, h, H, K, K)
     bank = tl.load(states + K + banks).to(operand)
     d_read = match_bank(d_outputs, values, bank, left, near_write, far_write, far_left, from_start, PRECISION)
     weights = tl.trans((read * (left * from_start)).to(operand))
@@ -85,10 +87,11 @@ def chunk_read_backward_kernel(
     d_scaled = read * (d_read - tl.sum(read * d_read, axis=1)[:, None])
     tl.store(d_scale + tl.program_id(0), tl.sum(tl.sum(d_scaled * logits, axis=1), axis=0))
     if BIAS:
-        store_tokens(d_read_bias, d_scaled, first, length, h, H, M)
+        store_tokens(d_read_bias, d_scaled, first, length, h, H, M, M)
     d_scaled *= tl.load(scale + h)
-    store_tokens(d_logits, d_scaled, first, length, h, H, M)
-    store_tokens(d_log_decay, d_scaled * logits + read * d_read, first, length, h, H, M)
+    store_tokens(d_logits, d_scaled, first, length, h, H, M, M)
+    d_total = tl.cumsum(d_scaled * logits + read * d_read, axis=0, reverse=True)
+    store_tokens(d_log_decay, d_total, first, length, h, H, M, M)
     weights = tl.trans((d_scaled * (left * from_start)).to(operand))
     tl.store(d_states + banks, tl.dot(weights, queries, input_precision=PRECISION))
 
@@ -142,41 +145,17 @@ def chunk_scan_backward_kernel(
 
 
 @triton.jit
-def bank_backward(x, y, weights, left, near_write, far_write, far_left, to_end, d_bank, PRECISION: tl.constexpr):
-    """Gradients of one bank, written with y and matched with x: keys with q and dL, values with d_out and r.
-
-    `weights` [CHUNK,M] is dL or r, `to_end` the write weights as of the chunk's end, `d_bank` its gradient there.
-    Returns the weights between tokens, d_y, and d_w: `near` and `far` of the pairs in the chunk, `end` through its end.
-    """
-    near_read = weights.to(tl.float32) * left
-    near_read, far_read = near_read.to(x.dtype), (near_read * far_left).to(x.dtype)
-    mixing = token_weights(near_read, far_read, near_write, far_write, PRECISION).to(x.dtype)
-    d_y = tl.dot(tl.trans(mixing), x, input_precision=PRECISION)
-    d_y += tl.dot(to_end, d_bank, input_precision=PRECISION)
-    end = tl.dot(y, tl.trans(d_bank), input_precision=PRECISION)
-    scores = tl.dot(y, tl.trans(x), input_precision=PRECISION)  # transposed: [j,i]
-    far = tl.dot(scores.to(x.dtype), far_read, input_precision=PRECISION)
-    scores = tl.where(tl.trans(near_mask()), scores, 0.0).to(x.dtype)
-    near = tl.dot(scores, near_read, input_precision=PRECISION)
-    return mixing, d_y, near, far, end
-
-
-@triton.jit
-def chunk_token_backward_kernel(
-    q,
-    k,
-    v,
+def chunk_bank_backward_kernel(
+    x,
+    y,
+    weights,
     log_decay,
     active,
     chunk_table,
     states,
     d_states,
-    d_out,
-    read_weights,
-    d_logits,
-    d_q,
-    d_k,
-    d_v,
+    d_x,
+    d_y,
     d_log_decay,
     num_tokens,
     chunks_per_row,
@@ -184,51 +163,66 @@ def chunk_token_backward_kernel(
     H,
     M: tl.constexpr,
     K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
     RAGGED: tl.constexpr,
     ACTIVE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """d_q, d_k, d_v and all of d_log_decay; `d_states` now holds the gradient of the state at each chunk's end."""
+    """Gradients of one bank, which is written with y: q and keys with dL as `weights`, or d_out and values with r.
+
+    Writes d_y, and d_x of the queries; adds to `d_log_decay`. `d_states` now holds the gradient of the state at each
+    chunk's end. One bank and BLOCK slots at a time: the registers hold no more.
+    """
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     first, length, row = locate_chunk(chunk, chunk_table, num_tokens, chunks_per_row, RAGGED)
-    operand = q.dtype.element_ty
-    g = load_log_decay(log_decay, active, first, length, row, active_stride, h, H, M, ACTIVE)
-    left, right, far_left, far_right, from_start = decay_factors(g)
-    w, total = write_weight(g), tl.sum(g, axis=0)
-    near_write, far_write = (w * right).to(operand), (w * right * far_right).to(operand)
-    decay_to_end = tl.exp(total[None, :] - tl.cumsum(g, axis=0))
-    to_end = (w * decay_to_end).to(operand)
-    banks = bank_offsets(chunk, h, H, M, K)
+    left_tokens, right_tokens = load_tokens(x, first, length, h, H, K, K), load_tokens(y, first, length, h, H, K, K)
+    operand = y.dtype.element_ty
+    left_tokens = left_tokens.to(operand)
+    scores = tl.dot(right_tokens, tl.trans(left_tokens), input_precision=PRECISION)  # [j,i]
+    near_scores = tl.where(tl.trans(near_mask()), scores, 0.0).to(operand)
+    mixing = tl.zeros_like(scores)
+    scores = scores.to(operand)
+    d_left = tl.zeros_like(left_tokens).to(tl.float32)
+    d_right = tl.zeros_like(d_left)
 
-    queries, keys = load_tokens(q, first, length, h, H, K), load_tokens(k, first, length, h, H, K)
-    weights = load_tokens(d_logits, first, length, h, H, M)
-    d_bank, bank = tl.load(d_states + banks), tl.load(states + banks)
-    kept = tl.sum(d_bank * bank, axis=1)
-    mixing, d_keys, near, far, end = bank_backward(
-        queries, keys, weights, left, near_write, far_write, far_left, to_end, d_bank.to(operand), PRECISION
-    )
-    store_tokens(d_k, d_keys, first, length, h, H, K)
-    from_start = (weights.to(tl.float32) * (left * from_start)).to(operand)
-    d_queries = tl.dot(from_start, bank.to(operand), input_precision=PRECISION)
-    d_queries += tl.dot(mixing, keys, input_precision=PRECISION)
-    store_tokens(d_q, d_queries, first, length, h, H, K)
+    for slot in tl.range(0, M, BLOCK, num_stages=1):
+        g = load_log_decay(log_decay, active, slot, first, length, row, active_stride, h, H, M, BLOCK, ACTIVE)
+        left, right, far_left, far_right, from_start = decay_factors(g)
+        w = write_weight(g)
+        near_write, far_write = (w * right).to(operand), (w * right * far_right).to(operand)
+        banks = bank_offsets(chunk, h, H, M, K, BLOCK) + slot * (2 * K)
+        if VALUES:
+            banks += K
 
-    d_outputs = load_tokens(d_out, first, length, h, H, K).to(operand)
-    values, weights = load_tokens(v, first, length, h, H, K), load_tokens(read_weights, first, length, h, H, M)
-    d_bank = tl.load(d_states + K + banks)
-    kept += tl.sum(d_bank * tl.load(states + K + banks), axis=1)
-    _, d_values, near_v, far_v, end_v = bank_backward(
-        d_outputs, values, weights, left, near_write, far_write, far_left, to_end, d_bank.to(operand), PRECISION
-    )
-    store_tokens(d_v, d_values, first, length, h, H, K)
+        # through the chunk's end: token i decays what the chunk started with and what tokens before i wrote
+        bank, d_bank = tl.load(states + banks), tl.load(d_states + banks)
+        kept = tl.exp(tl.sum(g, axis=0)) * tl.sum(d_bank * bank, axis=1)
+        d_bank = d_bank.to(operand)
+        end_decay = decay_to_end(g)
+        d_right = tl.dot((w * end_decay).to(operand), d_bank, d_right, input_precision=PRECISION)
+        d_end = end_decay * tl.dot(right_tokens, tl.trans(d_bank), input_precision=PRECISION)
+        d_decay = tl.cumsum(w * d_end, axis=0) - d_end + kept[None, :]
 
-    # dG of token i counts for the decays of all tokens up to i. Through the chunk's end, token i decays what the chunk
-    # started with and what tokens before i wrote.
-    d_inside = right * (near + near_v + far_right * (far + far_v))
-    d_end = decay_to_end * (end + end_v)
-    d_total = load_tokens(d_log_decay, first, length, h, H, M) - w * d_inside
-    d_decay = tl.cumsum(d_total, axis=0, reverse=True) - (1.0 - w) * d_inside
-    d_decay += tl.cumsum(w * d_end, axis=0) - d_end + (tl.exp(total) * kept)[None, :]
-    if ACTIVE:
-        d_decay = tl.where(load_active(active, row, active_stride, h, M), d_decay, 0.0)
-    store_tokens(d_log_decay, d_decay, first, length, h, H, M)
+        # within the chunk: the gradient of token i's G counts for the decays of all tokens up to i
+        reads = load_tokens(weights + slot, first, length, h, H, M, BLOCK).to(tl.float32) * left
+        if not VALUES:
+            start = (reads * from_start).to(operand)
+            d_left = tl.dot(start, bank.to(operand), d_left, input_precision=PRECISION)
+        near_read, far_read = reads.to(operand), (reads * far_left).to(operand)
+        mixing += token_weights(near_read, far_read, near_write, far_write, PRECISION)
+        d_write = far_right * tl.dot(scores, far_read, input_precision=PRECISION)
+        d_write = right * tl.dot(near_scores, near_read, d_write, input_precision=PRECISION)
+        d_decay -= tl.cumsum(w * d_write, axis=0, reverse=True) + (1.0 - w) * d_write
+
+        d_decay += load_tokens(d_log_decay + slot, first, length, h, H, M, BLOCK)
+        if ACTIVE:
+            d_decay = tl.where(load_active(active + slot, row, active_stride, h, M, BLOCK), d_decay, 0.0)
+        store_tokens(d_log_decay + slot, d_decay, first, length, h, H, M, BLOCK)
+
+    mixing = mixing.to(operand)
+    d_right = tl.dot(tl.trans(mixing), left_tokens, d_right, input_precision=PRECISION)
+    store_tokens(d_y, d_right, first, length, h, H, K, K)
+    if not VALUES:
+        d_left = tl.dot(mixing, right_tokens, d_left, input_precision=PRECISION)
+        store_tokens(d_x, d_left, first, length, h, H, K, K)

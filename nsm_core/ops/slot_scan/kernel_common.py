@@ -31,39 +31,50 @@ def locate_chunk(chunk, chunk_table, num_tokens, chunks_per_row, RAGGED: tl.cons
 
 
 @triton.jit
-def token_offsets(length, H, WIDTH: tl.constexpr):
-    """Offsets [CHUNK,WIDTH] from the chunk's first element in a [tokens,H,WIDTH] tensor; the mask of real tokens."""
-    token = tl.arange(0, CHUNK)[:, None]
-    offsets = token * (H * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    mask = (token < length) & (tl.arange(0, WIDTH)[None, :] < WIDTH)
-    return offsets, mask
+def token_offsets(length, H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets [CHUNK,BLOCK] from the chunk's first element in a [tokens,H,WIDTH] tensor; the mask of real tokens."""
+    token, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
+    return token * (H * WIDTH) + column, (token < length) & (column < WIDTH)
 
 
 @triton.jit
-def load_tokens(x, first, length, h, H, WIDTH: tl.constexpr):
-    """[CHUNK,WIDTH] of a [tokens,H,WIDTH] tensor, zero past the chunk's tokens."""
-    offsets, mask = token_offsets(length, H, WIDTH)
+def load_tokens(x, first, length, h, H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[CHUNK,BLOCK] of a [tokens,H,WIDTH] tensor, zero past the chunk's tokens. `x` points to the first column."""
+    offsets, mask = token_offsets(length, H, WIDTH, BLOCK)
     return tl.load(x + (first * H + h) * WIDTH + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tokens(x, values, first, length, h, H, WIDTH: tl.constexpr):
-    offsets, mask = token_offsets(length, H, WIDTH)
+def store_tokens(x, values, first, length, h, H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, mask = token_offsets(length, H, WIDTH, BLOCK)
     tl.store(x + (first * H + h) * WIDTH + offsets, values.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_active(active, row, active_stride, h, M: tl.constexpr):
-    """[1,M] bool: slots that take part."""
-    return tl.load(active + row * active_stride + h * M + tl.arange(0, M))[None, :] != 0
+def load_active(active, row, active_stride, h, M: tl.constexpr, BLOCK: tl.constexpr):
+    """[1,BLOCK] bool: slots that take part."""
+    return tl.load(active + row * active_stride + h * M + tl.arange(0, BLOCK))[None, :] != 0
 
 
 @triton.jit
-def load_log_decay(log_decay, active, first, length, row, active_stride, h, H, M: tl.constexpr, ACTIVE: tl.constexpr):
-    """[CHUNK,M]; padding and inactive slots neither decay nor write."""
-    g = load_tokens(log_decay, first, length, h, H, M)
+def load_log_decay(
+    log_decay,
+    active,
+    slot,
+    first,
+    length,
+    row,
+    active_stride,
+    h,
+    H,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVE: tl.constexpr,
+):
+    """[CHUNK,BLOCK] of the slots from `slot` on; padding and inactive slots neither decay nor write."""
+    g = load_tokens(log_decay + slot, first, length, h, H, M, BLOCK)
     if ACTIVE:
-        g = tl.where(load_active(active, row, active_stride, h, M), g, 0.0)
+        g = tl.where(load_active(active + slot, row, active_stride, h, M, BLOCK), g, 0.0)
     return g
 
 
@@ -101,6 +112,12 @@ def decay_factors(g):
 
 
 @triton.jit
+def decay_to_end(g):
+    """[CHUNK,M]: decay of a token's write by the chunk's end; summed from there: the small exponents are exact."""
+    return tl.exp(tl.cumsum(g, axis=0, reverse=True) - g)
+
+
+@triton.jit
 def near_mask():
     """[CHUNK,CHUNK] bool: j is not after i and in the same sub-block."""
     i = tl.arange(0, CHUNK)[:, None]
@@ -127,18 +144,18 @@ def read_softmax(
     """Read weights [CHUNK,M] from the unscaled logits."""
     scaled = logits * tl.load(scale + h)
     if BIAS:
-        scaled += load_tokens(read_bias, first, length, h, H, M)
+        scaled += load_tokens(read_bias, first, length, h, H, M, M)
     if ACTIVE:
-        scaled = tl.where(load_active(active, row, active_stride, h, M), scaled, float("-inf"))
+        scaled = tl.where(load_active(active, row, active_stride, h, M, M), scaled, float("-inf"))
     read = tl.exp(scaled - tl.max(scaled, axis=1)[:, None])
     return read / tl.sum(read, axis=1)[:, None]
 
 
 @triton.jit
-def bank_offsets(chunk, h, H, M: tl.constexpr, K: tl.constexpr):
-    """Offsets [M,K] of the key bank in [chunks,H,M,2K]; the value bank lies K further."""
+def bank_offsets(chunk, h, H, M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets [BLOCK,K] of the key bank in [chunks,H,M,2K]; the value bank lies K further."""
     first = (chunk.to(tl.int64) * H + h) * (M * 2 * K)
-    return first + tl.arange(0, M)[:, None] * (2 * K) + tl.arange(0, K)[None, :]
+    return first + tl.arange(0, BLOCK)[:, None] * (2 * K) + tl.arange(0, K)[None, :]
 
 
 @triton.jit

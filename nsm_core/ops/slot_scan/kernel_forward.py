@@ -12,6 +12,7 @@ import triton.language as tl
 from nsm_core.ops.slot_scan.kernel_common import (
     bank_offsets,
     decay_factors,
+    decay_to_end,
     load_log_decay,
     load_tokens,
     locate_chunk,
@@ -45,15 +46,13 @@ def chunk_update_kernel(
     """What a chunk adds to the state by its end (`states` [chunks,H,M,2K]), and its decay (`decays` [chunks,H,M])."""
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     first, length, row = locate_chunk(chunk, chunk_table, num_tokens, chunks_per_row, RAGGED)
-    g = load_log_decay(log_decay, active, first, length, row, active_stride, h, H, M, ACTIVE)
-    total = tl.sum(g, axis=0)
-    to_end = write_weight(g) * tl.exp(total[None, :] - tl.cumsum(g, axis=0))
-    weights = tl.trans(to_end.to(k.dtype.element_ty))
+    g = load_log_decay(log_decay, active, 0, first, length, row, active_stride, h, H, M, M, ACTIVE)
+    weights = tl.trans((write_weight(g) * decay_to_end(g)).to(k.dtype.element_ty))
 
-    slots = states + bank_offsets(chunk, h, H, M, K)
-    tl.store(slots, tl.dot(weights, load_tokens(k, first, length, h, H, K), input_precision=PRECISION))
-    tl.store(slots + K, tl.dot(weights, load_tokens(v, first, length, h, H, K), input_precision=PRECISION))
-    tl.store(decays + (chunk.to(tl.int64) * H + h) * M + tl.arange(0, M), tl.exp(total))
+    slots = states + bank_offsets(chunk, h, H, M, K, M)
+    tl.store(slots, tl.dot(weights, load_tokens(k, first, length, h, H, K, K), input_precision=PRECISION))
+    tl.store(slots + K, tl.dot(weights, load_tokens(v, first, length, h, H, K, K), input_precision=PRECISION))
+    tl.store(decays + (chunk.to(tl.int64) * H + h) * M + tl.arange(0, M), tl.exp(tl.sum(g, axis=0)))
 
 
 @triton.jit
@@ -123,13 +122,13 @@ def chunk_read_kernel(
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     first, length, row = locate_chunk(chunk, chunk_table, num_tokens, chunks_per_row, RAGGED)
     operand = q.dtype.element_ty
-    g = load_log_decay(log_decay, active, first, length, row, active_stride, h, H, M, ACTIVE)
+    g = load_log_decay(log_decay, active, 0, first, length, row, active_stride, h, H, M, M, ACTIVE)
     left, right, far_left, far_right, from_start = decay_factors(g)
     right *= write_weight(g)
     near_write, far_write = right.to(operand), (right * far_right).to(operand)
 
-    slots = states + bank_offsets(chunk, h, H, M, K)
-    queries, keys = load_tokens(q, first, length, h, H, K), load_tokens(k, first, length, h, H, K)
+    slots = states + bank_offsets(chunk, h, H, M, K, M)
+    queries, keys = load_tokens(q, first, length, h, H, K, K), load_tokens(k, first, length, h, H, K, K)
     bank = tl.load(slots).to(operand)
     logits = match_bank(queries, keys, bank, left, near_write, far_write, far_left, from_start, PRECISION)
     read = read_softmax(logits, scale, read_bias, active, first, length, row, active_stride, h, H, M, BIAS, ACTIVE)
@@ -137,7 +136,7 @@ def chunk_read_kernel(
     read *= left
     far_read = (read * far_left).to(operand)
     mixing = token_weights(read.to(operand), far_read, near_write, far_write, PRECISION)
-    result = tl.dot(mixing.to(operand), load_tokens(v, first, length, h, H, K), input_precision=PRECISION)
+    result = tl.dot(mixing.to(operand), load_tokens(v, first, length, h, H, K, K), input_precision=PRECISION)
     bank = tl.load(slots + K).to(operand)
     result += tl.dot((read * from_start).to(operand), bank, input_precision=PRECISION)
-    store_tokens(out, result, first, length, h, H, K)
+    store_tokens(out, result, first, length, h, H, K, K)

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.ops.slot_scan.kernel_backward import (
+    chunk_bank_backward_kernel,
     chunk_read_backward_kernel,
     chunk_scan_backward_kernel,
-    chunk_token_backward_kernel,
 )
 from nsm_core.ops.slot_scan.kernel_forward import chunk_read_kernel, chunk_scan_kernel, chunk_update_kernel
 
 SCAN_ELEMENTS = 512  # state elements a program of the scan carries: small, so that one sequence fills a device
+SLOT_BLOCK = 32  # slots that a program of the bank gradients treats at a time
 SCAN_STAGES = 4  # chunks whose loads are under way while one is computed
 
 
@@ -53,6 +54,7 @@ class Launch:
         if inputs.cu_seqlens is not None:
             self.num_chunks = self.num_tokens // CHUNK_LEN + self.rows  # most that sequences of any lengths need
             self.chunk_table, self.row_chunks = chunks_of_sequences(inputs.cu_seqlens, self.num_chunks)
+        self.slot_block = min(self.slots, SLOT_BLOCK)
         self.grid = (self.num_chunks * self.heads,)
         rows_per_program = max(1, min(self.slots, SCAN_ELEMENTS // (2 * self.head_dim)))
         self.scan_grid = (self.rows * self.heads, self.slots // rows_per_program)
@@ -97,7 +99,7 @@ class Launch:
 def num_warps(kernel: str, slots: int, head_dim: int, dtype: torch.dtype) -> int:
     """Fixed choices instead of autotuning: a cold search costs minutes a model."""
     is_large = max(slots, head_dim) > 64
-    if kernel in ("read_backward", "token_backward"):
+    if kernel in ("read_backward", "bank_backward"):
         return 8
     if kernel == "read":
         return 8 if is_large or dtype == torch.float32 else 4
@@ -206,20 +208,13 @@ def run_backward(inputs: ScanInputs, states: Tensor, decays: Tensor, d_out: Tens
             d_initial=d_initial,
             **launch.scan,
         )
-        chunk_token_backward_kernel[launch.grid](
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
-            states=states,
-            d_states=d_states,
-            d_out=d_out,
-            read_weights=read_weights,
-            d_logits=d_logits,
-            d_q=d_q,
-            d_k=d_k,
-            d_v=d_v,
-            d_log_decay=d_log_decay,
-            **launch.chunk_arguments("token_backward"),
+        shared = {"states": states, "d_states": d_states, "d_log_decay": d_log_decay, "BLOCK": launch.slot_block}
+        shared |= launch.chunk_arguments("bank_backward")
+        chunk_bank_backward_kernel[launch.grid](
+            x=inputs.q, y=inputs.k, weights=d_logits, d_x=d_q, d_y=d_k, VALUES=False, **shared
+        )
+        chunk_bank_backward_kernel[launch.grid](
+            x=d_out, y=inputs.v, weights=read_weights, d_x=None, d_y=d_v, VALUES=True, **shared
         )
     return ScanGradients(
         q=d_q,
