@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,3 +185,33 @@ def test_parse_layout_reads_what_a_state_spec_says() -> None:
 def test_reading_snapshots_needs_no_torch() -> None:
     code = "import sys, nsm_core.state.snapshot; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_packed_snapshot_gives_back_the_same_state_from_fewer_bytes() -> None:
+    layout = (TensorLayout("slots", (64, 64), "float32"),)
+    numbers = (1.0 + index / 7 for index in range(64 * 64))
+    snapshot = Snapshot(make_header(layout=layout), struct.pack("<4096f", *numbers))
+    packed = snapshot.encode(is_packed=True)
+    assert len(packed) < 0.8 * len(snapshot.encode())
+    assert Snapshot.decode(packed) == snapshot
+    assert packed[8] == 2
+    for index in range(0, len(packed), 97):
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(packed[:index] + bytes((packed[index] ^ 1,)) + packed[index + 1 :])
+
+
+def test_what_packs_to_nothing_or_not_at_all_is_left_as_it_is() -> None:
+    assert Snapshot(make_header(), STATE).encode(is_packed=True) == Snapshot(make_header(), STATE).encode()
+    layout = (TensorLayout("slots", (2**20,), "float32"),)
+    zeros = Snapshot(make_header(layout=layout), bytes(2**22))
+    assert zeros.encode(is_packed=True) == zeros.encode()
+
+
+def test_a_packed_state_that_is_not_the_layouts_is_refused() -> None:
+    frame = zstandard.ZstdCompressor().compress(bytes(20))
+    for state in (frame, zstandard.ZstdCompressor().compress(bytes(2**30 // 2**10)), STATE, b"", frame + b"\0"):
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(seal(make_header().to_json(), state, version=2))
+    header = make_header(layout=(TensorLayout("slots", (2**30,), "float32"),)).to_json()
+    with pytest.raises(SnapshotCorrupt, match="do not hold"):
+        Snapshot.decode(seal(header, frame, version=2))
