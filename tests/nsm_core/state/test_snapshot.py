@@ -136,7 +136,7 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=2), "format version 2"),
+        (seal(header_json(), version=3), "format version 3"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),
         (seal(b'{"version":NaN}'), "not JSON"),
