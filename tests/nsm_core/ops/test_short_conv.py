@@ -75,9 +75,9 @@ def check(inputs: dict[str, Any], forward: float = FORWARD_TOLERANCE, gradient: 
         assert relative_error(got, exact) < gradient, name
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 63, 64, 65, 127])
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 64, 65, 127])
 def test_kernels_equal_the_plain_form(num_tokens: int) -> None:
-    check(make_inputs(2, num_tokens, head_dim=64))
+    check(make_inputs(2, num_tokens, heads=1, head_dim=64))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_other_shapes(shape: dict[str, int]) -> None:
 )
 def test_a_document_start_cuts_the_window(reset: list[list[bool]], seed: int) -> None:
     torch.manual_seed(seed)
-    inputs = make_inputs(len(reset), 2 * CHUNK_LEN)
+    inputs = make_inputs(len(reset), 2 * CHUNK_LEN, heads=1)
     starts = torch.tensor(reset, device=DEVICE)
     check(inputs | {"reset": starts})
     inputs["tail"][starts[:, 0]] = torch.nan
@@ -106,11 +106,11 @@ def test_a_document_start_cuts_the_window(reset: list[list[bool]], seed: int) ->
 @pytest.mark.parametrize("num_tokens", [2, 70])
 def test_the_tail_is_taken_at_each_rows_end(num_tokens: int) -> None:
     lengths = torch.tensor([0, 1, 2, num_tokens // 2 + 1, num_tokens], device=DEVICE)
-    check(make_inputs(5, num_tokens) | {"lengths": lengths})
+    check(make_inputs(5, num_tokens, heads=1) | {"lengths": lengths})
 
 
 def test_bf16_in_memory_and_fp32_inside() -> None:
-    inputs = make_inputs(2, 70, head_dim=64, dtype=torch.bfloat16)
+    inputs = make_inputs(1, 70, heads=1, head_dim=64, dtype=torch.bfloat16)
     check(inputs, forward=BF16_TOLERANCE, gradient=BF16_TOLERANCE)
     assert forward_kernel.short_conv_forward(**inputs, reset=None, lengths=None)[0].dtype == torch.bfloat16
 
