@@ -122,7 +122,6 @@ def slot_scan_chunked(
     read_bias: Tensor | None = None,
     active: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    write: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and result as `slot_scan_reference`; T must be a multiple of CHUNK_LEN when `reset` is given."""
     if cu_seqlens is not None:

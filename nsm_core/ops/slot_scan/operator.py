@@ -23,6 +23,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "scale", "state", "initial", "rea
 
 SUPPORTED_HEAD_DIMS = (32, 64, 128)
 SUPPORTED_SLOTS = (16, 32, 64, 128)
+LARGEST_BANK_BYTES = 32768  # fp32 with 128 slots of 128 dimensions would need more shared memory than there is
 
 
 def _named(args: tuple[Tensor | None, ...]) -> dict[str, Any]:
@@ -100,13 +101,12 @@ def _gradients(
 _slot_scan.register_autograd(_gradients, setup_context=_save)
 
 
-def is_supported(q: Tensor, log_decay: Tensor) -> bool:
+def is_supported(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
     """Whether the kernels take these shapes and dtypes."""
-    return (
-        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and q.shape[-1] in SUPPORTED_HEAD_DIMS
-        and log_decay.shape[-1] in SUPPORTED_SLOTS
-    )
+    head_dim, slots = q.shape[-1], log_decay.shape[-1]
+    if q.dtype == torch.float64 or head_dim not in SUPPORTED_HEAD_DIMS or slots not in SUPPORTED_SLOTS:
+        return False
+    return head_dim * slots * _operand_dtype(q, k, v).itemsize <= LARGEST_BANK_BYTES
 
 
 def slot_scan_kernel(

@@ -25,7 +25,6 @@ def slot_scan_reference(
     read_bias: Tensor | None = None,
     active: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    write: Tensor | None = None,
     chunk_len: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """q, k, v [B,T,H,K]; log_decay [B,T,H,M] <= 0; scale [H]; state [B,H,M,2K] (keys beside values).

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN, LOG_DECAY_MIN, slot_scan_chunked
+from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.ops.slot_scan.reference import slot_scan_reference
 from nsm_core.ops.slot_scan.step import slot_step
 from tests.counts import scaled
@@ -29,7 +30,6 @@ def make_inputs(batch: int, num_tokens: int, dtype: torch.dtype, *, decay: str =
         "k": k,
         "v": v,
         "log_decay": log_decay,
-        "write": -torch.expm1(log_decay),
         "scale": torch.rand(HEADS, dtype=dtype) + 0.5,
         "state": torch.randn(batch, HEADS, SLOTS, 2 * HEAD_DIM, dtype=dtype),
     }
@@ -78,14 +78,15 @@ def test_step_equals_reference() -> None:
     want, want_state = slot_scan_reference(**inputs)
     state, outputs = inputs["state"], []
     for t in range(20):
-        token = {name: inputs[name][:, t] for name in ("q", "k", "v", "write")}
-        out, state = slot_step(**token, scale=inputs["scale"], state=state)
+        token = {name: inputs[name][:, t] for name in ("q", "k", "v")}
+        write = -torch.expm1(inputs["log_decay"][:, t])
+        out, state = slot_step(**token, write=write, scale=inputs["scale"], state=state)
         outputs.append(out)
     assert_same((torch.stack(outputs, dim=1), state), (want, want_state))
 
 
 def test_gradients_equal_those_of_the_reference() -> None:
-    names = ("q", "k", "v", "log_decay", "write", "state")
+    names = ("q", "k", "v", "log_decay", "state")
     grads = []
     inputs = make_inputs(1, 100, torch.float64)
     for scan in (slot_scan_reference, slot_scan_chunked):
@@ -96,12 +97,44 @@ def test_gradients_equal_those_of_the_reference() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("num_tokens", [20, 150])
+def test_forms_agree_with_read_bias_and_inactive_slots(num_tokens: int) -> None:
+    inputs = make_inputs(2, num_tokens, torch.float64)
+    inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
+    inputs["active"] = torch.rand(2, HEADS, SLOTS) < 0.6
+    want = slot_scan_reference(**inputs)
+    assert_same(slot_scan_chunked(**inputs), want)
+    assert want[1][~inputs["active"]].equal(inputs["state"][~inputs["active"]])
+    poisoned = inputs["state"].masked_fill(~inputs["active"][..., None], 1e6)
+    assert slot_scan_reference(**{**inputs, "state": poisoned})[0].equal(want[0])
+    everywhere = {**inputs, "active": inputs["active"][0]}
+    assert_same(slot_scan_chunked(**everywhere), slot_scan_reference(**everywhere))
+
+
+def test_sequences_end_to_end_are_sequences_alone() -> None:
+    lengths = [1, 64, 0, 65, 70]
+    inputs = make_inputs(1, 200, torch.float64)
+    inputs["state"] = torch.randn(5, *inputs["state"].shape[1:], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    want, want_state = slot_scan_reference(**inputs, cu_seqlens=cu_seqlens)
+    assert_same(slot_scan(**inputs, cu_seqlens=cu_seqlens), (want, want_state))
+    tokens = {name: inputs[name][:, -70:] for name in ("q", "k", "v", "log_decay")}
+    last, last_state = slot_scan_reference(**tokens, scale=inputs["scale"], state=inputs["state"][4:])
+    assert_same((last, last_state), (want[:, -70:], want_state[4:]))
+    assert want_state[2].equal(inputs["state"][2])
+
+
+def test_sequences_exclude_resets_and_several_rows() -> None:
+    inputs = make_inputs(2, 64, torch.float64)
+    with pytest.raises(ValueError, match="one row and no reset"):
+        slot_scan(**inputs, cu_seqlens=torch.tensor([0, 64]))
+
+
 def test_full_overwrite_of_slots_in_turn_is_sliding_window_attention() -> None:
     """The state can hold the key-value cache of M tokens: one-hot writes of weight 1 make the read exact attention."""
     num_tokens = 3 * SLOTS
     inputs = make_inputs(1, num_tokens, torch.float64)
     one_hot = torch.eye(SLOTS, dtype=torch.float64).repeat(3, 1)[None, :, None, :].expand(1, -1, HEADS, -1)
-    inputs["write"] = one_hot
     inputs["log_decay"] = torch.where(one_hot > 0, -torch.inf, 0.0)
     out, _ = slot_scan_reference(**inputs)
     t = num_tokens - 1
