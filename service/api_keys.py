@@ -33,6 +33,7 @@ class TenantLimits(BaseModel):
 
     `requests_per_s` and `burst`: HTTP requests. `max_concurrent`: requests to the engine that run or wait, those of
     turns whose client has left included. These count in each server process, the other two in the store.
+    `prefix_cache`: whether stateless requests keep states and start from them (docs/prefixes.md).
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -42,6 +43,7 @@ class TenantLimits(BaseModel):
     max_concurrent: int | None = Field(default=None, ge=1)
     max_sessions: int | None = Field(default=None, ge=0)
     max_stored_bytes: int | None = Field(default=None, ge=0)
+    prefix_cache: bool = True
 
     @model_validator(mode="after")
     def _burst_has_a_rate(self) -> TenantLimits:

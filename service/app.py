@@ -23,6 +23,10 @@ from service.errors import handle
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
 from service.middleware import Body, CatchErrors, Gate, RequestContext
+from service.prefix_resume import PrefixResume
+from service.prefixes.base import PrefixStore
+from service.prefixes.factory import bounds_of
+from service.prefixes.memory import MemoryPrefixStore
 from service.prompts import PromptEncoder
 from service.records.factory import records_beside
 from service.routes import (
@@ -49,8 +53,12 @@ DISTRIBUTION = "nsm-serve"
 ROUTES = (completions, chat, responses, conversations, sessions, streams, models, tokenize, health, metrics)
 
 
-def create_app(settings: Settings, backend: InferenceBackend, store: SessionStore) -> FastAPI:
-    """An application that starts and stops `backend` and `store` with itself. Its parts are at `app.state.services`.
+def create_app(
+    settings: Settings, backend: InferenceBackend, store: SessionStore, prefixes: PrefixStore | None = None
+) -> FastAPI:
+    """An application that starts and stops what it is given with itself. Its parts are at `app.state.services`.
+
+    `prefixes`: None for some that end with the application.
 
     Raises ConfigError when the file of API keys cannot be used.
     """
@@ -69,6 +77,11 @@ def create_app(settings: Settings, backend: InferenceBackend, store: SessionStor
         metrics=collected,
         lifecycle=lifecycle,
         prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
+        prefix_resume=PrefixResume(
+            backend,
+            (prefixes or MemoryPrefixStore(bounds_of(settings))) if settings.prefix_cache else None,
+            collected,
+        ),
         turns=Turns(
             backend,
             store,
@@ -120,6 +133,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.store.open()
         await stack.enter_async_context(sweeping(services.store))
         await stack.enter_async_context(sweeping(services.records))
+        await stack.enter_async_context(services.prefix_resume.running())
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()
         stack.push_async_callback(services.background.drain)

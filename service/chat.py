@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from nsm_core.chat_template import ChatTemplate, get_template
+from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.tokenizer import Tokenizer
 from service.choices import Delta, ScoredToken
@@ -107,6 +107,13 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     )  # fmt: skip
     prompt = await services.prompts.fresh(body.text(template), param="messages")
     envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    start = await services.prefix_resume.start(
+        tenant,
+        prompt.ids,
+        max_tokens=sampling.max_tokens,
+        next_text=lambda answer: _next_text(template, body, answer),
+        is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
+    )
     requests = [
         GenerationRequest(
             request_id=f"{envelope.id}-{choice_index}",
@@ -118,5 +125,19 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     ]
     services.metrics.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
     permit = services.tenants.enter(tenant, len(requests))
-    run = Run(services.backend, services.metrics, requests, permit=permit, arrival=arrival.time, is_stream=body.stream)
+    run = Run(
+        services.backend,
+        services.metrics,
+        [start.apply(request) for request in requests],
+        permit=permit,
+        arrival=arrival.time,
+        is_stream=body.stream,
+        keeps=[start.keep] * len(requests),
+    )
     return Chat(run, body, template, tokenizer, envelope)
+
+
+def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
+    """What the chat's next prompt begins with if the client sends the answer back as it got it."""
+    said = ChatMessage("assistant", answer.removeprefix(template.answer_prefix))
+    return template.render([*(message.to_core() for message in body.messages), said, ChatMessage("user", "")])

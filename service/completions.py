@@ -14,6 +14,7 @@ from service.choices import Delta, ScoredToken
 from service.deps import Arrival, Services
 from service.generation import Run, choice_limit, ends_of
 from service.openai_format import Envelope, LegacyLogprobs, finish_reason, usage
+from service.prefix_resume import Start
 from service.prompts import Prompt
 from service.schemas.common import check_n
 from service.schemas.completions import CompletionBody
@@ -122,6 +123,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     )
     encoder = services.prompts
     prompts = [await encoder.fresh(text) if isinstance(text, str) else encoder.verbatim(text) for text in texts]
+    starts = [await _start(services, tenant, body, *pair) for pair in zip(texts, prompts, strict=True)]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
     requests = _requests(body, prompts, sampling, envelope.id, deadline)
@@ -129,26 +131,37 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     run = Run(
         services.backend,
         services.metrics,
-        requests,
+        [starts[number // body.n].apply(request) for number, request in enumerate(requests)],
         permit=services.tenants.enter(tenant, len(requests)),
         arrival=arrival.time,
         is_stream=body.stream,
         is_score_only=body.is_score_only,
+        keeps=[start.keep for start in starts for _ in range(body.n)],
     )
     return Completion(run, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
+
+
+async def _start(services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt) -> Start:
+    """Where a prompt starts; scores are those of the whole prompt, so it is read as a whole."""
+    return await services.prefix_resume.start(
+        tenant,
+        prompt.ids,
+        max_tokens=body.max_tokens,
+        next_text=(lambda answer: text + answer) if isinstance(text, str) else None,
+        is_wanted=body.cache_prompt and not body.wants_scores and services.tenants.may_cache_prefixes(tenant),
+    )
 
 
 def _requests(
     body: CompletionBody, prompts: Sequence[Prompt], sampling: SamplingParams, request_id: str, deadline: float
 ) -> list[GenerationRequest]:
     """Every prompt's choices in turn: choice k of prompt p has index p * n + k."""
-    wants_scores = body.echo and (body.logprobs is not None or body.is_score_only)
     return [
         GenerationRequest(
             request_id=f"{request_id}-{number}-{choice_index}",
             prompt_ids=prompt.ids,
             sampling=dataclasses.replace(sampling, choice_index=choice_index),
-            prompt_logprobs=(body.logprobs or 0) if wants_scores else None,
+            prompt_logprobs=(body.logprobs or 0) if body.wants_scores else None,
             deadline=deadline,
         )
         for number, prompt in enumerate(prompts)

@@ -16,6 +16,7 @@ from service.backends.base import InferenceBackend
 from service.background import Background
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
+from service.prefix_resume import PrefixResume
 from service.prompts import PromptEncoder
 from service.records.base import RecordStore
 from service.sessions.base import SessionStore
@@ -36,6 +37,7 @@ class Services:
     metrics: Metrics
     lifecycle: Lifecycle
     prompts: PromptEncoder
+    prefix_resume: PrefixResume
     turns: Turns
     tenants: Tenants
     records: RecordStore

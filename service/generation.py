@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, PromptScored
+from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, PromptScored, PromptState
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
 from service.choices import ChoiceView, Delta
@@ -21,11 +21,12 @@ MAX_CHOICES = 128
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """One admitted request."""
+    """One admitted request. `keep`: what gets the states that the request was asked to send."""
 
     generation: Generation
     record: RequestRecord
     is_score_only: bool
+    keep: Callable[[PromptState | EndState], None] | None = None
     is_scored: bool = False
     finished: Finished | None = None
 
@@ -47,19 +48,21 @@ class Run:
         arrival: float,
         is_stream: bool,
         is_score_only: bool = False,
+        keeps: Sequence[Callable[[PromptState | EndState], None] | None] = (),
     ) -> None:
         """Submits all requests or none. Raises what `submit` raises. `permit` is left when the run is.
 
-        `is_score_only`: end each request when its prompt is scored, before any token is sampled.
+        `is_score_only`: end each request when its prompt is scored, before any token is sampled. `keeps`: for each
+        request what gets its states, or nothing at all.
         """
         self.choices: list[Choice] = []
         self._permit = permit
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
         try:
-            for request in requests:
+            for request, keep in zip(requests, keeps or [None] * len(requests), strict=True):
                 generation = backend.submit(request)
-                self.choices.append(Choice(generation, metrics.start_request(arrival=arrival), is_score_only))
+                self.choices.append(Choice(generation, metrics.start_request(arrival=arrival), is_score_only, keep))
         except BaseException:
             self.cancel()
             raise
@@ -130,6 +133,12 @@ class Run:
         async for event in choice.generation.events():
             if isinstance(event, Finished):
                 choice.finished = event = settle(event, choice)
+                if event.end_state is not None and choice.keep is not None:
+                    choice.keep(event.end_state)
+            elif isinstance(event, PromptState):
+                if choice.keep is not None:
+                    choice.keep(event)
+                continue
             elif isinstance(event, PromptScored):
                 choice.is_scored = True
                 if choice.is_score_only:

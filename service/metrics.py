@@ -25,6 +25,11 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 # hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer
 Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
+# hit: started from a stored state; miss: none fits; short: too few tokens; off: not wanted; corrupt: not used, removed;
+# unavailable: the store did not answer
+PrefixOutcome = Literal["hit", "miss", "short", "off", "corrupt", "unavailable"]
+# other_ids: the answer's text has other ids than were sampled; dropped: too many at once, or the store rests
+PrefixKept = Literal["stored", "other_ids", "dropped", "failed"]
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
 Rejection = Literal["invalid_api_key", "rate_limit", "concurrency_limit", "session_quota", "byte_quota"]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -38,6 +43,7 @@ class Metrics:
         self.registry.register(EngineCollector(backend))
         self._register_requests()
         self._register_sessions()
+        self._register_prefixes()
 
     def watch_redis_pool(self, num_in_use: Callable[[], int]) -> None:
         """For servers whose sessions are in Redis."""
@@ -128,6 +134,26 @@ class Metrics:
         )
         self._detached = Gauge("nsm_turns_detached", "Turns that go on without their client.", registry=registry)
 
+    def _register_prefixes(self) -> None:
+        registry = self.registry
+        self._prefix_resume = Counter(
+            "nsm_prefix_resume_total", "Stateless prompts by where they started from.", ["outcome"], registry=registry
+        )
+        self._prefix_queries = Counter(
+            "nsm_prefix_cache_queries_total", "Tokens of prompts that a stored beginning was looked for.",
+            registry=registry,
+        )  # fmt: skip
+        self._prefix_hits = Counter(
+            "nsm_prefix_cache_hits_total", "Tokens of these prompts that a stored state covered.", registry=registry
+        )
+        self._prefix_fetch = Histogram(
+            "nsm_prefix_fetch_seconds", "Looking for a stored beginning.", buckets=SECONDS, registry=registry
+        )
+        self._prefix_kept = Counter(
+            "nsm_prefix_kept_total", "States of stateless requests, by what became of them.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+
     def start_request(self, *, arrival: float) -> RequestRecord:
         """For every request that the engine admitted; `arrival` is a `time.monotonic()` reading."""
         return RequestRecord(self, arrival)
@@ -152,6 +178,17 @@ class Metrics:
     def state_committed(self, seconds: float, *, num_bytes: int) -> None:
         self._state_commit.observe(seconds)
         self._state_bytes.observe(num_bytes)
+
+    def prefix_resume(self, outcome: PrefixOutcome) -> None:
+        self._prefix_resume.labels(outcome).inc()
+
+    def prefix_looked_up(self, seconds: float, *, num_tokens: int, num_resumed: int) -> None:
+        self._prefix_fetch.observe(seconds)
+        self._prefix_queries.inc(num_tokens)
+        self._prefix_hits.inc(num_resumed)
+
+    def prefix_kept(self, outcome: PrefixKept) -> None:
+        self._prefix_kept.labels(outcome).inc()
 
     def commit_conflict(self) -> None:
         self._commit_conflict.inc()

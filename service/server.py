@@ -22,6 +22,7 @@ from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
 from service.deps import Services
+from service.prefixes.factory import make_prefix_store
 from service.sessions.factory import make_store
 from service.settings import Settings
 
@@ -37,7 +38,7 @@ def run(settings: Settings) -> None:
     configure_logging(settings.log_level)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
-        app = create_app(settings, make_backend(settings), make_store(settings))
+        app = create_app(settings, make_backend(settings), make_store(settings), make_prefix_store(settings))
         config = uvicorn_config(app)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(serve(app, config, sock))

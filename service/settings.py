@@ -58,6 +58,11 @@ class Settings(BaseSettings):
     turn_records: int = Field(default=16, ge=1, le=1024)  # of each session: the newest turns, for retries and readers
     grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
 
+    prefix_cache: bool = True  # stateless requests start from stored states of earlier ones
+    prefix_cache_mb: int = Field(default=512, ge=1, le=2**20)  # MiB that these take in all
+    prefix_cache_tenant_mb: int | None = Field(default=None, ge=1)  # MiB of each tenant; None: as much as of all
+    prefix_cache_ttl_s: float = Field(default=3_600.0, ge=1.0, le=2_592_000.0)  # since a state was last used
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False  # prompt text in the log; off: never
 

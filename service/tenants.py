@@ -120,6 +120,10 @@ class Tenants:
         self._running[tenant] += num_requests
         return Permit(self._running, tenant, num_requests)
 
+    def may_cache_prefixes(self, tenant: str) -> bool:
+        """Whether the operator lets this tenant's stateless requests keep states and start from them."""
+        return self._limits(tenant).prefix_cache
+
     async def check_stored_bytes(self, tenant: str) -> None:
         """To be asked before a turn, so that no text is made that cannot be kept. Raises QuotaExceeded.
 

@@ -15,6 +15,7 @@ from nsm_core.engine.request import (
     FinishReason,
     GenerationRequest,
     PromptScored,
+    PromptState,
     TokenEvent,
     TokenLogprob,
 )
@@ -169,9 +170,15 @@ class FakeGeneration:
     async def events(self) -> AsyncIterator[Event]:
         backend, request = self._backend, self._request
         decoder = IncrementalDecoder(backend.tokenizer)
-        sampled: list[int] = []
+        sampled = list(request.sampled_ids)
+        for token_id in sampled:
+            decoder.feed(token_id)
         if request.prompt_logprobs is not None:
             yield PromptScored(logprobs=(None, *(self._logprob(token_id) for token_id in request.prompt_ids[1:])))
+        before = request.resume.state if request.resume else bytes(STATE_BYTES)
+        for place in request.keep_states_at:
+            state = feed_state(before, request.prompt_ids[:place])
+            yield PromptState(position=int.from_bytes(state[32:], "little"), state=state)
         while True:
             reason = await self._reason_to_end(sampled)
             if reason is not None:

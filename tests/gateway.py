@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
+from service.prefixes.base import PrefixStore
 from service.sessions.base import SessionStore
 from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
@@ -40,10 +41,17 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    backend: InferenceBackend, *, is_live: bool = False, store: SessionStore | None = None, **settings: Any
+    backend: InferenceBackend,
+    *,
+    is_live: bool = False,
+    store: SessionStore | None = None,
+    prefixes: PrefixStore | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """`is_live`: behind a real uvicorn. `store`: None for one in memory. Settings not named are the defaults."""
-    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, store or MemorySessionStore())
+    """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
+    the defaults.
+    """
+    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, store or MemorySessionStore(), prefixes)
     async with contextlib.AsyncExitStack() as stack:
         if is_live:
             url = await stack.enter_async_context(serving(app))

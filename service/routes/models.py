@@ -44,6 +44,7 @@ def model_object(services: Services) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "num_parameters": model.num_parameters,
         "chat_template": model.chat_template,
+        "prefix_cache": services.prefix_resume.is_on,
         "limits": {
             "max_prompt_tokens": services.settings.max_prompt_tokens,
             "max_tokens": services.settings.max_tokens_limit,

@@ -79,6 +79,9 @@ class ChatBody(SamplingFields):
     top_logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}; needs logprobs: true")
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_prompt: bool = Field(
+        default=True, description="start from a stored state of the prompt's beginning, and keep such states"
+    )
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatBody:

@@ -38,6 +38,9 @@ class CompletionBody(SamplingFields):
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_prompt: bool = Field(
+        default=True, description="start from a stored state of the prompt's beginning, and keep such states"
+    )
 
     @field_validator("prompt", mode="after")
     @classmethod
@@ -64,6 +67,11 @@ class CompletionBody(SamplingFields):
     def is_score_only(self) -> bool:
         """The prompt is scored and nothing is generated."""
         return self.echo and self.max_tokens == 0
+
+    @property
+    def wants_scores(self) -> bool:
+        """The prompt's own log-probabilities are asked for."""
+        return self.echo and (self.logprobs is not None or self.is_score_only)
 
     @property
     def has_usage_chunk(self) -> bool:

@@ -20,13 +20,13 @@ from tests.raw_http import connect
 PATH = "/v1/completions"
 
 
-def random_backend(tokenizer: Tokenizer, **limits: int) -> LocalBackend:
+def random_backend(tokenizer: Tokenizer, *, fingerprint: str = "random", **limits: int) -> LocalBackend:
     model = RandomModel()
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=model.config,
-        fingerprint="random",
+        fingerprint=fingerprint,
         numerics="cpu/fp32/test",
         name="random",
         created=1_700_000_000,
