@@ -82,12 +82,11 @@ class Turn:
     `identity`, `digest`: see TurnStart.
     """
 
-    is_replay = False
-
     def __init__(self, metrics: Metrics, *, detached_s: float, identity: str | None = None, digest: str = "") -> None:
         self.identity = identity
         self.digest = digest
         self.turn_id = ""  # until it has begun
+        self.is_replay = False
         self.framing: Mapping[str, Any] = {}
         self.begun = asyncio.Event()  # or refused
         self.ended = asyncio.Event()

@@ -14,7 +14,7 @@ from service.reframing import Reframer
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.turn_records import TurnRecord
 from service.stored_turns import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
-from service.turn import Follower, Turn, TurnEnd, TurnEvent
+from service.turn import Turn, TurnEnd, TurnEvent
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
 TOKENS_AT_ONCE = 256  # of a finished turn; then others get the event loop
@@ -56,7 +56,7 @@ class TurnFollower:
         self._session_id = session_id
         self._record = record
         self._take_over = take_over
-        self._taken: Follower | None = None
+        self._taken: Turn | None = None
         self._num_chunks = 0
         self._reframer: Reframer | None = None
         if record.request:
@@ -120,8 +120,8 @@ class TurnFollower:
 
     async def _taken_events(self, turn: Turn) -> AsyncGenerator[TurnEvent, None]:
         """What comes after the events that were given out already."""
-        self._taken = turn.follow()
-        async for event in self._taken.events():
+        self._taken = turn
+        async for event in turn.events():
             if isinstance(event, TurnEnd):
                 self.end, self.rebuilt, self.other_numerics = event, turn.rebuilt, turn.other_numerics
             if not isinstance(event, TokenEvent) or event.index > self._num_tokens:

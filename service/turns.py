@@ -102,7 +102,10 @@ class Turns:
                     return await self._begin(turn, held, request)
                 _require_same(record.digest, request)
                 if record.status == "running":
-                    return await self._go_on(turn, held, record)
+                    turn.is_replay = True
+                    await self._go_on(turn, held, record)
+                    self._metrics.turn_replayed()
+                    return turn
         except SessionBusy:
             known = await self._known_elsewhere(request)
             if known is None:

@@ -236,6 +236,7 @@ async def test_a_cancel_reaches_the_holder(store: SessionStore) -> None:
     found = await store.cancel_turn(**KEY)
     assert found is not None
     assert (found.turn_id, found.status, found.is_cancel_wanted) == ("t1", "running", True)
+    assert 0 < found.lease_left_s <= LEASE_S
     assert (await get(store)).is_cancel_wanted
     assert await store.append_turn(lease, "t1", index=0, chunk=b"x")
     with pytest.raises(NotFound):
