@@ -33,7 +33,9 @@ from service.sessions.records import (
     require_sound,
     require_version,
     session_busy,
+    sound,
 )
+from service.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot
 from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 
@@ -47,10 +49,12 @@ class _Record:
     holder: str | None = None
     lease_expires_at: float = 0.0
     turns: MemoryTurns = dataclasses.field(default_factory=MemoryTurns)
+    kept: dict[KeptSnapshot, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return self.head.snapshot_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turns.num_bytes
+        kept_bytes = sum(one.num_bytes for one in self.kept)
+        return self.head.snapshot_bytes + kept_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turns.num_bytes
 
     def is_leased(self, now: float) -> bool:
         return self.holder is not None and now < self.lease_expires_at
@@ -181,7 +185,7 @@ class MemorySessionStore:
             fence=record.fence,
             expires_at=record.lease_expires_at,
         )
-        return LeasedSession(lease=lease, stored=checked(record.head, record.snapshot))
+        return LeasedSession(lease=lease, stored=checked(record.head, record.snapshot), kept=tuple(record.kept))
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         now = self._clock()
@@ -208,10 +212,14 @@ class MemorySessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
     ) -> SessionHead:
         now = self._clock()
         record = self._writable(lease, expected_version, now)
         record.turns.end_running(turn, now)
+        record.kept = {one: raw for one, raw in record.kept.items() if one.version in keep.stay}
+        if keep.joins is not None:
+            record.kept[keep.joins] = keep.snapshot
         record.log += new_ids
         mark = LogMark(version=expected_version + 1, num_log_tokens=len(record.log), num_sampled=num_sampled, seed=seed)
         record.marks += (mark,)
@@ -233,6 +241,8 @@ class MemorySessionStore:
         record = self._writable(lease, expected_version, now)
         record.turns.end_running(None, now)
         record.log = record.log[:num_log_tokens]
+        end = num_log_tokens if model_fingerprint == record.head.model_fingerprint else 0
+        record.kept = {one: raw for one, raw in record.kept.items() if one.position <= end}
         mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
         record.marks = (*(old for old in record.marks if old.num_log_tokens <= num_log_tokens), mark)
         return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
@@ -242,6 +252,13 @@ class MemorySessionStore:
 
     async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
         return self._record(tenant, session_id, self._clock()).marks
+
+    async def list_kept(self, *, tenant: str, session_id: str) -> tuple[KeptSnapshot, ...]:
+        return tuple(self._record(tenant, session_id, self._clock()).kept)
+
+    async def load_kept(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+        kept = self._record(tenant, session_id, self._clock()).kept
+        return sound(next((raw for one, raw in kept.items() if one.version == version), None))
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         self._record(tenant, session_id, self._clock())
@@ -311,7 +328,8 @@ class MemorySessionStore:
     async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
         now = self._clock()
         record = self._record(tenant, session_id, now)
-        return record.turns.cancel(is_held=record.is_leased(now), now=now)
+        found = record.turns.cancel(is_held=record.is_leased(now), now=now)
+        return found and dataclasses.replace(found, lease_left_s=record.lease_left_s(now))
 
     def _record(self, tenant: str, session_id: str, now: float) -> _Record:
         record = self._records.get((tenant, session_id))

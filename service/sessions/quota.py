@@ -33,6 +33,7 @@ class QuotaStore:
         self.forget_turn, self.get_turn, self.cancel_turn = store.forget_turn, store.get_turn, store.cancel_turn
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list
         self.list_tenants = store.list_tenants
+        self.list_kept, self.load_kept = store.list_kept, store.load_kept
         self.usage, self.remove_expired, self.check_writable = store.usage, store.remove_expired, store.check_writable
 
     async def create(

@@ -81,6 +81,16 @@ def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
     return StoredSession(head=head, snapshot=raw)
 
 
+def sound(raw: bytes | None) -> bytes | None:
+    """What `load_kept` answers with: `raw`, or None where it is not what was stored."""
+    if raw is not None:
+        try:
+            verify(raw)
+        except SnapshotCorrupt:
+            return None
+    return raw
+
+
 @contextlib.contextmanager
 def naming(session_id: str) -> Iterator[None]:
     """Damage found inside is told with the session's id, so that an operator knows where to look."""

@@ -42,6 +42,7 @@ from service.sessions.records import (
 from service.sessions.redis_checks import check_server
 from service.sessions.redis_client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.sessions.redis_index import IndexEntry, TenantIndex
+from service.sessions.redis_kept import RedisKept
 from service.sessions.redis_keys import Keyspace
 from service.sessions.redis_records import (
     MICROSECONDS,
@@ -52,6 +53,7 @@ from service.sessions.redis_records import (
     decode_mark,
     encode_mark,
     encode_metadata,
+    keep_fields,
     lease_fields,
     lease_of,
     optional_us,
@@ -60,6 +62,7 @@ from service.sessions.redis_records import (
 from service.sessions.redis_scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
 from service.sessions.redis_turns import RedisTurns
 from service.sessions.redis_url import RedisAddress
+from service.sessions.retention import KEEP_NONE, Keeping
 from service.sessions.turn_records import EndedTurn
 
 Result = TypeVar("Result")
@@ -78,6 +81,8 @@ class RedisSessionStore:
         turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        kept = RedisKept(self.client, self.keys)
+        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
 
     def num_connections_in_use(self) -> int:
         return self.client.num_in_use
@@ -193,7 +198,8 @@ class RedisSessionStore:
         session = checked(stored.head, raw)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
             session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
-        return LeasedSession(lease=lease_of(stored, holder), stored=session)
+        kept = tuple(slot.snapshot for slot in stored.kept)
+        return LeasedSession(lease=lease_of(stored, holder), stored=session, kept=kept)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         status, answer = await self._transition(
@@ -218,10 +224,12 @@ class RedisSessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
     ) -> SessionHead:
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
         values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids), *record)
-        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), values, snapshot)
+        args = (*values, *keep_fields(keep))
+        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), args, snapshot, keep)
 
     async def rewind(
         self,
@@ -247,12 +255,20 @@ class RedisSessionStore:
         mark: tuple[object, ...],
         values: tuple[object, ...],
         snapshot: bytes | None,
+        keep: Keeping = KEEP_NONE,
     ) -> SessionHead:
         """A commit or a rewind."""
         nonce = _nonce()
         args = (*lease_fields(lease), expected_version, nonce, *mark, *values)
         status, answer = await self._transition(
-            script, lease.tenant, lease.session_id, args, nonce=nonce, snapshot=snapshot, patience_s=COMMIT_PATIENCE_S
+            script,
+            lease.tenant,
+            lease.session_id,
+            args,
+            nonce=nonce,
+            snapshot=snapshot,
+            kept=keep.snapshot,
+            patience_s=COMMIT_PATIENCE_S,
         )
         stored = _require_head(answer, lease.tenant, lease.session_id)
         head = stored.head
@@ -354,6 +370,7 @@ class RedisSessionStore:
         *,
         nonce: str = "",
         snapshot: bytes | None = None,
+        kept: bytes = b"",
         patience_s: float = PATIENCE_S,
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
@@ -362,6 +379,8 @@ class RedisSessionStore:
         async def work(attempt: Attempt) -> tuple[str, Any]:
             if snapshot is not None:
                 await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
+            if kept:
+                await attempt.command("SET", keys.staged_kept(nonce), kept, "EX", STAGED_S)
             status, *answer = await attempt.script(script, keys.all(nonce), *args)
             if status == b"unstaged":  # lost with a server that failed in between
                 raise TryAgainError("the staged snapshot is gone")

@@ -1,6 +1,7 @@
 -- Put before every script of a session. KEYS: head (hash), log (list of chunks: 8 letters of their SHA-1, then
 -- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
--- under a short expiry), turns and tail (see redis_turns.lua).
+-- under a short expiry), turns and tail (see redis_turns.lua), staged older snapshot, and the slots of older snapshots.
+-- Which slot holds what is in the head: "slot:version:position:bytes", joined by commas, oldest first.
 -- Times are microseconds of this server's clock: whole numbers, which a double keeps exactly.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
@@ -35,6 +36,33 @@ local function append_log(ids)
   if #ids > 0 then redis.call('RPUSH', log_key, sealed(ids)) end
 end
 
+local staged_kept_key = KEYS[8]
+
+local function kept_key(slot)
+  return KEYS[8 + slot]
+end
+
+local function read_kept(head)
+  local kept = {}
+  for slot, version, position, bytes in string.gmatch(head.kept or '', '(%d+):(%d+):(%d+):(%d+)') do
+    kept[#kept + 1] = {slot = tonumber(slot), version = version, position = position, bytes = bytes}
+  end
+  return kept
+end
+
+-- Those that `stays` says no to are gone after this. The field for the head.
+local function thin_kept(head, stays)
+  local left = {}
+  for _, one in ipairs(read_kept(head)) do
+    if stays(one) then
+      left[#left + 1] = table.concat({one.slot, one.version, one.position, one.bytes}, ':')
+    else
+      redis.call('UNLINK', kept_key(one.slot))
+    end
+  end
+  return table.concat(left, ',')
+end
+
 local function holds_lease(head, created_us, fence, holder)
   return head.created_us == created_us and head.fence == fence and head.holder == holder
 end
@@ -43,7 +71,9 @@ end
 local function keep_alive(head)
   local is_forever = head.expires_us == ''
   local until_us = math.max(tonumber(head.expires_us) or 0, tonumber(head.lease_us) or 0)
-  for _, key in ipairs({head_key, log_key, marks_key, snapshot_key}) do
+  local keys = {head_key, log_key, marks_key, snapshot_key}
+  for _, one in ipairs(read_kept(head)) do keys[#keys + 1] = kept_key(one.slot) end
+  for _, key in ipairs(keys) do
     if is_forever then
       redis.call('PERSIST', key)
     else

@@ -9,7 +9,7 @@ if head then
 end
 local snapshot_bytes, ids = tonumber(ARGV[11]), ARGV[13]
 if snapshot_bytes > 0 and redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
-redis.call('UNLINK', log_key, marks_key, snapshot_key, KEYS[6], KEYS[7])
+redis.call('UNLINK', log_key, marks_key, snapshot_key, unpack(KEYS, 6))
 if snapshot_bytes > 0 then redis.call('RENAME', staged_key, snapshot_key) end
 append_log(ids)
 for mark in string.gmatch(ARGV[14], '[^\n]+') do redis.call('RPUSH', marks_key, mark) end
@@ -20,6 +20,6 @@ write_head(head, {
   expires_us = renewed_expiry(head, tonumber(ARGV[4])), version = ARGV[9], position = ARGV[10],
   num_log_tokens = whole(#ids / 4), snapshot_bytes = ARGV[11], snapshot_checksum = ARGV[12],
   fence = '0', holder = '', lease_nonce = '', lease_us = '0', commit_nonce = '',
-  turn_bytes = '0', turns_us = '0',
+  turn_bytes = '0', turns_us = '0', kept = '',
 })
 return answer('ok')

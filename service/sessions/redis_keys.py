@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
+from service.sessions.retention import MAX_KEPT
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys of one session, in the scripts' order but for the staged snapshot, which has a name for each call."""
+    """The keys of one session, in the scripts' order but for what is staged, which has a name for each call.
+
+    `kept`: the slots for older snapshots.
+    """
 
     head: str
     log: str
@@ -17,12 +22,17 @@ class SessionKeys:
     stage: str  # prefix
     turns: str
     tail: str
+    kept: tuple[str, ...]
 
     def all(self, nonce: str) -> tuple[str, ...]:
-        return (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
+        first = (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
+        return (*first, self.staged_kept(nonce), *self.kept)
 
     def staged(self, nonce: str) -> str:
         return f"{self.stage}:{nonce}"
+
+    def staged_kept(self, nonce: str) -> str:
+        return f"{self.stage}:{nonce}:kept"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +45,9 @@ class Keyspace:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
         tag = f"{self.prefix}:{{{_hash(tenant, size=8)}.{_hash(tenant, session_id, size=16)}}}"
         names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
-        return SessionKeys(*(f"{tag}:{name}" for name in names))
+        kept = tuple(f"{tag}:kept:{slot}" for slot in range(1, MAX_KEPT + 1))
+        head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
+        return SessionKeys(head, log, marks, snapshot, stage, turns, tail, kept)
 
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""

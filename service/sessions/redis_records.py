@@ -12,10 +12,19 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from service.sessions.base import Lease, LogMark, SessionHead
 from service.sessions.records import TOKEN_BYTES
+from service.sessions.retention import Keeping, KeptSnapshot
 
 MICROSECONDS = 1_000_000
 SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
 CHECKSUM_BYTES = 32  # a snapshot ends with its checksum: the head repeats it, and so names the bytes that belong to it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptSlot:
+    """An older snapshot and the slot, from 1 on, that holds it."""
+
+    slot: int
+    snapshot: KeptSnapshot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +36,13 @@ class StoredHead:
     fence: int
     lease_expires_at: float
     turn_bytes: int  # of the turn records
+    kept: tuple[KeptSlot, ...]
 
     @property
     def num_bytes(self) -> int:
         """What the session counts for in its tenant's usage."""
-        return self.head.snapshot_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
+        kept_bytes = sum(slot.snapshot.num_bytes for slot in self.kept)
+        return self.head.snapshot_bytes + kept_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
 
 
 def to_us(seconds: float) -> int:
@@ -114,13 +125,26 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         fields["snapshot_checksum"],
         int(fields["fence"]),
         _seconds(fields["lease_us"]),
-        int(fields.get("turn_bytes", 0)),  # absent from heads of older builds
+        int(fields.get("turn_bytes", 0)),  # absent from heads of older builds, as the next one
+        tuple(_kept_slot(entry) for entry in fields.get("kept", "").split(",") if entry),
     )
 
 
 def lease_fields(lease: Lease) -> tuple[int, int, str]:
     """How scripts are told of a lease."""
     return to_us(lease.created_at), lease.fence, lease.holder
+
+
+def _kept_slot(entry: str) -> KeptSlot:
+    slot, version, position, num_bytes = map(int, entry.split(":"))
+    return KeptSlot(slot, KeptSnapshot(version=version, position=position, num_bytes=num_bytes))
+
+
+def keep_fields(keep: Keeping) -> tuple[str, str]:
+    """The arguments of a commit."""
+    joins = keep.joins
+    joining = "" if joins is None else f"{joins.version}:{joins.position}:{joins.num_bytes}"
+    return ",".join(map(str, keep.stay)), joining
 
 
 def lease_of(stored: StoredHead, holder: str) -> Lease:

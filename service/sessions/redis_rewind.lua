@@ -34,7 +34,9 @@ while true do
   if not mark or tonumber(string.match(mark, '^%d+:(%d+)')) <= num_kept then break end
   redis.call('RPOP', marks_key)
 end
+local kept_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
+  kept = thin_kept(head, function(one) return tonumber(one.position) <= kept_end end),
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
   num_log_tokens = whole(num_kept),
 })

@@ -1,7 +1,7 @@
 """Which older snapshots a session keeps: a few, at distances from its head that grow.
 
-To go back to a token is to start from the nearest kept snapshot before it and to read the rest again. Kept ones that lie
-close to the head matter most: people go back a turn or two, and rarely a thousand.
+To go back to a token is to start from the nearest kept snapshot before it and to read the rest again. Those close to
+the head matter most: people go back a turn or two, and rarely a thousand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,21 @@ class KeptSnapshot:
     version: int
     position: int
     num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a commit does with older snapshots: those of the versions `stay` stay, all others go, and `joins` is added.
+
+    `snapshot`: the bytes of `joins`, encoded; all are of this session's own log and below the new head.
+    """
+
+    stay: tuple[int, ...] = ()
+    joins: KeptSnapshot | None = None
+    snapshot: bytes = b""
+
+
+KEEP_NONE = Keeping()
 
 
 def plan_kept(

@@ -36,7 +36,9 @@ from service.sessions.records import (
     not_found,
     require_sound,
 )
+from service.sessions.retention import KEEP_NONE, Keeping
 from service.sessions.sqlite_connection import ConnectionThread, Result, empty_write_ahead_log, reading, transaction
+from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, get_kept
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
 from service.sessions.sqlite_reserve import Reserve
 from service.sessions.sqlite_rows import (
@@ -90,6 +92,8 @@ class SqliteSessionStore:
         turns = SqliteTurns(write=self.write, read=self.read, presence=lambda: self._open_parts().presence, clock=clock)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        kept = SqliteKept(read=self.read, clock=clock)
+        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
 
     async def open(self) -> None:
         try:
@@ -233,8 +237,8 @@ class SqliteSessionStore:
                 now = self._clock()
                 head = get_head(connection, tenant, session_id, now)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, presence=presence)
-                raw = get_snapshot(connection, head)
-            return LeasedSession(lease=lease, stored=checked(head, raw))
+                raw, kept = get_snapshot(connection, head), get_kept(connection, head)
+            return LeasedSession(lease=lease, stored=checked(head, raw), kept=kept)
 
         return await self.write(work)
 
@@ -264,6 +268,7 @@ class SqliteSessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
     ) -> SessionHead:
         version = expected_version + 1
 
@@ -273,6 +278,7 @@ class SqliteSessionStore:
                 head = writable_head(connection, lease, expected_version, now)
                 end_running(connection, head, turn, now)
                 append_chunk(connection, head, new_ids, version=version, num_sampled=num_sampled, seed=seed)
+                apply_keeping(connection, head, keep)
                 replace_snapshot(connection, head, version=version, snapshot=snapshot)
                 return move_head(
                     connection,
@@ -304,6 +310,7 @@ class SqliteSessionStore:
                 head = writable_head(connection, lease, expected_version, now)
                 end_running(connection, head, None, now)
                 cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
+                cut_kept(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
                 replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
                 moved = move_head(
                     connection,

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.sessions.sqlite_schema import connect
 
 Result = TypeVar("Result")
+Work = Callable[[sqlite3.Connection], Result]
+
+
+class Runner(Protocol):
+    """Runs work on one of a store's connections."""
+
+    def __call__(self, work: Work[Result]) -> Awaitable[Result]: ...
 
 
 class ConnectionThread:

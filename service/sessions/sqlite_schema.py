@@ -134,6 +134,24 @@ MIGRATIONS: tuple[str, ...] = (
             WHERE tenant = old.tenant;
     END;
     """,
+    # Older snapshots that a session keeps beside its newest.
+    """
+    CREATE TABLE kept_snapshots (
+        tenant     TEXT    NOT NULL,
+        session_id TEXT    NOT NULL,
+        version    INTEGER NOT NULL,
+        position   INTEGER NOT NULL,
+        snapshot   BLOB    NOT NULL,
+        PRIMARY KEY (tenant, session_id, version),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+    );
+    CREATE TRIGGER usage_of_new_kept AFTER INSERT ON kept_snapshots BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.snapshot) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_kept AFTER DELETE ON kept_snapshots BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.snapshot) WHERE tenant = old.tenant;
+    END;
+    """,
 )
 
 PRAGMAS = f"""

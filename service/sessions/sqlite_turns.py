@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal
 
 from service.sessions.base import SessionHead
 from service.sessions.lease import Lease
 from service.sessions.presence import Presence
 from service.sessions.records import require_version
-from service.sessions.sqlite_connection import Result, reading, transaction, unsynced_transaction
+from service.sessions.sqlite_connection import Runner, reading, transaction, unsynced_transaction
 from service.sessions.sqlite_leases import held_head, lease_left_s
 from service.sessions.sqlite_rows import EXISTS, ONE, get_head
 from service.sessions.turn_records import (
@@ -26,14 +26,6 @@ from service.sessions.turn_records import (
 _COLUMNS = "turn_id, identity, digest, base_version, status, request, result, is_cancel_wanted"
 _ONE_TURN = f"{ONE} AND turn_id = ?"
 _KEPT = "(expires_at IS NULL OR expires_at > ?)"  # at a time
-
-Work = Callable[[sqlite3.Connection], Result]
-
-
-class Runner(Protocol):
-    """Runs work on one of the store's connections."""
-
-    def __call__(self, work: Work[Result]) -> Awaitable[Result]: ...
 
 
 class SqliteTurns:
