@@ -1,7 +1,7 @@
 """The training runs behind the quality tables: `python -m benchmarks.quality.runs NAME... --data books --out runs`.
 
 Each name stands for one `python -m nsm_core.training` command, printed before it starts. Runs are given to the GPUs one
-by one as they become free (`--gpus 0,1`); a run with `--wide` takes all GPUs for itself, under torchrun. The log of a run
+by one as they become free (`--gpus 0,1`); with `--wide` each run takes all of them, under torchrun. The log of a run
 goes to OUT/NAME.log.
 """
 
@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-ROWS = 128  # sequences of 1,024 tokens a step, on all GPUs together: 131,072 tokens
-RECIPE = "--dropout 0.1 --weight-decay 0.1 --warmup 0.02 --eval-batches 16"
+RECIPE = "--dropout 0.1 --weight-decay 0.1 --warmup 0.02 --decay 0.5 --eval-batches 16"
 LOW, HIGH = "--muon-lr 0.015 --adam-lr 6e-3", "--muon-lr 0.03 --adam-lr 6e-3"
-# A tenth of the tokens of a final run: 46M.
-SHORT = "--steps 700 --rows 64 --decay 0.5 --eval-every 350 --save-every 700"
-FINAL = f"--steps 3050 --rows {ROWS} --decay 0.5 --eval-every 250 --save-every 1000"
+SHORT = "--steps 700 --rows 64 --eval-every 350 --save-every 700"  # 46M tokens
+FINAL = "--steps 1526 --rows 128 --accumulate 2 --eval-every 250 --save-every 1526"  # 200M tokens
 NO_CARRY = "--carry 0"
+# One layer in four attends to a whole row of training; the feed-forward width keeps the number of parameters.
+FAR = "--preset hybrid --layer-pattern NNNW --window 1024 --mlp-hidden 1568"
 
 RUNS: dict[str, str] = {
     # Learning rates and kinds of hybrids, by validation loss
@@ -31,11 +31,20 @@ RUNS: dict[str, str] = {
     "tune-transformer-high": f"--preset transformer {NO_CARRY} {SHORT} {HIGH}",
     "tune-window-low": f"--preset sliding-window {SHORT} {LOW}",
     "tune-window-high": f"--preset sliding-window {SHORT} {HIGH}",
+    "tune-window-no-carry": f"--preset sliding-window {NO_CARRY} {SHORT} {LOW}",
     "tune-hybrid-low": f"--preset hybrid {SHORT} {LOW}",
     "tune-hybrid-high": f"--preset hybrid {SHORT} {HIGH}",
-    "tune-hybrid-sparse": f"--preset hybrid --layer-pattern NNNW --window 512 --mlp-hidden 1536 {SHORT} {LOW}",
+    "tune-hybrid-far": f"{FAR} {SHORT} {LOW}",
     "tune-pulse-low": f"--preset base {SHORT} {LOW}",
-    "tune-pulse-ema": f"--preset base {SHORT} {LOW} --ema 0.99",
+    "tune-pulse-no-carry": f"--preset base {NO_CARRY} {SHORT} {LOW}",
+    # The comparison: equal tokens, equal order
+    "pulse": f"--preset base {FINAL} {LOW}",
+    "hybrid": f"--preset hybrid {FINAL} {LOW}",
+    "hybrid-far": f"{FAR} {FINAL} {LOW}",
+    "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
+    "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
+    # For tests and demonstrations
+    "small": f"--preset small --steps 2000 --rows 64 --eval-every 500 --save-every 2000 {LOW}",
 }
 
 

@@ -75,8 +75,11 @@ class Router(nn.Module):
         with torch.no_grad():
             self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., d] -> log decay g <= 0 and write weight w = 1 - exp(g), both [..., H, M]."""
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [..., d] -> log decay g <= 0 and write weight w = 1 - exp(g), both [..., H, M].
+
+        `valid` [...] bool: tokens that are none write nothing.
+        """
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.logits.weight.dtype)
             log_decay = route(
@@ -86,6 +89,7 @@ class Router(nn.Module):
                 log_timescale=self.log_timescale,
                 top_k=self.top_k,
                 taper=self.taper,
+                valid=valid,
             )
             if self.training:
                 self._track_load(log_decay.detach())
@@ -147,9 +151,7 @@ class PulseMixer(Mixer):
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]."""
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
-        log_decay, _ = self.router(x)
-        if segments.valid is not None:
-            log_decay = torch.where(segments.valid[..., None, None], log_decay, 0.0)
+        log_decay, _ = self.router(x, segments.valid)
         read, slots = slot_scan(
             q=q,
             k=k,

@@ -145,6 +145,9 @@ class Trainer:
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model only {config.model.vocab_size}"
             )
         torch.manual_seed(config.seed)
+        # The router's products stay outside bf16; on a GPU they may round to TF32 in training, where routing moves at
+        # every step anyway. A served model computes them in full.
+        torch.backends.cuda.matmul.allow_tf32 = True
         self.model = NsmModel(config.model).to(world.device)
         self.train_batches = self._batches("train")
         self.val_batches = self._batches("val")

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
 # Slots of a head, rounded up to a power of two -> (tokens a program, warps): 16 values a thread.
-TILES = {16: (128, 4), 32: (64, 4), 64: (32, 4), 128: (16, 4), 256: (8, 4)}
+TILES = {16: (128, 4), 32: (64, 4), 64: (32, 2), 128: (16, 4), 256: (8, 4)}
 LARGER_TILE = (4, 8)
 
 

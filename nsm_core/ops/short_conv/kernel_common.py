@@ -15,7 +15,7 @@ from torch import Tensor
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 # Channels of a head, rounded up to a power of two -> (tokens a program, warps): 16 values a thread.
-TILES = {16: (128, 4), 32: (64, 4), 64: (64, 8), 128: (32, 8), 256: (16, 8)}
+TILES = {16: (128, 4), 32: (64, 4), 64: (16, 2), 128: (32, 8), 256: (16, 8)}
 LARGER_TILE = (8, 8)
 DECODE_TILE = (4, 1)  # for rows of a few tokens
 
