@@ -1,0 +1,180 @@
+"""A stream whose connection was lost is read on: each frame once, while the turn runs and after it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from service.sessions.memory import MemorySessionStore
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, frames_of, gateway
+from tests.raw_http import connect
+from tests.stored_sessions import Clock
+
+PATH = "/v1/sessions/s1/generate"
+SCRIPT = "naïve 🦋 日本語 e\u0301nd"  # the tokenizer knows none of these characters: each is several tokens
+BODY: dict[str, Any] = {
+    "input": "x",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 200,
+    "logprobs": 1,
+}
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(SCRIPT)) as made:
+        await made.client.post("/v1/sessions", json={"id": "s1"})
+        yield made
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(SCRIPT, hold=True), is_live=True) as made:
+        await made.client.post("/v1/sessions", json={"id": "s1"})
+        yield made
+
+
+def backend_of(house: Gateway) -> FakeBackend:
+    assert isinstance(house.services.backend, FakeBackend)
+    return house.services.backend
+
+
+def parts_of(text: str) -> list[str]:
+    """The numbered frames of a stream that ended as it should."""
+    *parts, done, rest = [part for part in text.split("\n\n") if not part.startswith(":")]
+    assert (done, rest) == ("data: [DONE]", "")
+    return parts
+
+
+def number_of(part: str) -> int:
+    return int(part.partition("\n")[0].removeprefix("id: "))
+
+
+def id_of(text: str) -> str:
+    return str(frames_of(text)[0]["id"])
+
+
+async def read(house: Gateway, stream_id: str, after: int | None = None, **headers: str) -> httpx.Response:
+    params = {} if after is None else {"starting_after": after}
+    return await house.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
+
+
+async def test_S10_frames_are_numbered_by_their_last_token_and_closing_frames_go_on(house: Gateway) -> None:
+    response = await house.client.post(PATH, json=BODY)
+    parts = parts_of(response.text)
+    numbers = [number_of(part) for part in parts]
+    num_tokens = len(backend_of(house).script_ids)
+    assert numbers == sorted(set(numbers))
+    assert numbers[-2:] == [num_tokens + 2, num_tokens + 3]  # the reason, the usage
+    assert max(numbers[:-2]) < num_tokens  # end of text shows nothing
+    assert "".join(frame["choices"][0]["text"] for frame in frames_of(response.text)[:-1]) == SCRIPT
+
+
+async def test_S1_S10_whatever_was_received_the_rest_comes_once(house: Gateway) -> None:
+    whole = (await house.client.post(PATH, json=BODY)).text
+    parts, stream_id = parts_of(whole), id_of(whole)
+    for after in range(number_of(parts[-1]) + 2):
+        expected = [part for part in parts if number_of(part) > after]
+        by_query, by_header = (
+            await read(house, stream_id, after),
+            await read(house, stream_id, **{"last-event-id": str(after)}),
+        )
+        assert parts_of(by_query.text) == expected
+        assert by_header.text == by_query.text
+    assert (await read(house, stream_id)).text == whole
+    assert house.metric("nsm_stream_resume_total") == 2 * (number_of(parts[-1]) + 2) + 1
+    assert len(backend_of(house).requests) == 1
+
+
+async def test_S10_a_running_stream_is_read_on_by_a_client_that_comes_back(held: Gateway) -> None:
+    backend = backend_of(held)
+    async with connect(held.url) as client:
+        await client.post(PATH, BODY)
+        backend.release(5)
+        start = (await client.read_until(b"id: 4\n")).decode()
+        client.leave()
+    stream_id = start.partition('"id":"')[2].partition('"')[0]
+    reading = asyncio.create_task(read(held, stream_id, 3))
+    backend.release_all()
+    rest = parts_of((await reading).text)
+    assert number_of(rest[0]) >= 4
+    whole = parts_of((await read(held, stream_id)).text)
+    assert rest == [part for part in whole if number_of(part) > 3]
+    assert (await held.client.get("/v1/sessions/s1")).json()["version"] == 1
+
+
+async def test_a_turn_that_was_not_streamed_may_be_read_as_one(house: Gateway) -> None:
+    whole = (await house.client.post(PATH, json={"input": "x", "max_tokens": 6})).json()
+    frames = frames_of((await read(house, whole["id"])).text)
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
+    assert frames[-1]["session"] == whole["session"]
+    assert "usage" not in frames[-1]
+
+
+async def test_S4_a_stream_that_failed_says_so_again(held: Gateway) -> None:
+    backend = backend_of(held)
+    streaming = asyncio.create_task(held.client.post(PATH, json=BODY))
+    backend.release(3)
+    await backend.held.wait()
+    await held.client.post("/v1/sessions/s1/cancel")
+    whole = (await streaming).text
+    *frames, error = frames_of(whole)
+    assert error["error"]["code"] == "turn_cancelled"
+    again = await read(held, str(frames[0]["id"]))
+    assert frames_of(again.text)[:-1] == frames
+    assert frames_of(again.text)[-1]["error"]["code"] == "turn_cancelled"
+
+
+@pytest.mark.parametrize(
+    "stream_id",
+    [
+        "x",
+        "cmpl-0",
+        "cmpl-" + "0" * 32,
+        "cmpl-" + "0" * 32 + "-s1",
+        "cmpl-" + "0" * 32 + "-nobody",
+        "cmpl-" + "0" * 32 + "-%20",
+    ],
+)
+async def test_what_is_no_stream_is_404(house: Gateway, stream_id: str) -> None:
+    response = await read(house, stream_id)
+    assert (response.status_code, error_of(response)["code"]) == (404, "stream_not_found")
+
+
+async def test_a_stream_ends_with_its_session_and_with_its_time(house: Gateway) -> None:
+    store, clock = house.services.store, Clock()
+    assert isinstance(store, MemorySessionStore)
+    store._clock = clock
+    await house.client.post("/v1/sessions", json={"id": "s2"})
+    ids = []
+    for session_id in ("s1", "s2"):
+        response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=BODY)
+        ids.append(id_of(response.text))
+    await house.client.delete("/v1/sessions/s1")
+    assert [(await read(house, stream_id)).status_code for stream_id in ids] == [404, 200]
+    clock.advance(house.services.settings.turn_ttl_s + 1)
+    assert (await read(house, ids[1])).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("params", "headers", "param"),
+    [
+        ({"starting_after": "-1"}, {}, "starting_after"),
+        ({"starting_after": "x"}, {}, "starting_after"),
+        ({}, {"last-event-id": "x"}, "Last-Event-ID"),
+        ({}, {"last-event-id": "-1"}, "Last-Event-ID"),
+        ({}, {"last-event-id": "9" * 30}, "Last-Event-ID"),
+    ],
+)
+async def test_a_place_that_cannot_be_is_refused(
+    house: Gateway, params: dict[str, str], headers: dict[str, str], param: str
+) -> None:
+    stream_id = id_of((await house.client.post(PATH, json=BODY)).text)
+    response = await house.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
