@@ -95,8 +95,10 @@ class PrefixWriter:
         deadline = time.monotonic() + timeout_s
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(tuple(self._tasks), timeout=deadline - time.monotonic())
-        for task in tuple(self._tasks):
+        late = tuple(self._tasks)
+        for task in late:
             task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     async def _write(self, tenant: str, key: PrefixKey) -> None:
         pending = self._pending[tenant][key]

@@ -120,7 +120,10 @@ class SqlitePrefixStore:
         return self._threads
 
     def _free_bytes(self) -> int:
-        return shutil.disk_usage(self._path.parent).free
+        try:
+            return shutil.disk_usage(self._path.parent).free
+        except OSError as error:
+            raise StoreUnavailable(f"the stored prefixes are gone ({error.strerror})") from error
 
 
 def whole(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], Result]) -> Result:
