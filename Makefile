@@ -53,6 +53,7 @@ lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LO
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url \
 		--no-emit-package torch \
 		--custom-compile-command 'make lock' --quiet --output-file requirements.lock $(LOCK_ARGS)
+	@sed -i.old "s/^\(triton==[^ ]*\) /\1 ; sys_platform == 'linux' /" requirements.lock && rm requirements.lock.old
 
 .PHONY: clean
 clean:  ## remove caches and build products

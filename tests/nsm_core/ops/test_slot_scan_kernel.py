@@ -78,9 +78,9 @@ def assert_close(inputs: Inputs, **kwargs: Any) -> None:
         assert error < (FP32_GRADIENT_TOLERANCE if name.startswith("d_") else FP32_TOLERANCE), (name, error)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
-def test_R8_kernels_equal_reference(num_tokens: int) -> None:
-    assert_close(make_inputs(2, num_tokens))
+@pytest.mark.parametrize(("batch", "num_tokens"), [(2, 1), (1, 64), (2, 65), (1, 150)])
+def test_R8_kernels_equal_reference(batch: int, num_tokens: int) -> None:
+    assert_close(make_inputs(batch, num_tokens))
 
 
 @pytest.mark.parametrize(("slots", "head_dim"), [(64, 64), (32, 32), (16, 64), (128, 32)])
@@ -89,21 +89,21 @@ def test_kernels_take_every_size(slots: int, head_dim: int) -> None:
 
 
 def test_steepest_decays_stay_exact() -> None:
-    inputs = make_inputs(1, 128)
+    inputs = make_inputs(1, 128, heads=1)
     assert_close({**inputs, "log_decay": torch.full_like(inputs["log_decay"], LOG_DECAY_MIN)})
 
 
 def test_decays_that_stop_halfway_through_a_chunk_stay_exact() -> None:
     """Factors reach their largest and smallest values in one chunk, and what is written late must survive."""
-    inputs = make_inputs(1, 128)
+    inputs = make_inputs(1, 128, heads=1)
     steep = (torch.arange(128, device=DEVICE) % 64 < 40)[:, None, None] & (torch.arange(SLOTS, device=DEVICE) % 2 == 0)
     assert_close({**inputs, "log_decay": torch.where(steep, LOG_DECAY_MIN, inputs["log_decay"] / 100)})
 
 
 def test_a_document_start_forgets_everything_before_it() -> None:
-    inputs = make_inputs(2, 192)
+    inputs = make_inputs(2, 192, heads=1)
     inputs["reset"] = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
-    inputs["initial"] = torch.randn(HEADS, SLOTS, 2 * HEAD_DIM, device=DEVICE)
+    inputs["initial"] = torch.randn(1, SLOTS, 2 * HEAD_DIM, device=DEVICE)
     assert_close(inputs)
     poisoned = {**inputs, "state": torch.full_like(inputs["state"], torch.nan)}
     out, state = slot_scan_kernel(**poisoned)
@@ -114,9 +114,9 @@ def test_a_document_start_forgets_everything_before_it() -> None:
 
 
 def test_read_bias_and_inactive_slots() -> None:
-    inputs = make_inputs(3, 70)
+    inputs = make_inputs(2, 40)
     inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
-    inputs["active"] = torch.rand(3, HEADS, SLOTS, device=DEVICE) < 0.6
+    inputs["active"] = torch.rand(2, HEADS, SLOTS, device=DEVICE) < 0.6
     assert_close(inputs)
     assert_close({**inputs, "active": inputs["active"][0]})
     _, state = slot_scan_kernel(**inputs)
@@ -124,23 +124,22 @@ def test_read_bias_and_inactive_slots() -> None:
 
 
 def test_sequences_end_to_end_are_sequences_alone() -> None:
-    lengths = torch.tensor([0, 1, 64, 0, 65, 70], device=DEVICE)
-    inputs = make_inputs(1, 200, num_states=5)
+    lengths = torch.tensor([0, 1, 64, 0, 70], device=DEVICE)
+    inputs = make_inputs(1, 135, heads=1, num_states=4)
     inputs["cu_seqlens"] = lengths.cumsum(0)
-    inputs["active"] = torch.rand(5, HEADS, SLOTS, device=DEVICE) < 0.6
+    inputs["active"] = torch.rand(4, 1, SLOTS, device=DEVICE) < 0.6
     assert_close(inputs)
-    assert_close(inputs, exact=slot_scan_chunked)
 
 
 def test_gradients_are_the_same_bits_every_time() -> None:
-    inputs = make_inputs(2, 130)
+    inputs = make_inputs(1, 70)
     tangents = torch.randn_like(inputs["q"]), torch.randn_like(inputs["state"])
     first, second = (results(slot_scan_kernel, inputs, tangents) for _ in range(2))
     assert all(first[name].equal(second[name]) for name in first)
 
 
 def test_an_unused_final_state_needs_no_gradient() -> None:
-    inputs = make_inputs(1, 70)
+    inputs = make_inputs(1, 70, heads=1)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     out, _ = slot_scan_kernel(**leaves)
     got = torch.autograd.grad(out.sum(), leaves["log_decay"])[0]
@@ -149,7 +148,7 @@ def test_an_unused_final_state_needs_no_gradient() -> None:
 
 
 def test_operator_is_whole_under_compile_and_runs_in_inference_mode() -> None:
-    inputs = make_inputs(1, 70)
+    inputs = make_inputs(1, 40, heads=1)
     tangents = torch.randn_like(inputs["q"]), torch.randn_like(inputs["state"])
     want = results(slot_scan_kernel, inputs, tangents)
     got = results(torch.compile(slot_scan_kernel, fullgraph=True, backend="aot_eager"), inputs, tangents)
@@ -161,9 +160,9 @@ def test_operator_is_whole_under_compile_and_runs_in_inference_mode() -> None:
 
 
 def test_shapes_known_without_running_are_those_of_the_result() -> None:
-    inputs = make_inputs(1, 200, num_states=3)
+    inputs = make_inputs(1, 200, heads=1, num_states=3)
     packed = [*inputs.values(), None, None, None, None, torch.tensor([0, 1, 65, 200], device=DEVICE, dtype=torch.int32)]
-    for arguments in ([*make_inputs(2, 70).values(), *[None] * 5], packed):
+    for arguments in ([*make_inputs(2, 70, heads=1).values(), *[None] * 5], packed):
         torch.library.opcheck(torch.ops.nsm.slot_scan.default, tuple(arguments), test_utils="test_faketensor")
 
 
