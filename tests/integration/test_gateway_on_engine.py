@@ -143,3 +143,25 @@ async def test_a_deadline_ends_a_request_and_no_other(server: Gateway) -> None:
     assert error_of(answers[0])["code"] == "deadline_exceeded"
     assert answers[0].headers["x-should-retry"] == "false"
     assert answers[1]["usage"]["completion_tokens"] == 30
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"temperature": 0.7, "max_tokens": 40}], ids=str)
+async def test_S1_S2_S10_a_session_stream_read_on_anywhere_gives_the_frames_it_would_have_had(
+    server: Gateway, fields: dict[str, Any]
+) -> None:
+    """Random bytes: characters split over tokens; stop strings that match, and that are held back in vain."""
+    await server.client.post("/v1/sessions", json={"id": "s"})
+    base = {"input": "Once", "seed": 3, "ignore_eos": True, "max_tokens": 60, **fields}
+    text = (await server.client.post("/v1/sessions/s/generate", json=base)).json()["choices"][0]["text"]
+    for stop in (text[30:33], text[20:21] + "never", text[-2:] + "never"):
+        await server.client.delete("/v1/sessions/s")
+        await server.client.post("/v1/sessions", json={"id": "s"})
+        body = {**base, "stop": stop, "stream": True, "stream_options": {"include_usage": True}}
+        whole = (await server.client.post("/v1/sessions/s/generate", json=body)).text
+        parts = whole.split("\n\n")[:-2]
+        numbers = [int(part.partition("\n")[0].removeprefix("id: ")) for part in parts]
+        assert numbers == sorted(set(numbers))
+        stream_id = frames_of(whole)[0]["id"]
+        for after in [0, *numbers]:
+            rest = (await server.client.get(f"/v1/streams/{stream_id}", params={"starting_after": after})).text
+            assert rest.split("\n\n")[:-2] == [part for part, n in zip(parts, numbers, strict=True) if n > after]

@@ -7,13 +7,15 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
+from service.turn import Turn
 from tests.counts import scaled
-from tests.gateway import Gateway, error_of, gateway
+from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.integration.test_gateway_on_engine import random_backend
 from tests.redis_servers import Topology
 
@@ -49,6 +51,28 @@ async def say(server: Gateway, session_id: str, text: str, **body: Any) -> dict[
     assert response.status_code == 200, response.text
     answer = dict(response.json())
     return {name: answer[name] for name in ("choices", "usage", "session")}
+
+
+async def insist(server: Gateway, session_id: str, body: dict[str, Any]) -> httpx.Response:
+    """Tries again while the answer is that the session is busy, as stock clients do."""
+    while True:
+        response = await server.client.post(
+            f"/v1/sessions/{session_id}/generate", json=body, headers={"Idempotency-Key": "k"}
+        )
+        if response.status_code != 409:
+            return response
+        await asyncio.sleep(0.05)
+
+
+async def begun_turn(server: Gateway, session_id: str) -> Turn:
+    """The session's turn, once it runs."""
+    for _ in range(10_000):
+        turn = server.services.turns._running.get(("default", session_id))
+        if turn is not None:
+            await turn.begun.wait()
+            return turn
+        await asyncio.sleep(0)
+    raise AssertionError("no turn was begun")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
@@ -91,6 +115,39 @@ async def test_P1_what_one_replica_did_the_other_sees(pair: tuple[Gateway, Gatew
     assert [(session["id"], session["version"]) for session in listed] == [("s", 1)]
     assert (await one.client.delete("/v1/sessions/s")).status_code == 200
     assert (await two.client.get("/v1/sessions/s")).status_code == 404
+
+
+async def test_D9_a_storm_of_retries_on_two_replicas_runs_the_turn_once(pair: tuple[Gateway, Gateway]) -> None:
+    for number in range(scaled(1, 50)):
+        await create(pair[0], f"s{number}")
+        body = {"input": TURNS[0], "max_tokens": 64, "ignore_eos": True}  # no seed: two runs would differ
+        responses = await asyncio.gather(*(insist(server, f"s{number}", body) for _ in range(5) for server in pair))
+        assert {response.status_code for response in responses} == {200}
+        assert all(response.json() == responses[0].json() for response in responses)
+        assert (await pair[1].client.get(f"/v1/sessions/s{number}")).json()["version"] == 1
+
+
+async def test_S10_a_turn_is_read_on_the_other_replica_while_it_runs(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    await create(one, "s")
+    body = {"input": TURNS[0], "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 1}
+    streaming = asyncio.create_task(one.client.post("/v1/sessions/s/generate", json=body))
+    turn = await begun_turn(one, "s")
+    response = await two.client.get(f"/v1/streams/{turn.turn_id}", params={"starting_after": 20})
+    whole, rest = frames_of((await streaming).text), frames_of(response.text)
+    assert rest == whole[len(whole) - len(rest) :]
+    assert len(whole) > len(rest) > 100
+
+
+async def test_S8_a_cancel_reaches_the_replica_that_runs_the_turn(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    await create(one, "s")
+    body = {"input": TURNS[0], "max_tokens": 20_000, "ignore_eos": True}
+    posting = asyncio.create_task(one.client.post("/v1/sessions/s/generate", json=body))
+    await begun_turn(one, "s")
+    assert (await two.client.post("/v1/sessions/s/cancel")).json()["cancelled"] is True
+    assert error_of(await posting)["code"] == "turn_cancelled"
+    assert (await say(two, "s", TURNS[0]))["session"]["version"] == 1
 
 
 async def test_D2_the_pool_in_use_is_a_metric(pair: tuple[Gateway, Gateway], alone: Gateway) -> None:

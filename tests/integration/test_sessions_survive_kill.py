@@ -94,9 +94,9 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def running(model_dir: Path, data_dir: Path) -> AsyncIterator[Server]:
+async def running(model_dir: Path, data_dir: Path, **changes: object) -> AsyncIterator[Server]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NSM_")}
-    settings = {"MODEL": model_dir, "DATA_DIR": data_dir, "PORT": 0, "NUM_THREADS": 1, "GRACE_S": 1}
+    settings = {"MODEL": model_dir, "DATA_DIR": data_dir, "PORT": 0, "NUM_THREADS": 1, "GRACE_S": 1, **changes}
     environment.update({f"NSM_{name}": str(value) for name, value in settings.items()})
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVE, cwd=REPOSITORY, env=environment, stderr=asyncio.subprocess.PIPE

@@ -1,0 +1,164 @@
+"""Two server processes on one Redis: the one that runs a turn is killed or stopped, its client reads on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.counts import scaled
+from tests.integration.test_sessions_survive_kill import Server, running
+from tests.integration.test_sessions_survive_kill import model_dir as model_dir
+from tests.redis_servers import Topology
+
+pytestmark = pytest.mark.redis
+LEASE_S = 1.0
+BODY: dict[str, Any] = {
+    "input": "It was the best of times,",
+    "max_tokens": 300,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "seed": 7,
+}
+LOST = (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError)
+
+
+@dataclasses.dataclass
+class Reader:
+    """A client that keeps what it got, by number; a number that comes twice fails the test."""
+
+    session_id: str
+    frames: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    is_done: bool = False
+    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def last(self) -> int:
+        return max(self.frames, default=0)
+
+    @property
+    def text(self) -> str:
+        frames = [self.frames[number] for number in sorted(self.frames)]
+        return "".join(choice["text"] for frame in frames for choice in frame["choices"])
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return dict(self.frames[self.last]["usage"])
+
+    async def start(self, server: Server, *, frames: int | None = None) -> None:
+        """The turn, or what is known of it; up to so many frames."""
+        path, headers = f"/v1/sessions/{self.session_id}/generate", {"Idempotency-Key": "k"}
+        async with server.client.stream("POST", path, json=BODY, headers=headers) as stream:
+            await self._read(stream, frames)
+
+    async def read_on(self, server: Server) -> None:
+        """As an event source does; a client that never learnt its stream's id tries again."""
+        if not self.frames:
+            await self.start(server)
+            return
+        stream_id, headers = self.frames[self.last]["id"], {"Last-Event-ID": str(self.last)}
+        async with server.client.stream("GET", f"/v1/streams/{stream_id}", headers=headers) as stream:
+            await self._read(stream, None)
+
+    async def wait_for(self, num_frames: int) -> None:
+        while len(self.frames) < num_frames and not self.is_done:
+            self.news.clear()
+            await self.news.wait()
+
+    async def _read(self, stream: httpx.Response, num_frames: int | None) -> None:
+        assert stream.status_code == 200, await stream.aread()
+        number = 0
+        async for line in stream.aiter_lines():
+            if line.startswith("id: "):
+                number = int(line.removeprefix("id: "))
+                assert number not in self.frames
+            elif line == "data: [DONE]":
+                self.is_done = True
+            elif line.startswith("data: "):
+                self.frames[number] = json.loads(line.removeprefix("data: "))
+                assert "error" not in self.frames[number], self.frames[number]
+            self.news.set()
+            if num_frames is not None and len(self.frames) >= num_frames and line == "":
+                return
+
+
+@pytest.fixture
+async def survivor(model_dir: Path, tmp_path: Path, redis_single: Topology) -> AsyncIterator[tuple[Server, str]]:
+    """A server that lives through the test, and the NSM_STORE it is on."""
+    url = redis_single.own_url()
+    async with running(model_dir, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
+        yield server, url
+
+
+async def unbroken(server: Server) -> Reader:
+    await server.create("unbroken")
+    reader = Reader("unbroken")
+    await reader.start(server)
+    assert reader.is_done
+    return reader
+
+
+async def log_of(server: Server, session_id: str) -> dict[str, Any]:
+    return dict((await server.client.get(f"/v1/sessions/{session_id}")).json())
+
+
+async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
+    model_dir: Path, tmp_path: Path, survivor: tuple[Server, str]
+) -> None:
+    server, url = survivor
+    expected, rng = await unbroken(server), random.Random(3)
+    for number in range(scaled(1, 100)):
+        reader = Reader(f"killed{number}")
+        async with running(model_dir, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
+            await victim.create(reader.session_id)
+            starting = asyncio.create_task(reader.start(victim))
+            await reader.wait_for(rng.randrange(0, 200))
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
+            victim.process.kill()
+            with contextlib.suppress(*LOST):
+                await starting
+            await victim.process.wait()
+        if not reader.is_done:
+            await reader.read_on(server)
+        assert reader.is_done
+        assert (reader.text, reader.usage) == (expected.text, expected.usage)
+        head = await log_of(server, reader.session_id)
+        assert (head["version"], head["position"]) == (1, (await log_of(server, "unbroken"))["position"])
+    metrics = (await server.client.get("/metrics")).text
+    assert "nsm_turn_takeover_total 0.0" not in metrics
+
+
+async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothing(
+    model_dir: Path, tmp_path: Path, survivor: tuple[Server, str]
+) -> None:
+    server, url = survivor
+    expected = await unbroken(server)
+    async with running(model_dir, tmp_path / "sleeper", STORE=url, LEASE_S=LEASE_S) as sleeper:
+        for number in range(scaled(1, 20)):
+            reader = Reader(f"slept{number}")
+            await sleeper.create(reader.session_id)
+            await reader.start(sleeper, frames=10)
+            sleeper.process.send_signal(signal.SIGSTOP)
+            try:
+                await reader.read_on(server)
+            finally:
+                sleeper.process.send_signal(signal.SIGCONT)
+            assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
+            # a turn that still thought it had the session would commit, or write, within this time
+            cancelled = (await sleeper.client.post(f"/v1/sessions/{reader.session_id}/cancel")).json()
+            assert (cancelled["version"], cancelled["position"]) == (
+                1,
+                (await log_of(server, "unbroken"))["position"],
+            )
+            follow_up = await server.say(reader.session_id, " and then", max_tokens=4)
+            assert follow_up["session"]["version"] == 2
