@@ -92,6 +92,7 @@ def create_app(
             tenants=tenants,
             record_ttl_s=settings.turn_ttl_s,
             max_records=settings.turn_records,
+            max_kept=settings.kept_snapshots,
         ),
         tenants=tenants,
         records=records,

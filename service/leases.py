@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-from nsm_core.errors import LeaseLost, NsmError
+from nsm_core.errors import LeaseLost, NsmError, SnapshotCorrupt
+from nsm_core.state.snapshot import Snapshot
 from service.metrics import Metrics
 from service.sessions.base import LeasedSession, SessionHead, SessionStore
+from service.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot, plan_kept
 from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 logger = logging.getLogger("nsm.leases")
@@ -30,9 +33,12 @@ class HeldLease:
         *,
         lease_s: float,
         metrics: Metrics,
+        max_kept: int,
         on_lost: Callable[[NsmError], None],
     ) -> None:
         self.stored = leased.stored
+        self.kept = leased.kept
+        self._max_kept = max_kept
         self.fence = leased.lease.fence
         self.has_written = False
         self._lease = leased.lease
@@ -44,8 +50,9 @@ class HeldLease:
         self._renewing = asyncio.create_task(self._renew())
 
     async def commit(self, **fields: Any) -> SessionHead:
-        """`SessionStore.commit` under this lease, which is over if it succeeds."""
-        return await self._write(self._store.commit, fields)
+        """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
+        keep = await self._keeping(fields["position"], fields["model_fingerprint"])
+        return await self._write(self._store.commit, {**fields, "keep": keep})
 
     async def rewind(self, **fields: Any) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
@@ -94,6 +101,19 @@ class HeldLease:
         self._is_over = self.has_written = True
         return head
 
+    async def _keeping(self, position: int, model_fingerprint: str) -> Keeping:
+        """What the session had newest until now may become one of the older snapshots that it keeps."""
+        head, raw = self.stored.head, self.stored.snapshot
+        if head.model_fingerprint != model_fingerprint:
+            return KEEP_NONE  # no other model goes on from them
+        newest = None if raw is None else KeptSnapshot(version=head.version, position=head.position, num_bytes=0)
+        versions = plan_kept(self.kept, newest, position=position, max_kept=self._max_kept)
+        stay = tuple(version for version in versions if version != head.version)
+        packed = await asyncio.to_thread(_pack, raw) if raw is not None and head.version in versions else None
+        if newest is None or packed is None:
+            return Keeping(stay=stay)
+        return Keeping(stay=stay, joins=dataclasses.replace(newest, num_bytes=len(packed)), snapshot=packed)
+
     async def _stop_renewing(self) -> None:
         self._renewing.cancel()
         await asyncio.wait((self._renewing,))
@@ -112,11 +132,23 @@ class HeldLease:
                 logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
 
 
-class Leases:
-    """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more."""
+def _pack(raw: bytes) -> bytes | None:
+    """The same snapshot in fewer bytes; None when nobody could read it."""
+    try:
+        return Snapshot.decode(raw, is_verified=True).encode(is_packed=True)
+    except SnapshotCorrupt:
+        return None
 
-    def __init__(self, store: SessionStore, *, lease_s: float, metrics: Metrics) -> None:
+
+class Leases:
+    """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more.
+
+    `max_kept`: how many older snapshots a session keeps.
+    """
+
+    def __init__(self, store: SessionStore, *, lease_s: float, metrics: Metrics, max_kept: int = 0) -> None:
         self._store = store
+        self._max_kept = max_kept
         self._lease_s = lease_s
         self._metrics = metrics
         self._process = uuid.uuid4().hex
@@ -133,4 +165,11 @@ class Leases:
             with contextlib.suppress(NsmError):  # nobody would give it back: the session would be busy until it expires
                 await self._store.release((await acquiring).lease)
             raise
-        return HeldLease(self._store, leased, lease_s=self._lease_s, metrics=self._metrics, on_lost=on_lost)
+        return HeldLease(
+            self._store,
+            leased,
+            lease_s=self._lease_s,
+            metrics=self._metrics,
+            max_kept=self._max_kept,
+            on_lost=on_lost,
+        )

@@ -1,10 +1,10 @@
-"""The state after a token log, made by reading it from the start."""
+"""The state after a token log, made by reading it from the start or from an older state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.engine.request import Finished, GenerationRequest, Resume
 from nsm_core.sampling.params import SamplingParams
 from service.backends.base import Generation, InferenceBackend
 
@@ -18,14 +18,22 @@ async def read_again(
     *,
     request_id: str,
     deadline: float,
+    start: Resume | None = None,
     on_start: Callable[[Generation], None] = lambda generation: None,
+    resume: Resume | None = None,
 ) -> Finished:
-    """Reads `ids` (at least one) from an empty state. The result's `end_state.state` is the state after them.
+    """Reads `ids` (at least one) from an empty state, or after `start`. The result's `end_state.state` is the one then.
 
-    `on_start` gets what may be cancelled. Raises what `InferenceBackend.submit` raises; being cancelled ends it.
+    `resume`: a state after some of them, fewer than all, so that only the rest is read. `on_start` gets what may be
+    cancelled. Raises what `InferenceBackend.submit` raises; being cancelled ends it.
     """
     request = GenerationRequest(
-        request_id=request_id, prompt_ids=ids, sampling=_SAMPLE_ONE, keep_state=True, deadline=deadline
+        request_id=request_id,
+        prompt_ids=ids if resume is None else ids[resume.position :],
+        sampling=_SAMPLE_ONE,
+        resume=resume,
+        keep_state=True,
+        deadline=deadline,
     )
     generation = backend.submit(request)
     on_start(generation)

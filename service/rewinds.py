@@ -13,7 +13,8 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import SEED_BITS
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, require_version, resume
-from service.prefill import read_again
+from service.earlier_states import read_up_to
+from service.leases import HeldLease
 from service.replay import sampled_counts, seed_of
 from service.sessions.base import LogMark, SessionHead, SessionStore
 from service.turn import Turn
@@ -59,7 +60,8 @@ class RewindRequest:
 async def rewind_session(
     turns: Turns, backend: InferenceBackend, store: SessionStore, request: RewindRequest
 ) -> SessionHead:
-    """The head after the rewind, at a new version. The state is made by reading what stays of the log.
+    """The head after the rewind, at a new version. The state is made by reading what stays of the log, from the nearest
+    older snapshot that is kept.
 
     The last token that stays is not fed but pending, whether it was sampled or read: so the next turn may be given more
     to read, or nothing, and is the one that an unbroken session would have had at that place. Only a log of one token
@@ -78,7 +80,7 @@ async def rewind_session(
         log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
         seed, end = _seed_at(marks, num_log_tokens), None
         if log_ids:
-            state, position, pending = await _state_after(backend, log_ids, request, turn)
+            state, position, pending = await _state_after(backend, store, log_ids, request, turn, held)
             counts = sampled_counts(log_ids, marks)
             end = EndState(state=state, position=position, pending=pending, new_ids=(), generated_counts=counts)
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
@@ -94,12 +96,25 @@ async def rewind_session(
 
 
 async def _state_after(
-    backend: InferenceBackend, log_ids: tuple[int, ...], request: RewindRequest, turn: Turn
+    backend: InferenceBackend,
+    store: SessionStore,
+    log_ids: tuple[int, ...],
+    request: RewindRequest,
+    turn: Turn,
+    held: HeldLease,
 ) -> tuple[bytes, int, int | None]:
     """State, position and pending token."""
     fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
-    finished = await read_again(
-        backend, fed, request_id=request.request_id, deadline=request.deadline, on_start=turn.attach
+    finished = await read_up_to(
+        backend,
+        store,
+        fed,
+        kept=held.kept,
+        tenant=request.tenant,
+        session_id=request.session_id,
+        request_id=request.request_id,
+        deadline=request.deadline,
+        on_start=turn.attach,
     )
     error = turn.error_of(finished)
     if error is not None:

@@ -53,11 +53,12 @@ class Turns:
         tenants: Tenants,
         record_ttl_s: float = 86_400.0,
         max_records: int = 16,
+        max_kept: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._store = store
-        self._leases = Leases(store, lease_s=lease_s, metrics=metrics)
+        self._leases = Leases(store, lease_s=lease_s, metrics=metrics, max_kept=max_kept)
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._tenants = tenants

@@ -199,7 +199,9 @@ async def _migrate(
 
     async with _opened(settings) as (store, backend):
         names = await _names(store, ids, tenant)
-        leases = Leases(store, lease_s=settings.lease_s, metrics=Metrics(backend))
+        leases = Leases(
+            store, lease_s=settings.lease_s, metrics=Metrics(backend), max_kept=settings.kept_snapshots
+        )  # fmt: skip
         migrator = Migrator(store, backend, leases, is_dry_run=is_dry_run, is_repairing=is_repairing)
         try:
             with progress("migrate", len(names)) as advance:

@@ -8,16 +8,18 @@ import secrets
 import time
 import uuid
 
-from nsm_core.engine.request import EndState
+from nsm_core.engine.request import EndState, Resume
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.sampling.params import SEED_BITS
+from nsm_core.state.snapshot import Snapshot
 from service.continuation import Continuation, resume
 from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
-from service.prefill import read_again
+from service.earlier_states import read_up_to
 from service.replay import sampled_counts, seed_of
 from service.responses.chain import Place
-from service.sessions.base import StoredSession
+from service.sessions.base import SessionHead, StoredSession
+from service.sessions.records import not_found
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
@@ -38,7 +40,8 @@ async def create_session(services: Services, tenant: str) -> Place:
 
 
 async def fork_at(services: Services, tenant: str, place: Place, *, deadline: float) -> Place:
-    """The same place of a new session. Its state is copied, or made by reading the log if the session has moved on.
+    """The same place of a new session. Its state is copied or, when the session has moved on, made by reading the log
+    from the nearest older snapshot that it keeps.
 
     Raises NotFound when the session's log does not have that place any more, and what `TurnPlan`s raise.
     """
@@ -70,17 +73,8 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     log_ids = copy.log_ids[: place.num_log_tokens]
-    fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
-    finished = await read_again(services.backend, fed, request_id=f"fork-{uuid.uuid4().hex}", deadline=deadline)
-    if finished.end_state is None:
-        raise finished.error or NsmError("the session's log could not be read again")
-    end = EndState(
-        state=finished.end_state.state,
-        position=len(fed),
-        pending=pending,
-        new_ids=(),
-        generated_counts=sampled_counts(log_ids, marks),
-    )
+    end = await _state_after(services, copy.head, log_ids, deadline=deadline)
+    end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
     seed = seed_of(marks)
@@ -96,3 +90,46 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
         model_fingerprint=model.fingerprint,
     )
     return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)
+
+
+async def _state_after(services: Services, head: SessionHead, log_ids: tuple[int, ...], *, deadline: float) -> EndState:
+    """The state after `log_ids`, which a log begins with, from the newest state that is kept of it."""
+    kept = await _nearest_kept(services, head, len(log_ids))
+    num_read = 0 if kept is None else kept.position
+    num_fed = max(num_read, len(log_ids) - 1, 1)
+    if kept is not None and num_read == num_fed:
+        state = kept.state
+    else:
+        finished = await read_again(
+            services.backend,
+            log_ids[num_read:num_fed],
+            request_id=f"fork-{uuid.uuid4().hex}",
+            deadline=deadline,
+            start=kept,
+        )
+        if finished.end_state is None:
+            raise finished.error or NsmError("the session's log could not be read again")
+        state = finished.end_state.state
+    pending = log_ids[-1] if num_fed < len(log_ids) else None
+    return EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
+
+
+async def _nearest_kept(services: Services, head: SessionHead, num_log_tokens: int) -> Resume | None:
+    """The newest kept state that a log of so many tokens has come through, made by the model that runs."""
+    key = {"tenant": head.tenant, "session_id": head.session_id}
+    for one in reversed(await services.store.list_kept(**key)):
+        if one.position > num_log_tokens:
+            continue
+        raw = await services.store.load_kept(**key, version=one.version)
+        if raw is None:
+            continue
+        snapshot = await asyncio.to_thread(Snapshot.decode, raw, is_verified=True)
+        header = snapshot.header
+        if header.model_fingerprint == services.backend.model.fingerprint and header.position == one.position:
+            return Resume(
+                state=snapshot.state,
+                position=header.position,
+                fingerprint=header.model_fingerprint,
+                generated_counts={},
+            )
+    return None

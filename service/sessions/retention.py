@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-MAX_KEPT = 8  # most that a session may be told to keep: the stores have room for so many
+MAX_KEPT = 8  # the stores have room for so many; NSM_KEPT_SNAPSHOTS may not ask for more
 SPARED_TOKENS = 256  # one that saves the reading of fewer is not worth its bytes
 
 

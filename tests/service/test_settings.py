@@ -10,6 +10,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
 from service.sessions import redis_url
 from service.sessions.factory import make_store
+from service.sessions.retention import MAX_KEPT
 from service.settings import REDIS_SCHEMES, Settings, load_settings
 
 SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
@@ -146,3 +147,9 @@ def test_a_password_in_a_store_is_never_shown() -> None:
     with pytest.raises(ConfigError, match="needs a password") as caught:
         make_store(load_settings(store="redis://secret@host"))
     assert "secret" not in str(caught.value)
+
+
+def test_a_session_may_keep_as_many_snapshots_as_the_stores_have_room_for() -> None:
+    assert load_settings(kept_snapshots=MAX_KEPT).kept_snapshots == MAX_KEPT
+    with pytest.raises(ConfigError, match="NSM_KEPT_SNAPSHOTS"):
+        load_settings(kept_snapshots=MAX_KEPT + 1)
