@@ -170,3 +170,13 @@ async def test_L6_cancel_and_delete_do_not_reach_anothers_running_turn(tmp_path:
             assert len(backend.running) == 1
             backend.release_all()
             assert '"finish_reason":"length"' in (await stream.aread()).decode()
+
+
+async def test_L6_another_tenants_stream_does_not_exist(server: Gateway) -> None:
+    turn = await ask(server, ACME, "POST", "/v1/sessions/theirs/generate", {"input": SECRET, "max_tokens": 2})
+    path = f"/v1/streams/{turn.json()['id']}"
+    refused = await ask(server, RIVAL, "GET", path)
+    unknown = await ask(server, ACME, "GET", path.replace("-theirs", "-nobody"))
+    assert (refused.status_code, unknown.status_code) == (404, 404)
+    assert error_of(refused)["message"] == error_of(unknown)["message"].replace("-nobody", "-theirs")
+    assert (await ask(server, ACME, "GET", path)).status_code == 200
