@@ -7,9 +7,8 @@ script that moves the head renames it into its place.
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from redis.exceptions import TryAgainError
@@ -21,17 +20,13 @@ from service.sessions.base import (
     LeasedSession,
     LogMark,
     SessionHead,
-    SessionPage,
     StoredSession,
-    TenantUsage,
     Unset,
 )
 from service.sessions.records import (
     already_exists,
     checked,
-    decode_cursor,
     decode_ids,
-    encode_cursor,
     encode_ids,
     lease_lost,
     not_found,
@@ -41,9 +36,10 @@ from service.sessions.records import (
 )
 from service.sessions.redis_checks import check_server
 from service.sessions.redis_client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
-from service.sessions.redis_index import IndexEntry, TenantIndex
+from service.sessions.redis_index import TenantIndex
 from service.sessions.redis_kept import RedisKept
 from service.sessions.redis_keys import Keyspace
+from service.sessions.redis_listing import RedisListing
 from service.sessions.redis_records import (
     MICROSECONDS,
     StoredHead,
@@ -81,6 +77,8 @@ class RedisSessionStore:
         turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        listing = RedisListing(self.client, self.keys, self._index)
+        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
         kept = RedisKept(self.client, self.keys)
         self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
 
@@ -321,39 +319,6 @@ class RedisSessionStore:
             raise not_found(session_id)
         await self._index.forget(head)
 
-    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
-        place = None if cursor is None else _place(cursor)
-        heads: list[SessionHead] = []
-        while len(heads) <= limit:
-            entries = await self._index.page(tenant, limit=limit + 1 - len(heads), after=place)
-            if not entries:
-                break
-            heads += await self._living(tenant, entries)
-            place = entries[-1]
-        page = tuple(heads[:limit])
-        return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
-
-    async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
-        """The heads of `entries`; what is found to be out of date in the index is put right."""
-        reads = [("HGETALL", self.keys.session(tenant, entry.session_id).head) for entry in entries]
-        answers = await self.client.call(lambda attempt: attempt.together(*reads))
-        heads = []
-        for entry, answer in zip(entries, answers, strict=True):
-            stored = decode_head(answer, tenant=tenant, session_id=entry.session_id)
-            if stored is None:
-                await self._index.drop_stale(tenant, entry)
-            elif stored.head.created_at != entry.created_at:  # made again: it belongs to a page of newer ones
-                await self._index.put(stored)
-            else:
-                heads.append(stored.head)
-        return heads
-
-    async def list_tenants(self) -> tuple[str, ...]:
-        return await self._index.tenants()
-
-    async def usage(self, *, tenant: str) -> TenantUsage:
-        return await self._index.usage(tenant)
-
     async def remove_expired(self) -> int:
         """Nothing to do: Redis drops a session's keys itself when its time has come."""
         return 0
@@ -408,13 +373,6 @@ def _nonce() -> str:
 
 def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
     return len(snapshot or b""), checksum_field(snapshot)
-
-
-def _place(cursor: str) -> IndexEntry:
-    created_at, session_id = decode_cursor(cursor)
-    if not math.isfinite(created_at):
-        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {cursor[:80]!r}", param="after")
-    return IndexEntry(session_id, created_at)
 
 
 def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:

@@ -21,16 +21,12 @@ from service.sessions.base import (
     LeasedSession,
     LogMark,
     SessionHead,
-    SessionPage,
     StoredSession,
-    TenantUsage,
     Unset,
 )
 from service.sessions.presence import Presence
 from service.sessions.records import (
     checked,
-    decode_cursor,
-    encode_cursor,
     expiry,
     new_head,
     not_found,
@@ -40,10 +36,10 @@ from service.sessions.retention import KEEP_NONE, Keeping
 from service.sessions.sqlite_connection import ConnectionThread, Result, empty_write_ahead_log, reading, transaction
 from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, get_kept
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
+from service.sessions.sqlite_listing import SqliteListing
 from service.sessions.sqlite_reserve import Reserve
 from service.sessions.sqlite_rows import (
     EXISTS,
-    HEAD_COLUMNS,
     ONE,
     append_chunk,
     append_log,
@@ -52,7 +48,6 @@ from service.sessions.sqlite_rows import (
     get_log,
     get_marks,
     get_snapshot,
-    head_of,
     insert_head,
     replace_snapshot,
 )
@@ -92,6 +87,8 @@ class SqliteSessionStore:
         turns = SqliteTurns(write=self.write, read=self.read, presence=lambda: self._open_parts().presence, clock=clock)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        listing = SqliteListing(read=self.read, clock=clock)
+        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
         kept = SqliteKept(read=self.read, clock=clock)
         self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
 
@@ -349,35 +346,6 @@ class SqliteSessionStore:
             empty_write_ahead_log(connection)
 
         await self.write(self.reserve.lent_to(work))
-
-    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
-        created_before, id_before = (float("inf"), "") if cursor is None else decode_cursor(cursor)
-
-        def work(connection: sqlite3.Connection) -> SessionPage:
-            rows = connection.execute(
-                f"SELECT {HEAD_COLUMNS} FROM sessions WHERE tenant = ? AND (created_at, session_id) < (?, ?) "
-                f"AND {EXISTS} ORDER BY created_at DESC, session_id DESC LIMIT ?",
-                (tenant, created_before, id_before, self._clock(), limit + 1),
-            ).fetchall()
-            heads = tuple(head_of(row) for row in rows[:limit])
-            return SessionPage(heads=heads, next_cursor=encode_cursor(heads[-1]) if len(rows) > limit else None)
-
-        return await self.read(work)
-
-    async def list_tenants(self) -> tuple[str, ...]:
-        def work(connection: sqlite3.Connection) -> tuple[str, ...]:
-            rows = connection.execute("SELECT tenant FROM usage WHERE num_sessions > 0 ORDER BY tenant").fetchall()
-            return tuple(tenant for (tenant,) in rows)
-
-        return await self.read(work)
-
-    async def usage(self, *, tenant: str) -> TenantUsage:
-        def work(connection: sqlite3.Connection) -> TenantUsage:
-            row = connection.execute("SELECT num_sessions, num_bytes FROM usage WHERE tenant = ?", (tenant,)).fetchone()
-            num_sessions, num_bytes = row or (0, 0)
-            return TenantUsage(num_sessions=num_sessions, num_bytes=num_bytes)
-
-        return await self.read(work)
 
     async def remove_expired(self) -> int:
         def work(connection: sqlite3.Connection) -> int:
