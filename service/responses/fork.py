@@ -8,10 +8,9 @@ import secrets
 import time
 import uuid
 
-from nsm_core.engine.request import EndState, Resume
+from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.sampling.params import SEED_BITS
-from nsm_core.state.snapshot import Snapshot
 from service.continuation import Continuation, resume
 from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
@@ -62,7 +61,7 @@ async def fork_at(services: Services, tenant: str, place: Place, *, deadline: fl
 
 
 async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline: float) -> SessionCopy:
-    """The session as it was at `place`. As after a rewind, the last token of its log waits to be read."""
+    """The session as it was at `place`; the last token of its log may wait to be read, as after a rewind."""
     marks = tuple(mark for mark in copy.marks if mark.version <= place.version)
     if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (place.version, place.num_log_tokens):
         raise NotFound(
@@ -73,7 +72,7 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     log_ids = copy.log_ids[: place.num_log_tokens]
-    end = await _state_after(services, copy.head, log_ids, deadline=deadline)
+    end = await _state_after(services, copy.head, place, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
@@ -92,44 +91,27 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)
 
 
-async def _state_after(services: Services, head: SessionHead, log_ids: tuple[int, ...], *, deadline: float) -> EndState:
-    """The state after `log_ids`, which a log begins with, from the newest state that is kept of it."""
-    kept = await _nearest_kept(services, head, len(log_ids))
-    num_read = 0 if kept is None else kept.position
-    num_fed = max(num_read, len(log_ids) - 1, 1)
-    if kept is not None and num_read == num_fed:
-        state = kept.state
-    else:
-        finished = await read_again(
-            services.backend,
-            log_ids[num_read:num_fed],
-            request_id=f"fork-{uuid.uuid4().hex}",
-            deadline=deadline,
-            start=kept,
-        )
-        if finished.end_state is None:
-            raise finished.error or NsmError("the session's log could not be read again")
-        state = finished.end_state.state
-    pending = log_ids[-1] if num_fed < len(log_ids) else None
-    return EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
-
-
-async def _nearest_kept(services: Services, head: SessionHead, num_log_tokens: int) -> Resume | None:
-    """The newest kept state that a log of so many tokens has come through, made by the model that runs."""
+async def _state_after(
+    services: Services, head: SessionHead, place: Place, log_ids: tuple[int, ...], *, deadline: float
+) -> EndState:
+    """The state at `place`, whose log is `log_ids`."""
     key = {"tenant": head.tenant, "session_id": head.session_id}
-    for one in reversed(await services.store.list_kept(**key)):
-        if one.position > num_log_tokens:
-            continue
-        raw = await services.store.load_kept(**key, version=one.version)
-        if raw is None:
-            continue
-        snapshot = await asyncio.to_thread(Snapshot.decode, raw, is_verified=True)
-        header = snapshot.header
-        if header.model_fingerprint == services.backend.model.fingerprint and header.position == one.position:
-            return Resume(
-                state=snapshot.state,
-                position=header.position,
-                fingerprint=header.model_fingerprint,
-                generated_counts={},
-            )
-    return None
+    kept = [one for one in await services.store.list_kept(**key) if one.version <= place.version]
+    if (await services.store.get(**key)).created_at != head.created_at:
+        raise not_found(head.session_id)
+    is_kept = any((one.version, one.position) == (place.version, len(log_ids)) for one in kept)
+    num_fed = len(log_ids) if is_kept or len(log_ids) == 1 else len(log_ids) - 1
+    finished = await read_up_to(
+        services.backend,
+        services.store,
+        log_ids[:num_fed],
+        kept=kept,
+        **key,
+        request_id=f"fork-{uuid.uuid4().hex}",
+        deadline=deadline,
+    )
+    if finished.end_state is None:
+        raise finished.error or NsmError("the session's log could not be read again")
+    pending = log_ids[-1] if num_fed < len(log_ids) else None
+    state = finished.end_state.state
+    return EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
