@@ -220,11 +220,11 @@ async def test_prefixes_survive_a_restart_but_not_another_model(tiny_tokenizer: 
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 3 * MIN_TOKENS), st.integers(0, 20), st.booleans()),
     min_size=2,
-    max_size=8,
+    max_size=6,
 )
 
 
-@settings(max_examples=scaled(6, 300))
+@settings(max_examples=scaled(4, 300))
 @given(PROMPTS)
 async def test_R6_any_prompts_get_the_answers_that_they_get_without(
     tiny_tokenizer: Tokenizer, shapes: list[tuple[int, int, int, bool]]
