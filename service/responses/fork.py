@@ -106,7 +106,8 @@ async def _state_after(
         services.store,
         log_ids[:num_fed],
         kept=kept,
-        **key,
+        tenant=head.tenant,
+        session_id=head.session_id,
         request_id=f"fork-{uuid.uuid4().hex}",
         deadline=deadline,
     )
