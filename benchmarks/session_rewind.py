@@ -1,0 +1,278 @@
+"""What older snapshots buy and cost: `python -m benchmarks.session_rewind --redis`. Tables, then one line of JSON.
+
+A session of the bundled model over `--turns` turns of `--turn-tokens` tokens of books, once for each number of older
+snapshots (NSM_KEPT_SNAPSHOTS), all with the states of one reading:
+
+- bytes: what the session takes in SQLite (file size) and Redis (MEMORY USAGE of its keys), against the raw state;
+- rewind: the time of going back so many tokens, the commit included. A rewind makes the session shorter, so each one
+  starts from a fresh copy of the file. A fork at an earlier place reads the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from redis.asyncio import Redis
+
+from benchmarks.session_store import redis_store
+from nsm_core.config import EngineConfig
+from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Resume
+from nsm_core.evaluation.provenance import source_commit
+from nsm_core.model.loader import load_checkpoint
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.training.data_files import read_documents
+from service.backends.local import LocalBackend
+from service.earlier_states import read_up_to
+from service.leases import HeldLease, Leases
+from service.metrics import Metrics
+from service.sessions.base import SessionStore
+from service.sessions.sqlite import SqliteSessionStore
+
+KEY = {"tenant": "default", "session_id": "s"}
+PART_TURNS = 100  # states in memory at once
+DISTANCES = (80, 1_600, 6_400, 25_600)
+WITHOUT = 1_600  # without older snapshots each takes the same
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A store, and what measures the session in it."""
+
+    store: SessionStore
+    max_kept: int
+    redis: Redis | None = None
+    path: Path | None = None
+
+    async def num_bytes(self) -> int:
+        if self.redis is not None:
+            keys = [key async for key in self.redis.scan_iter("nsm:{*.*}:*")]
+            return sum([await self.redis.memory_usage(key, samples=0) for key in keys])
+        if self.path is None:
+            raise RuntimeError("a place is a file or a server")
+        return sum(file.stat().st_size for file in self.path.parent.glob("sessions.db*") if "reserve" not in file.name)
+
+
+async def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    backend = LocalBackend(load_checkpoint(None), EngineConfig())
+    await backend.start()
+    try:
+        with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+            rows = await measure(backend, Path(directory), args)
+    finally:
+        await backend.stop()
+    show(rows, backend.model.state_bytes)
+    fields = {
+        "benchmark": "session_rewind",
+        "commit": source_commit(),
+        "device": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "turns": args.turns,
+        "turn_tokens": args.turn_tokens,
+        "state_bytes": backend.model.state_bytes,
+        "rows": rows,
+    }
+    print(json.dumps(fields))
+
+
+async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    ids = book_ids(backend, args.turns * args.turn_tokens)
+    async with contextlib.AsyncExitStack() as stack:
+        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.kept]
+        if args.redis:
+            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.kept]
+        await tell(backend, places, ids, args)
+        sizes = {(place.max_kept, place.redis is None): await place.num_bytes() for place in places}
+        newest = (await places[0].store.get(**KEY)).position
+        rows = []
+        for kept in args.kept:
+            place = next(place for place in places if place.max_kept == kept and place.path is not None)
+            found = await place.store.list_kept(**KEY)
+            row: dict[str, Any] = {
+                "kept": kept,
+                "distances": [newest - one.position for one in found],
+                "kept_bytes": sum(one.num_bytes for one in found),
+                "sqlite_bytes": sizes[kept, True],
+                "redis_bytes": sizes.get((kept, False)),
+                "rewind_s": {},
+            }
+            rows.append(row)
+    for row in rows:
+        for distance in DISTANCES:
+            if distance < len(ids) and (row["kept"] or distance == WITHOUT):
+                row["rewind_s"][distance] = await rewind(backend, directory, row["kept"], ids, distance)
+    return rows
+
+
+def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
+    ids: list[int] = []
+    while len(ids) < num_tokens:
+        for document in read_documents(Path("data/books-sample"), "train"):
+            ids += [backend.tokenizer.end_of_text_id, *backend.tokenizer.encode(document.text)]
+    return tuple(ids[:num_tokens])
+
+
+@contextlib.asynccontextmanager
+async def file_place(directory: Path, max_kept: int) -> AsyncIterator[Place]:
+    path = directory / f"kept-{max_kept}" / "sessions.db"
+    store = SqliteSessionStore(path)
+    await store.open()
+    try:
+        yield Place(store, max_kept, path=path)
+    finally:
+        await store.close()
+
+
+@contextlib.asynccontextmanager
+async def redis_place(directory: Path, max_kept: int) -> AsyncIterator[Place]:
+    data = directory / f"redis-{max_kept}"
+    data.mkdir()
+    async with redis_store(data, "everysec") as (store, client):
+        yield Place(store, max_kept, redis=client)
+
+
+async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, ...], args: argparse.Namespace) -> None:
+    """The same session in every place, turn by turn: each as a committed turn leaves it."""
+    metrics = Metrics(backend)
+    leases = [Leases(place.store, lease_s=60.0, metrics=metrics, max_kept=place.max_kept) for place in places]
+    for place in places:
+        await place.store.create(**KEY, model_fingerprint=backend.model.fingerprint, metadata={})
+    part = PART_TURNS * args.turn_tokens
+    resume: Resume | None = None
+    for start in range(0, len(ids), part):
+        request = GenerationRequest(
+            request_id=f"part-{start}",
+            prompt_ids=ids[start : start + part],
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True),
+            resume=resume,
+            keep_states_at=tuple(range(args.turn_tokens, len(ids[start : start + part]) + 1, args.turn_tokens)),
+        )
+        async for event in backend.submit(request).events():
+            if isinstance(event, PromptState):
+                new_ids = ids[event.position - args.turn_tokens : event.position]
+                for lease in leases:
+                    held = await lease.take(**KEY, on_lost=lambda error: None)
+                    await commit(backend, held, event, new_ids)
+                resume = resume_from(backend, event)
+            elif isinstance(event, Finished) and event.error is not None:
+                raise event.error
+
+
+def resume_from(backend: LocalBackend, event: PromptState) -> Resume:
+    return Resume(
+        state=event.state, position=event.position, fingerprint=backend.model.fingerprint, generated_counts={}
+    )
+
+
+async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new_ids: tuple[int, ...]) -> None:
+    version = held.stored.head.version
+    raw = snapshot_of(backend, event.state, position=event.position, version=version + 1).encode()
+    await held.commit(
+        expected_version=version,
+        snapshot=raw,
+        position=event.position,
+        model_fingerprint=backend.model.fingerprint,
+        new_ids=new_ids,
+        num_sampled=len(new_ids) // 2,
+        seed=0,
+    )
+
+
+def snapshot_of(backend: LocalBackend, state: bytes, *, position: int, version: int) -> Snapshot:
+    header = SnapshotHeader(
+        model_fingerprint=backend.model.fingerprint,
+        numerics=backend.model.numerics,
+        tokenizer_fingerprint=backend.tokenizer.fingerprint,
+        layout=parse_layout(backend.model.state_layout),
+        position=position,
+        pending_id=None,
+        sampler=SamplerState(seed=0, generated_counts={}),
+        **KEY,
+        version=version,
+        parent=version - 1,
+        created_at=time.time(),
+    )
+    return Snapshot(header, state)
+
+
+async def rewind(
+    backend: LocalBackend, directory: Path, kept: int, ids: tuple[int, ...], distance: int
+) -> dict[str, float]:
+    """Back by `distance` tokens, in a copy of the file: the state found and read, and its commit."""
+    path = directory / "rewound" / "sessions.db"
+    shutil.rmtree(path.parent, ignore_errors=True)
+    shutil.copytree(directory / f"kept-{kept}", path.parent)
+    store = SqliteSessionStore(path)
+    await store.open()
+    try:
+        held = await Leases(store, lease_s=600.0, metrics=Metrics(backend)).take(**KEY, on_lost=lambda error: None)
+        num_left = len(ids) - distance
+        start = time.perf_counter()
+        finished = await read_up_to(
+            backend, store, ids[: num_left - 1], kept=held.kept, **KEY, request_id="rewind", deadline=1e12
+        )
+        if finished.end_state is None:
+            raise finished.error or RuntimeError("the log was not read")
+        version = held.stored.head.version
+        snapshot = snapshot_of(backend, finished.end_state.state, position=num_left - 1, version=version + 1)
+        await held.rewind(
+            expected_version=version,
+            snapshot=snapshot.encode(),
+            position=num_left - 1,
+            model_fingerprint=backend.model.fingerprint,
+            num_log_tokens=num_left,
+            num_sampled=0,
+            seed=0,
+        )
+        seconds = time.perf_counter() - start
+    finally:
+        await store.close()
+    return {"seconds": round(seconds, 3), "tokens_read": num_left - 1 - finished.cached_tokens}
+
+
+def show(rows: list[dict[str, Any]], state_bytes: int) -> None:
+    print(f"a raw state has {state_bytes} bytes\n")
+    print("kept  distances from the head      kept, packed  sqlite/state  redis/state")
+    for row in rows:
+        redis = "-" if row["redis_bytes"] is None else f"{row['redis_bytes'] / state_bytes:.2f}"
+        places = ", ".join(map(str, row["distances"])) or "-"
+        shares = f"{row['kept_bytes'] / state_bytes:>12.2f}  {row['sqlite_bytes'] / state_bytes:>12.2f}  {redis:>11}"
+        print(f"{row['kept']:<4}  {places:<28} {shares}")
+    print("\nseconds (tokens read) to go back so many tokens")
+    print("kept  " + " ".join(f"{distance:>16}" for distance in DISTANCES))
+    for row in rows:
+        cells = [row["rewind_s"].get(distance) for distance in DISTANCES]
+        texts = ["-" if cell is None else f"{cell['seconds']:.2f} ({cell['tokens_read']})" for cell in cells]
+        print(f"{row['kept']:<4}  " + " ".join(f"{text:>16}" for text in texts))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
+    parser.add_argument("--turns", type=int, default=1_000)
+    parser.add_argument("--turn-tokens", type=int, default=80)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kept", type=int, nargs="+", default=[0, 2, 4])
+    parser.add_argument("--redis", action="store_true", help="also in a Redis that is started here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
