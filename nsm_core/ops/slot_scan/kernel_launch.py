@@ -100,7 +100,7 @@ def num_warps(kernel: str, slots: int, head_dim: int, dtype: torch.dtype) -> int
     """Fixed choices instead of autotuning: a cold search costs minutes a model."""
     is_large = max(slots, head_dim) > 64
     if kernel in ("read_backward", "bank_backward"):
-        return 8
+        return 8 if min(slots, head_dim) >= 64 else 4  # the tiles of fewer slots are too small to share between 8
     if kernel == "read":
         return 8 if is_large or dtype == torch.float32 else 4
     return 8 if is_large else 4
