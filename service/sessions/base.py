@@ -102,7 +102,7 @@ class SessionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """`num_bytes`: all snapshots', plus 4 for each token of a log, plus the turn records' requests and results."""
+    """`num_bytes`: all snapshots', plus 4 for each token of a log, plus the results in the turn records."""
 
     num_sessions: int
     num_bytes: int

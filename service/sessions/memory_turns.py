@@ -34,8 +34,7 @@ class MemoryTurns:
 
     @property
     def num_bytes(self) -> int:
-        records = [turn.record for turn in self._turns.values()]
-        return sum(len(record.request) + len(record.result or b"") for record in records)
+        return sum(len(turn.record.result or b"") for turn in self._turns.values())
 
     def begin(self, start: TurnStart, head: SessionHead, *, max_records: int, now: float) -> TurnRecord:
         self.remove_expired(now)

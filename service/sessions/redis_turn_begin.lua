@@ -18,7 +18,7 @@ end
 while #turns >= tonumber(ARGV[8]) do drop_turn(turns, 1) end
 local turn = {
   id = ARGV[4], identity = ARGV[5], digest = ARGV[6], base = head.version, status = 'running', cancel = '0',
-  expires = whole(now + RUNNING_US), bytes = #ARGV[9],
+  expires = whole(now + RUNNING_US), bytes = 0,
 }
 turns[#turns + 1] = turn
 redis.call('HSET', turns_key, 'q:' .. turn.id, ARGV[9])

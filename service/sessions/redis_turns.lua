@@ -1,7 +1,7 @@
 -- Put after redis_common.lua before the scripts that know turn records. KEYS[6]: turns (hash: "index": a JSON list of
 -- the records, oldest first; "q:<id>": request; "r:<id>": result), KEYS[7]: tail (list: the running turn's chunks).
 -- A record: id, identity ('' for none), digest, base, status, cancel ('0' or '1'), expires (microseconds as text: JSON
--- numbers lose digits), bytes.
+-- numbers lose digits), bytes (of the result).
 local turns_key, tail_key = KEYS[6], KEYS[7]
 local ABANDONED_US = 3600 * 1000000
 local RUNNING_US = 2 * 86400 * 1000000 -- longer than any turn may take

@@ -122,16 +122,12 @@ MIGRATIONS: tuple[str, ...] = (
         chunk        BLOB    NOT NULL,
         PRIMARY KEY (turn_number, chunk_number)
     );
-    CREATE TRIGGER usage_of_new_turn AFTER INSERT ON turns BEGIN
-        UPDATE usage SET num_bytes = num_bytes + length(new.request) WHERE tenant = new.tenant;
-    END;
-    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF request, result ON turns BEGIN
-        UPDATE usage SET num_bytes = num_bytes + length(new.request) + coalesce(length(new.result), 0)
-            - length(old.request) - coalesce(length(old.result), 0) WHERE tenant = new.tenant;
+    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF result ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + coalesce(length(new.result), 0) - coalesce(length(old.result), 0)
+            WHERE tenant = new.tenant;
     END;
     CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns BEGIN
-        UPDATE usage SET num_bytes = num_bytes - length(old.request) - coalesce(length(old.result), 0)
-            WHERE tenant = old.tenant;
+        UPDATE usage SET num_bytes = num_bytes - coalesce(length(old.result), 0) WHERE tenant = old.tenant;
     END;
     """,
     # Older snapshots that a session keeps beside its newest.
