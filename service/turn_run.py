@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nsm_core.engine.request import EndState, Finished, GenerationRequest, TokenEvent
+from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
 from service.continuation import Continuation
@@ -21,10 +22,15 @@ from service.stored_turns import Place, StoredToken, TurnResult, encode_result, 
 from service.turn import Turn, TurnEnd
 from service.turn_log import TurnLog
 
+logger = logging.getLogger("nsm.turns")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRun:
-    """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot."""
+    """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
+
+    `earlier`: what another process sampled of the turn, written down in so many chunks.
+    """
 
     turn: Turn
     held: HeldLease
@@ -32,22 +38,36 @@ class TurnRun:
     start: Continuation
     request: GenerationRequest
     framing: Mapping[str, Any]
+    earlier: Sequence[StoredToken]
+    num_chunks: int
     metrics: Metrics
     record_ttl_s: float
     clock: Callable[[], float]
 
-    async def to_its_end(self, earlier: Iterable[StoredToken], *, num_chunks: int) -> TurnEnd:
-        """`earlier`: what was written down of the turn before this run, in so many chunks."""
-        log = TurnLog(
-            self.held, self.turn.turn_id, on_stop=self.turn.stop, earlier=earlier, num_chunks=num_chunks
-        )  # fmt: skip
+    async def to_its_end(self) -> TurnEnd:
+        """Committed, or failed with an error that a client may see."""
         try:
-            finished = await self._forward(log)
+            return await self._settle(*await self._sample())
+        except Exception:
+            request_id = self.request.request_id
+            logger.exception("request %s failed", request_id)
+            error = NsmError(f"internal error; the server's log tells more under request id {request_id}")
+            return await self._fail(Finished(reason=FinishReason.ERROR), error)
+
+    async def _sample(self) -> tuple[Finished, list[StoredToken]]:
+        log = TurnLog(
+            self.held,
+            self.turn.turn_id,
+            on_stop=self.turn.stop,
+            earlier=self.earlier,
+            num_chunks=self.num_chunks,
+        )
+        try:
+            return await self._forward(log), log.tokens
         finally:
             await log.stop()
-        return await self._settle(finished, log.tokens)
 
-    async def fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
+    async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
         """The session stays where it is, and the record tells why."""
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
         if not isinstance(error, LeaseLost):
@@ -73,13 +93,13 @@ class TurnRun:
         """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
         error = self.turn.error_of(finished)
         if error is not None:
-            return await self.fail(finished, error, tokens)
+            return await self._fail(finished, error, tokens)
         if finished.end_state is None:
             raise RuntimeError("the engine ended a session's turn without its state")
         try:
             head = await self._commit(finished, finished.end_state, tokens)
         except NsmError as commit_error:
-            return await self.fail(finished, commit_error, tokens)
+            return await self._fail(finished, commit_error, tokens)
         return TurnEnd(finished=finished, head=head)
 
     async def _commit(self, finished: Finished, end: EndState, tokens: list[StoredToken]) -> SessionHead:

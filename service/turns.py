@@ -11,29 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 
-from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
-from nsm_core.errors import KeyReused, NotFound, NsmError, SessionBusy, SnapshotCorrupt, StateMismatch, TurnCancelled
-from service.backends.base import Generation, InferenceBackend
-from service.continuation import Continuation, TurnRequest, require_version, resume
+from nsm_core.engine.request import Finished, FinishReason
+from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
+from service.backends.base import InferenceBackend
+from service.continuation import TurnRequest
 from service.leases import NO_CHUNKS, HeldLease, Leases
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
-from service.reframing import Reframer
-from service.replay import LostState, make_replay
-from service.sessions.base import SessionHead, SessionStore
-from service.sessions.records import naming, session_busy
-from service.sessions.turn_records import TurnRecord, TurnStart
-from service.stored_turns import StoredToken, decode_request, decode_tokens, encode_request
+from service.sessions.base import SessionStore
+from service.sessions.records import session_busy
+from service.sessions.turn_records import TurnRecord
 from service.tenants import Tenants
 from service.turn import Turn, TurnEnd, TurnSource, stopping
 from service.turn_following import POLL_S, TurnFollower, stream_not_found
+from service.turn_opening import TurnOpening
 from service.turn_run import TurnRun
-
-logger = logging.getLogger("nsm.turns")
 
 Key = tuple[str, str]  # tenant, session id
 
@@ -63,9 +58,16 @@ class Turns:
         self._lifecycle = lifecycle
         self._tenants = tenants
         self._detached_s = detached_s
-        self._record_ttl_s = record_ttl_s
-        self._max_records = max_records
-        self._clock = clock
+        self._opening = TurnOpening(
+            backend=backend,
+            store=store,
+            leases=self._leases,
+            metrics=metrics,
+            tenants=tenants,
+            record_ttl_s=record_ttl_s,
+            max_records=max_records,
+            clock=clock,
+        )
         self._running: dict[Key, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -83,8 +85,8 @@ class Turns:
         self._require_open()
         request = dataclasses.replace(request, identity=None)
         async with self._holding(request.tenant, request.session_id) as (turn, held):
-            await self._begin_record(held, request)
-            return await self._begin(turn, held, request)
+            await self._opening.begin_record(held, request)
+            return self._run(await self._opening.begin(turn, held, request))
 
     async def open_or_join(self, request: TurnRequest) -> TurnSource:
         """A new turn, like `open_turn`, unless there is one that the request is a retry of.
@@ -98,15 +100,15 @@ class Turns:
             return known
         try:
             async with self._holding(request.tenant, request.session_id, request) as (turn, held):
-                record = await self._begin_record(held, request)
+                record = await self._opening.begin_record(held, request)
                 if record.turn_id == request.request_id:
-                    return await self._begin(turn, held, request)
+                    return self._run(await self._opening.begin(turn, held, request))
                 _require_same(record.digest, request)
                 if record.status == "running":
                     turn.is_replay = True
-                    await self._go_on(turn, held, record)
+                    run = await self._opening.go_on(turn, held, record)
                     self._metrics.turn_replayed()
-                    return turn
+                    return self._run(run)
         except SessionBusy:
             known = await self._known_elsewhere(request)
             if known is None:
@@ -135,7 +137,7 @@ class Turns:
             async with self._holding(tenant, session_id) as (turn, held):
                 record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
                 if record is not None and record.status == "running":
-                    return await self._go_on(turn, held, record)
+                    return self._run(await self._opening.go_on(turn, held, record))
         except SessionBusy:
             pass  # by whoever was faster
         return None
@@ -190,98 +192,13 @@ class Turns:
         held: HeldLease | None = None
         try:
             turn.permit = self._tenants.enter(tenant)
-            held = await self._take_lease(tenant, session_id, turn)
+            held = await self._opening.take_lease(tenant, session_id, turn)
             yield turn, held
         finally:
             if not turn.turn_id:
                 if held is not None:
                     await held.give_back()
                 self._release(key)
-
-    async def _begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
-        start = TurnStart(
-            turn_id=request.request_id,
-            identity=request.identity,
-            digest=request.digest,
-            base_version=request.expected_version,
-            request=encode_request(request, model_fingerprint=self._backend.model.fingerprint),
-        )
-        with _count_outcomes(self._metrics):
-            return await held.begin_turn(start, max_records=self._max_records)
-
-    async def _begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> Turn:
-        """A new turn, whose record was begun; a refusal leaves no record."""
-        try:
-            await self._tenants.check_stored_bytes(request.tenant)
-            start = await self._resume(held, request)
-            generation_request = start.generation_request(request)
-            with naming(request.session_id):
-                generation = self._backend.submit(generation_request)
-        except BaseException:
-            with contextlib.suppress(NsmError):
-                await held.forget_turn(request.request_id)
-            raise
-        self._run_on(turn, held, generation, start, request, generation_request)
-        return turn
-
-    async def _go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> Turn:
-        """Another process's turn, from where its record ends. A refusal leaves it for another try."""
-        head = held.stored.head
-        request, model_fingerprint = decode_request(
-            record.request, tenant=head.tenant, session_id=head.session_id, turn_id=record.turn_id
-        )
-        if model_fingerprint != self._backend.model.fingerprint:
-            raise StateMismatch(
-                f"the turn was begun by model {model_fingerprint[:12]}, this server runs "
-                f"{self._backend.model.fingerprint[:12]}"
-            )
-        tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
-        start = await self._resume(held, request)
-        ids = tuple(token.token_id for token in tokens)
-        generation_request = dataclasses.replace(
-            start.generation_request(request), request_id=f"{record.turn_id}/{held.fence}", sampled_ids=ids
-        )
-        with naming(head.session_id):
-            generation = self._backend.submit(generation_request)
-        turn.identity, turn.digest = record.identity, record.digest
-        logger.warning("session %s: a turn is taken over after %d tokens", head.session_id, len(tokens))
-        self._metrics.turn_taken_over()
-        self._run_on(turn, held, generation, start, request, generation_request, tokens, len(record.chunks))
-        return turn
-
-    def _run_on(
-        self,
-        turn: Turn,
-        held: HeldLease,
-        generation: Generation,
-        start: Continuation,
-        request: TurnRequest,
-        generation_request: GenerationRequest,
-        tokens: Sequence[StoredToken] = (),
-        num_chunks: int = 0,
-    ) -> None:
-        """The turn's task; `tokens` were sampled before, and are in the record in so many chunks."""
-        reframer = Reframer(self._backend.tokenizer, generation_request.sampling)
-        turn.begin(
-            generation,
-            start,
-            self._metrics.start_request(arrival=request.arrival),
-            turn_id=request.request_id,
-            framing=request.framing,
-            earlier=[reframer.feed(token) for token in tokens],
-        )
-        run = TurnRun(
-            turn=turn,
-            held=held,
-            generation=generation,
-            start=start,
-            request=generation_request,
-            framing=request.framing,
-            metrics=self._metrics,
-            record_ttl_s=self._record_ttl_s,
-            clock=self._clock,
-        )
-        self._track(self._run(run, tokens, num_chunks))
 
     @contextlib.asynccontextmanager
     async def exclusive(self, *, tenant: str, session_id: str) -> AsyncIterator[tuple[Turn, HeldLease]]:
@@ -362,52 +279,21 @@ class Turns:
     def _release(self, key: Key, end: TurnEnd | None = None) -> None:
         self._running.pop(key).finish(end)
 
-    def _track(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(coroutine)
+    def _run(self, run: TurnRun) -> Turn:
+        """Starts the turn's task."""
+        task = asyncio.create_task(self._run_to_its_end(run))
         self._tasks.add(task)  # the event loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
+        return run.turn
 
-    async def _take_lease(self, tenant: str, session_id: str, turn: Turn) -> HeldLease:
-        started = time.monotonic()
-        with _count_outcomes(self._metrics):
-            held = await self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
-        self._metrics.state_fetched(time.monotonic() - started)
-        return held
-
-    async def _resume(self, held: HeldLease, request: TurnRequest) -> Continuation:
-        with _count_outcomes(self._metrics):
-            require_version(held.stored.head, request.expected_version)
-            model, tokenizer = self._backend.model, self._backend.tokenizer
-            # in a thread, as below: megabytes and long counts would hold up every other stream
-            found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
-            start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
-        if start.head.num_log_tokens:
-            self._metrics.session_resume(start.rebuilt or "hit")
-        return start
-
-    async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
-        """The turn will read the whole log, from the start, before its own input."""
-        tenant, session_id = head.tenant, head.session_id
-        log_ids = await self._store.read_log(tenant=tenant, session_id=session_id)
-        marks = await self._store.log_marks(tenant=tenant, session_id=session_id)
-        logger.warning("session %s: state %s, made again from %d tokens", session_id, lost.reason, len(log_ids))
-        replay = make_replay(lost, head, log_ids=log_ids, marks=marks)
-        return Continuation(
-            head=head, snapshot=None, model=self._backend.model, tokenizer=self._backend.tokenizer, replay=replay
-        )
-
-    async def _run(self, run: TurnRun, tokens: Sequence[StoredToken], num_chunks: int) -> None:
-        """The turn's task. Whatever happens in it, the session is released and the turn has an end."""
-        head, request_id = run.start.head, run.request.request_id
+    async def _run_to_its_end(self, run: TurnRun) -> None:
+        """Whatever happens in it, the session is released and the turn has an end."""
+        head = run.start.head
         # if this task itself is cancelled
         end = TurnEnd(finished=Finished(reason=FinishReason.ABORT), head=head, error=stopping())
         with self._lifecycle.track():
             try:
-                end = await run.to_its_end(tokens, num_chunks=num_chunks)
-            except Exception:
-                logger.exception("request %s failed", request_id)
-                error = NsmError(f"internal error; the server's log tells more under request id {request_id}")
-                end = await run.fail(Finished(reason=FinishReason.ERROR), error)
+                end = await run.to_its_end()
             finally:
                 try:
                     await run.held.give_back()
@@ -421,15 +307,3 @@ def _require_same(digest: str, request: TurnRequest) -> None:
         raise KeyReused(
             "Idempotency-Key was used before for another request on this session; a new request needs a new key"
         )
-
-
-@contextlib.contextmanager
-def _count_outcomes(metrics: Metrics) -> Iterator[None]:
-    try:
-        yield
-    except StateMismatch:
-        metrics.session_resume("refused")
-        raise
-    except (NotFound, SnapshotCorrupt):
-        metrics.session_resume("miss")
-        raise
