@@ -131,6 +131,11 @@ class FakeBackend:
         """Take back what `release` gave and nobody used."""
         self._permits = asyncio.Semaphore(0)
 
+    def hold_on(self) -> None:
+        """Hold every token from now on."""
+        self._hold = True
+        self.held.clear()
+
     def release_all(self) -> None:
         """Hold nothing from now on; requests that wait go on."""
         self._hold = False

@@ -1,0 +1,293 @@
+"""Lives of sessions over HTTP, in any order of calls and with restarts, against a model of a dozen lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import shutil
+import tempfile
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nsm_core.state.snapshot import Snapshot
+from service.sessions.sqlite import SqliteSessionStore
+from tests.counts import scaled
+from tests.fakes import FakeBackend, state_after
+from tests.gateway import Gateway, error_of, gateway
+
+Result = TypeVar("Result")
+
+NAMES = ("s1", "s2", "s3", "s4")
+EVERY_TOKEN = 1_000  # more than the fake has to say: it stops by itself
+
+names = st.sampled_from(NAMES)
+tokens = st.integers(1, 270)  # of the fake's vocabulary
+inputs = st.lists(tokens, max_size=4) | st.just([7] * 300)  # as long as it takes to keep a snapshot
+lengths = st.integers(1, 6) | st.just(EVERY_TOKEN)
+fractions = st.floats(0.0, 1.0)
+
+
+@dataclasses.dataclass(slots=True)
+class Known:
+    """What a session must be. `ends`: where the log ended at each version that can still be gone back to."""
+
+    version: int = 0
+    log: tuple[int, ...] = ()
+    has_pending: bool = False
+    ends: dict[int, int] = dataclasses.field(default_factory=lambda: {0: 0})
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    forked_from: str | None = None
+
+    @property
+    def position(self) -> int:
+        return len(self.log) - self.has_pending
+
+    def move(self, log: tuple[int, ...], *, has_pending: bool) -> None:
+        self.version += 1
+        self.log, self.has_pending = log, has_pending
+        self.ends = {version: end for version, end in self.ends.items() if end <= len(log)}
+        self.ends[self.version] = len(log)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Each rule is a call and what it must answer; the invariant looks at all that is stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.directory = Path(tempfile.mkdtemp())
+        self.known: dict[str, Known] = {}
+        self.keys = itertools.count()
+        self.last: tuple[str, dict[str, Any], str, dict[str, Any]] | None = None
+
+    @initialize()
+    def start(self) -> None:
+        self.stack = contextlib.AsyncExitStack()
+        self.backend = FakeBackend()
+        store = SqliteSessionStore(self.directory / "sessions.db")
+        self.house: Gateway = self.run(self.stack.enter_async_context(gateway(self.backend, store=store)))
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            self.run(self.stack.aclose())
+        self.runner.close()
+        shutil.rmtree(self.directory)
+
+    @rule()
+    def restart(self) -> None:
+        self.run(self.stack.aclose())
+        self.start()
+
+    @rule(name=names)
+    def create(self, name: str) -> None:
+        response = self.call("POST", "/v1/sessions", json={"id": name})
+        if name in self.known:
+            assert failure(response) == (409, "version_conflict")
+            return
+        assert response.status_code == 200
+        self.known[name] = Known()
+
+    @rule(name=names, ids=inputs, max_tokens=lengths, version=st.sampled_from(("none", "right", "wrong")))
+    def generate(self, name: str, ids: list[int], max_tokens: int, version: str) -> None:
+        known, key = self.known.get(name), f"key-{next(self.keys)}"
+        body: dict[str, Any] = {"input": ids, "max_tokens": max_tokens}
+        if known is not None and version != "none":
+            body["expected_version"] = known.version + (version == "wrong")
+        response = self.generate_call(name, body, key)
+        if known is None:
+            assert failure(response) == (404, "session_not_found")
+        elif "expected_version" in body and version == "wrong":
+            assert failure(response) == (409, "version_conflict")
+        elif not ids and not known.has_pending:
+            assert failure(response)[0] == 400
+        else:
+            self.expect_turn(known, ids, max_tokens, response)
+            self.last = (name, body, key, response.json())
+
+    def expect_turn(self, known: Known, ids: list[int], max_tokens: int, response: httpx.Response) -> None:
+        assert response.status_code == 200, response.text
+        body = response.json()
+        usage, read = body["usage"], known.has_pending + len(ids)
+        assert usage["prompt_tokens"] == known.position + read
+        assert usage["prompt_tokens_details"]["cached_tokens"] == known.position
+        script = self.backend.script_ids[:-1]
+        is_stop = max_tokens > len(script)
+        known.move((*known.log, *ids, *script[:max_tokens]), has_pending=not is_stop)
+        assert body["choices"][0]["finish_reason"] == ("stop" if is_stop else "length")
+        place = {"version": known.version, "position": known.position}
+        assert {name: body["session"][name] for name in place} == place
+
+    @precondition(lambda self: self.last is not None and self.last[0] in self.known)
+    @rule()
+    def D9_send_the_last_turn_again(self) -> None:
+        assert self.last is not None
+        name, body, key, answer = self.last
+        num_requests = len(self.backend.requests)
+        again = self.generate_call(name, body, key)
+        assert again.status_code == 200, again.text
+        assert again.json()["choices"] == answer["choices"]
+        assert again.json()["session"] == answer["session"]
+        assert failure(self.generate_call(name, {**body, "max_tokens": 7}, key))[0] == 422
+        assert len(self.backend.requests) == num_requests
+
+    @rule(name=names, ids=st.lists(tokens, min_size=1, max_size=3), num_tokens=st.integers(0, 3))
+    def S8_cancel_a_running_turn(self, name: str, ids: list[int], num_tokens: int) -> None:
+        if name not in self.known:
+            return
+
+        async def work() -> tuple[httpx.Response, httpx.Response]:
+            self.backend.hold_on()
+            self.backend.release(num_tokens)
+            body = {"input": ids, "max_tokens": 6}
+            turn = asyncio.create_task(self.house.client.post(f"/v1/sessions/{name}/generate", json=body))
+            held = asyncio.create_task(self.backend.held.wait())
+            await asyncio.wait((turn, held), return_when=asyncio.FIRST_COMPLETED)
+            assert not turn.done(), turn.result().text
+            busy = await self.house.client.post(f"/v1/sessions/{name}/generate", json=body)
+            assert failure(busy) == (409, "session_busy")
+            answer = await self.house.client.post(f"/v1/sessions/{name}/cancel")
+            self.backend.release_all()
+            self.backend.forget_permits()
+            return answer, await turn
+
+        self.last = None
+        answer, turn = self.run(work())
+        assert answer.json()["cancelled"] is True
+        assert failure(turn)[1] == "turn_cancelled"
+
+    @rule(name=names)
+    def cancel_what_does_not_run(self, name: str) -> None:
+        response = self.call("POST", f"/v1/sessions/{name}/cancel")
+        if name in self.known:
+            assert response.json()["cancelled"] is False
+        else:
+            assert failure(response) == (404, "session_not_found")
+
+    @rule(name=names, new=names)
+    def fork(self, name: str, new: str) -> None:
+        response = self.call("POST", f"/v1/sessions/{name}/fork", json={"id": new})
+        known = self.known.get(name)
+        if known is None:
+            assert failure(response) == (404, "session_not_found")
+        elif new in self.known:
+            assert failure(response) == (409, "version_conflict")
+        else:
+            place = f"{name}@{known.position}"
+            self.known[new] = dataclasses.replace(known, ends=dict(known.ends), forked_from=place)
+
+    @rule(name=names, fraction=fractions, is_to_version=st.booleans())
+    def rewind(self, name: str, fraction: float, is_to_version: bool) -> None:
+        known = self.known.get(name)
+        if known is None:
+            response = self.call("POST", f"/v1/sessions/{name}/rewind", json={"to_position": 0})
+            assert failure(response) == (404, "session_not_found")
+            return
+        versions = sorted(known.ends)
+        version = versions[round(fraction * (len(versions) - 1))]
+        place = known.ends[version] if is_to_version else round(fraction * len(known.log))
+        body = {"to_version": version} if is_to_version else {"to_position": place}
+        response = self.call("POST", f"/v1/sessions/{name}/rewind", json=body)
+        assert response.status_code == 200, response.text
+        known.move(known.log[:place], has_pending=place > 1)
+        self.forget_last(name)
+
+    @rule(name=names, fraction=fractions)
+    def rewind_to_where_it_never_was(self, name: str, fraction: float) -> None:
+        known = self.known.get(name, Known())
+        body = {"to_position": len(known.log) + 1 + round(9 * fraction)}
+        response = self.call("POST", f"/v1/sessions/{name}/rewind", json=body)
+        assert failure(response)[0] == (400 if name in self.known else 404)
+
+    @rule(name=names, value=st.text("abc", max_size=3))
+    def patch(self, name: str, value: str) -> None:
+        response = self.call("PATCH", f"/v1/sessions/{name}", json={"metadata": {"k": value}})
+        if name in self.known:
+            self.known[name].metadata = {"k": value}
+        else:
+            assert failure(response) == (404, "session_not_found")
+
+    @rule(name=names, new=names)
+    def move_by_file(self, name: str, new: str) -> None:
+        file = self.call("GET", f"/v1/sessions/{name}/export")
+        if name not in self.known:
+            assert failure(file) == (404, "session_not_found")
+            return
+        response = self.call("POST", "/v1/sessions/import", params={"id": new}, content=file.content)
+        if new in self.known:
+            assert failure(response) == (409, "version_conflict")
+        else:
+            assert response.status_code == 200, response.text
+            known = self.known[name]
+            self.known[new] = dataclasses.replace(known, ends=dict(known.ends))
+
+    @rule(name=names)
+    def delete(self, name: str) -> None:
+        response = self.call("DELETE", f"/v1/sessions/{name}")
+        if self.known.pop(name, None) is None:
+            assert failure(response) == (404, "session_not_found")
+        else:
+            assert response.status_code == 200
+        self.forget_last(name)
+
+    @invariant()
+    def all_is_as_it_must_be(self) -> None:
+        if hasattr(self, "house"):
+            self.run(self.compare())
+
+    async def compare(self) -> None:
+        store = self.house.services.store
+        listed = (await self.house.client.get("/v1/sessions")).json()["data"]
+        assert {session["id"] for session in listed} == set(self.known)
+        for session in listed:
+            known, key = self.known[session["id"]], {"tenant": "default", "session_id": session["id"]}
+            found = (session["version"], session["position"], session["metadata"], session["forked_from"])
+            assert found == (known.version, known.position, known.metadata, known.forked_from)
+            assert await store.read_log(**key) == known.log
+            raw = (await store.load(**key)).snapshot
+            if raw is None:
+                assert known.log == ()
+                continue
+            snapshot = Snapshot.decode(raw)
+            assert snapshot.state == state_after(known.log[: known.position])
+            assert snapshot.header.pending_id == (known.log[-1] if known.has_pending else None)
+            for kept in await store.list_kept(**key):
+                older = await store.load_kept(**key, version=kept.version)
+                assert older is not None
+                assert Snapshot.decode(older).state == state_after(known.log[: kept.position])
+
+    def forget_last(self, name: str) -> None:
+        if self.last is not None and self.last[0] == name:
+            self.last = None
+
+    def generate_call(self, name: str, body: dict[str, Any], key: str) -> httpx.Response:
+        return self.call("POST", f"/v1/sessions/{name}/generate", json=body, headers={"Idempotency-Key": key})
+
+    def call(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        return self.run(self.house.client.request(method, path, **fields))
+
+    def run(self, work: Awaitable[Result]) -> Result:
+        async def awaited() -> Result:
+            return await work
+
+        return self.runner.run(awaited())
+
+
+def failure(response: httpx.Response) -> tuple[int, str | None]:
+    return response.status_code, error_of(response)["code"]
+
+
+SessionMachine.TestCase.settings = settings(
+    max_examples=scaled(8, 200),
+    stateful_step_count=scaled(20, 60),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestSessionMachine = SessionMachine.TestCase
