@@ -75,7 +75,7 @@ class HeldLease:
         """Whether somebody asked for the end of the running turn."""
         lease = self._lease
         record = await self._store.get_turn(
-            tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS
+            tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False
         )
         return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
 

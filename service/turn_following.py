@@ -59,11 +59,12 @@ class TurnFollower:
         self._taken: Turn | None = None
         self._num_chunks = 0
         self._reframer: Reframer | None = None
+        self._kept: TurnResult | None = None
         if record.request:
             request, _ = decode_request(record.request, tenant=tenant, session_id=session_id, turn_id=record.turn_id)
             self._reframer, self.framing = Reframer(tokenizer, request.sampling), request.framing
         elif record.result is not None:
-            result = decode_result(record.result)
+            self._kept = result = decode_result(record.result)
             self._reframer, self.framing = Reframer(tokenizer, result.sampling), result.framing
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
@@ -78,7 +79,7 @@ class TurnFollower:
                             yield turn_event
                         return
                 await self._wait_for_more()
-            result = self._result()
+            result = await self._result()
             async for event in self._frames(result.tokens[self._num_tokens :]):
                 yield event
             self.end = await self._end_of(result)
@@ -112,7 +113,11 @@ class TurnFollower:
     async def _wait_for_more(self) -> None:
         await asyncio.sleep(POLL_S)
         record = await self._store.get_turn(
-            tenant=self._tenant, session_id=self._session_id, turn_id=self.turn_id, first_chunk=self._num_chunks
+            tenant=self._tenant,
+            session_id=self._session_id,
+            turn_id=self.turn_id,
+            first_chunk=self._num_chunks,
+            with_request=False,
         )
         if record is None:
             raise stream_not_found(self.turn_id)
@@ -127,11 +132,13 @@ class TurnFollower:
             if not isinstance(event, TokenEvent) or event.index > self._num_tokens:
                 yield event
 
-    def _result(self) -> TurnResult:
+    async def _result(self) -> TurnResult:
+        if self._kept is not None:
+            return self._kept
         if self._record.result is None:
             what = "was cancelled" if self._record.status == "cancelled" else "was lost with the server that ran it"
             raise TurnCancelled(f"the turn {what}; nothing of it was kept")
-        return decode_result(self._record.result)
+        return await asyncio.to_thread(decode_result, self._record.result)
 
     async def _end_of(self, result: TurnResult) -> TurnEnd:
         if self._reframer is None:

@@ -59,7 +59,7 @@ class TurnLog:
         while await self._is_time():
             try:
                 await (self._write() if self._num_written < len(self.tokens) else self._listen())
-            except (LeaseLost, NotFound) as error:
+            except (LeaseLost, NotFound) as error:  # somebody else has the session, or it is gone
                 self._on_stop(error)
                 return
             except NsmError as error:  # the turn goes on: the next batch, or the commit, brings it

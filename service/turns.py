@@ -115,7 +115,7 @@ class Turns:
                 raise
             return known
         self._metrics.turn_replayed()
-        return self._reader(request.tenant, request.session_id, record)
+        return await self._reader(request.tenant, request.session_id, record)
 
     async def follow(self, *, tenant: str, session_id: str, turn_id: str) -> TurnSource:
         """A turn of the session, running or not, from its first event on. Raises NotFound or StoreUnavailable."""
@@ -125,7 +125,7 @@ class Turns:
         record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
         if record is None:
             raise stream_not_found(turn_id)
-        return self._reader(tenant, session_id, record)
+        return await self._reader(tenant, session_id, record)
 
     async def take_over(self, tenant: str, session_id: str, turn_id: str) -> Turn | None:
         """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
@@ -170,10 +170,11 @@ class Turns:
             return None
         _require_same(record.digest, request)
         self._metrics.turn_replayed()
-        return self._reader(request.tenant, request.session_id, record)
+        return await self._reader(request.tenant, request.session_id, record)
 
-    def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:
-        return TurnFollower(
+    async def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:
+        return await asyncio.to_thread(  # a long result with log-probabilities is megabytes
+            TurnFollower,
             self._store,
             self._backend.tokenizer,
             record,
@@ -241,7 +242,11 @@ class Turns:
         while record is not None and record.status == "running" and record.lease_left_s:
             await asyncio.sleep(POLL_S)
             record = await self._store.get_turn(
-                tenant=tenant, session_id=session_id, turn_id=record.turn_id, first_chunk=NO_CHUNKS
+                tenant=tenant,
+                session_id=session_id,
+                turn_id=record.turn_id,
+                first_chunk=NO_CHUNKS,
+                with_request=False,
             )
         return record is not None and record.status == "cancelled"
 

@@ -137,7 +137,13 @@ async def read_to_its_end(services: Services, tenant: str, stored: StoredRespons
     except NotFound:
         return await store_end(services, tenant, stored, text, _lost())
     except TurnCancelled as error:  # without an end of its own
-        turn = await services.store.get_turn(**key, first_chunk=NO_CHUNKS)
+        turn = await services.store.get_turn(
+            tenant=tenant,
+            session_id=stored.chain.place.session_id,
+            turn_id=stored.id,
+            first_chunk=NO_CHUNKS,
+            with_request=False,
+        )
         was_cancelled = turn is not None and turn.status == "cancelled"
         return await store_end(services, tenant, stored, text, error if was_cancelled else _lost())
     return await store_end(services, tenant, stored, text)

@@ -317,18 +317,25 @@ class MemorySessionStore:
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
+        with_request: bool = True,
     ) -> TurnRecord | None:
         now = self._clock()
         record = self._records.get((tenant, session_id))
         if record is None or record.is_expired(now):
             return None
         found = record.turns.get(turn_id, identity, now=now, first_chunk=first_chunk)
-        return found and dataclasses.replace(found, lease_left_s=record.lease_left_s(now))
+        if found is None:
+            return None
+        request = found.request if with_request else b""
+        return dataclasses.replace(found, request=request, lease_left_s=record.lease_left_s(now))
 
     async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
         now = self._clock()
         record = self._record(tenant, session_id, now)
-        found = record.turns.cancel(is_held=record.is_leased(now), now=now)
+        is_held = record.is_leased(now)
+        found = record.turns.cancel(is_held=is_held, now=now)
+        if found is not None and not is_held:
+            record.holder = None
         return found and dataclasses.replace(found, lease_left_s=record.lease_left_s(now))
 
     def _record(self, tenant: str, session_id: str, now: float) -> _Record:

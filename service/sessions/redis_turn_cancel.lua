@@ -9,6 +9,7 @@ if lease_left_us(head, now) > 0 then
   turn.cancel = '1'
 else
   close_turn(turn, 'cancelled', nil, now + ABANDONED_US)
+  write_head(head, {holder = '', lease_us = '0'}) -- a lease that ran out is worth nothing any more
 end
 write_turns(head, turns)
 return show_turn(head, turn, now, 0)

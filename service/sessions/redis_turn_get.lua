@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- ARGV: turn_id, identity, first_chunk.
+-- ARGV: turn_id, identity, first_chunk, with_request.
 local head = read_head()
 if not head then return {'none'} end
 local now = clock_us()
@@ -9,4 +9,4 @@ for _, turn in ipairs(turns) do
   if ARGV[2] == '' and turn.id == ARGV[1] then found = turn end
 end
 if not found then return {'none'} end
-return show_turn(head, found, now, ARGV[3])
+return show_turn(head, found, now, ARGV[3], ARGV[4] == '0')

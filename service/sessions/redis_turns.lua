@@ -81,9 +81,9 @@ local function lease_left_us(head, now)
 end
 
 -- JSON, request, result, what is left of the lease, chunks.
-local function show_turn(head, turn, now, first_chunk)
+local function show_turn(head, turn, now, first_chunk, is_brief)
   local shown = {
-    'turn', cjson.encode(turn), redis.call('HGET', turns_key, 'q:' .. turn.id) or '',
+    'turn', cjson.encode(turn), not is_brief and redis.call('HGET', turns_key, 'q:' .. turn.id) or '',
     redis.call('HGET', turns_key, 'r:' .. turn.id) or '', whole(lease_left_us(head, now)),
   }
   if turn.status == 'running' then

@@ -56,8 +56,9 @@ class RedisTurns:
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
+        with_request: bool = True,
     ) -> TurnRecord | None:
-        args = (turn_id or "", identity or "", first_chunk)
+        args = (turn_id or "", identity or "", first_chunk, int(with_request))
         status, *rest = await self._script(TURN_GET, tenant, session_id, *args)
         return None if status == b"none" else _record_of(rest, session_id)
 

@@ -50,6 +50,11 @@ def free(connection: sqlite3.Connection, lease: Lease) -> None:
     connection.execute(f"UPDATE sessions SET {_FREE} WHERE {_HELD}", _names(lease))
 
 
+def free_whoever(connection: sqlite3.Connection, head: SessionHead) -> None:
+    """Whoever still has a lease that ran out has none from now on."""
+    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {ONE}", (head.tenant, head.session_id))
+
+
 def lease_left_s(connection: sqlite3.Connection, key: tuple[str, str], *, now: float, presence: Presence) -> float:
     """How long the session's lease still holds; 0 when nobody has it, or whoever had it is gone."""
     query = f"SELECT lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from service.sessions.lease import Lease
 from service.sessions.presence import Presence
 from service.sessions.records import require_version
 from service.sessions.sqlite_connection import Runner, reading, transaction, unsynced_transaction
-from service.sessions.sqlite_leases import held_head, lease_left_s
+from service.sessions.sqlite_leases import free_whoever, held_head, lease_left_s
 from service.sessions.sqlite_rows import EXISTS, ONE, get_head
 from service.sessions.turn_records import (
     ABANDONED_S,
@@ -82,6 +83,7 @@ class SqliteTurns:
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
+        with_request: bool = True,
     ) -> TurnRecord | None:
         presence = self._presence()
 
@@ -98,7 +100,8 @@ class SqliteTurns:
                     return _find_repeatable(connection, key, identity, now, first_chunk, left_s)
                 return _find(connection, key, turn_id or "", now, first_chunk, left_s)
 
-        return await self._read(work)
+        record = await self._read(work)
+        return record if record is None or with_request else dataclasses.replace(record, request=b"")
 
     async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
         presence = self._presence()
@@ -116,6 +119,7 @@ class SqliteTurns:
                     connection.execute(statement, (*_key(head), turn_id))
                 else:
                     _end(connection, head, turn_id, "cancelled", None, now + ABANDONED_S)
+                    free_whoever(connection, head)
                 return _find(connection, _key(head), turn_id, now, 0, left_s)
 
         return await self._write(work)

@@ -97,16 +97,17 @@ class TurnStore(Protocol):
 
     async def get_turn(
         self, *, tenant: str, session_id: str, turn_id: str | None = None, identity: str | None = None,
-        first_chunk: int = 0,
+        first_chunk: int = 0, with_request: bool = True,
     ) -> TurnRecord | None:  # fmt: skip
         """The record with this id, or the newest running or committed one with this identity, with its chunks from
-        `first_chunk` on; None when there is none, or no such session.
+        `first_chunk` on; None when there is none, or no such session. `with_request`: False leaves `request` empty.
         """
         ...
 
     async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
         """Asks the holder of the running turn to stop it, whichever process that is; without a holder it is cancelled
-        at once. The record as it is then; None when no turn runs. Raises NotFound.
+        at once, and a lease that ran out is worth nothing any more. The record as it is then; None when no turn runs.
+        Raises NotFound.
         """
         ...
 

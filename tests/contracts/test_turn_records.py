@@ -53,6 +53,7 @@ async def test_a_running_turn_shows_its_request_and_what_was_appended(store: Ses
     assert 0 < record.lease_left_s <= LEASE_S
     assert (await get(store, first_chunk=2)).chunks == (b"three",)
     assert (await get(store, first_chunk=3)).chunks == ()
+    assert (await get(store, with_request=False)).request == b""
     by_identity = await store.get_turn(**KEY, identity="key:é")
     assert by_identity is not None
     assert by_identity.turn_id == "t1"
@@ -251,6 +252,8 @@ async def test_a_turn_without_a_holder_is_cancelled_at_once(store: SessionStore,
     found = await store.cancel_turn(**KEY)
     assert found is not None
     assert found.status == "cancelled"
+    with pytest.raises(LeaseLost):  # it only slept, and must not commit what was told to be cancelled
+        await commit_under(store, lease, await store.get(**KEY), turn=ended())
     assert (await get(store)).status == "cancelled"
     assert (await begin(store, (await acquire(store)).lease, "t2", identity="key:k")).turn_id == "t2"
 
