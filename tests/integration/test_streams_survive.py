@@ -162,3 +162,24 @@ async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothi
             )
             follow_up = await server.say(reader.session_id, " and then", max_tokens=4)
             assert follow_up["session"]["version"] == 2
+
+
+async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(model_dir: Path, tmp_path: Path) -> None:
+    """SQLite: the turn's record is in the file, and the store knows at once that its holder is gone."""
+    reader = Reader("s")
+    async with running(model_dir, tmp_path) as victim:
+        expected = await unbroken(victim)
+        await victim.create("s")
+        starting = asyncio.create_task(reader.start(victim))
+        await reader.wait_for(20)
+        victim.process.kill()
+        with contextlib.suppress(*LOST):
+            await starting
+        await victim.process.wait()
+    async with running(model_dir, tmp_path) as server:
+        await reader.read_on(server)
+        assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
+        retry = Reader("s")
+        await retry.start(server)  # with the key of the first try
+        assert retry.frames == reader.frames
+        assert (await log_of(server, "s"))["version"] == 1
