@@ -81,7 +81,8 @@ async def test_L1_what_a_session_is_answered_is_what_it_would_be_alone(
     file = write_keys(tmp_path / "keys.toml", *keys, a="", b="")
     tellers = make_tellers(keys)
     store = SqliteSessionStore(tmp_path / "sessions.db")
-    async with gateway(random_backend(tiny_tokenizer), store=store, api_keys_file=file, kept_snapshots=2) as crowd:
+    crowded = random_backend(tiny_tokenizer, queue_limit=NUM_SESSIONS)
+    async with gateway(crowded, store=store, api_keys_file=file) as crowd:
         together = await asyncio.gather(*(live(crowd, teller) for teller in tellers))
         texts = [await asks_for_trouble(crowd, teller) for teller in tellers]
     assert len({str(answers[1]) for answers in together}) == NUM_SESSIONS  # the secret matters to what is answered
