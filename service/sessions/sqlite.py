@@ -34,7 +34,7 @@ from service.sessions.records import (
 )
 from service.sessions.retention import KEEP_NONE, Keeping
 from service.sessions.sqlite_connection import ConnectionThread, Result, empty_write_ahead_log, reading, transaction
-from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, get_kept
+from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, delete_most_kept, get_kept
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
 from service.sessions.sqlite_listing import SqliteListing
 from service.sessions.sqlite_reserve import Reserve
@@ -339,6 +339,7 @@ class SqliteSessionStore:
 
     async def delete(self, *, tenant: str, session_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
+            delete_most_kept(connection, tenant, session_id)
             with transaction(connection):
                 statement = f"DELETE FROM sessions WHERE {ONE} AND {EXISTS}"
                 if connection.execute(statement, (tenant, session_id, self._clock())).rowcount == 0:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from service.sessions.base import SessionHead
 from service.sessions.records import sound
 from service.sessions.retention import Keeping, KeptSnapshot
-from service.sessions.sqlite_connection import Runner, reading
+from service.sessions.sqlite_connection import Runner, empty_write_ahead_log, reading, transaction
+from service.sessions.sqlite_reserve import RESERVE_BYTES
 from service.sessions.sqlite_rows import ONE, get_head
 
 
@@ -60,3 +61,19 @@ def cut_kept(connection: sqlite3.Connection, head: SessionHead, num_log_tokens: 
     end = num_log_tokens if model_fingerprint == head.model_fingerprint else 0
     statement = f"DELETE FROM kept_snapshots WHERE {ONE} AND position > ?"
     connection.execute(statement, (head.tenant, head.session_id, end))
+
+
+def delete_most_kept(connection: sqlite3.Connection, tenant: str, session_id: str) -> None:
+    """Before the session itself is deleted: where they take much, each goes in a transaction of its own.
+
+    Deleting overwrites by way of the write-ahead log, and a full disk has only the reserve for that (sqlite_reserve).
+    """
+    query = f"SELECT version, length(snapshot) FROM kept_snapshots WHERE {ONE}"
+    rows = connection.execute(query, (tenant, session_id)).fetchall()
+    if sum(num_bytes for _, num_bytes in rows) <= RESERVE_BYTES // 2:
+        return
+    for version, _ in rows:
+        with transaction(connection):
+            statement = f"DELETE FROM kept_snapshots WHERE {ONE} AND version = ?"
+            connection.execute(statement, (tenant, session_id, version))
+        empty_write_ahead_log(connection)

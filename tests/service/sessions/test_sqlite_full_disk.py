@@ -11,11 +11,13 @@ import pytest
 
 from nsm_core.errors import NotFound, StorageFull
 from service.sessions.base import SessionHead
+from service.sessions.retention import MAX_KEPT, Keeping, KeptSnapshot
 from service.sessions.sqlite import SqliteSessionStore
 from service.sessions.sqlite_reserve import RESERVE_BYTES, Reserve
 from service.sessions.sqlite_schema import CHECKPOINT_PAGES, PAGE_BYTES
 from tests import stored_sessions
 from tests.service.sessions.test_sqlite import opened, start_writer
+from tests.snapshots import make_snapshot
 from tests.stored_sessions import commit
 
 TENANT = "default"
@@ -140,3 +142,22 @@ def test_where_no_room_can_be_kept_aside_nothing_breaks(tmp_path: Path) -> None:
     reserve.fill()
     reserve.give_up()
     reserve.remove()
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
+async def test_a_session_that_takes_more_than_the_reserve_can_be_deleted_from_a_full_disk(
+    disk: Path, path: Path
+) -> None:
+    """Its newest snapshot and MAX_KEPT older ones: 15 MB to overwrite."""
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await stored_sessions.create(store, tenant=TENANT, metadata={})
+        keep = Keeping()
+        for _ in range(MAX_KEPT + 1):
+            head = await commit(store, head, num_floats=4 * NUM_FLOATS, keep=keep)
+            raw = make_snapshot(version=head.version, num_floats=4 * NUM_FLOATS).encode()
+            joins = KeptSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
+            keep = Keeping(stay=tuple(range(1, head.version)), joins=joins, snapshot=raw)
+        fill_with_other_data(disk)
+        await delete(store, head)
+        assert (await store.usage(tenant=TENANT)).num_bytes == 0
