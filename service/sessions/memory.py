@@ -244,7 +244,9 @@ class MemorySessionStore:
         end = num_log_tokens if model_fingerprint == record.head.model_fingerprint else 0
         record.kept = {one: raw for one, raw in record.kept.items() if one.position <= end}
         mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
-        record.marks = (*(old for old in record.marks if old.num_log_tokens <= num_log_tokens), mark)
+        stay = [old for old in record.marks if old.num_log_tokens <= num_log_tokens]
+        record.turns.drop_results(stay[-1].version if stay else 0)
+        record.marks = (*stay, mark)
         return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
 
     async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:

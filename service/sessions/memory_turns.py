@@ -80,6 +80,12 @@ class MemoryTurns:
             else:
                 self._end(turn, "failed", None, now + ABANDONED_S)
 
+    def drop_results(self, from_version: int) -> None:
+        """The session was taken back to `from_version`: what turns made of it since then is deleted."""
+        for turn in self._turns.values():
+            if turn.record.base_version >= from_version and turn.record.result is not None:
+                turn.record = dataclasses.replace(turn.record, status="cancelled", result=None)
+
     def forget(self, turn_id: str) -> None:
         self._turns.pop(turn_id, None)
 

@@ -34,6 +34,8 @@ while true do
   if not mark or tonumber(string.match(mark, '^%d+:(%d+)')) <= num_kept then break end
   redis.call('RPOP', marks_key)
 end
+local last = redis.call('LINDEX', marks_key, -1)
+drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0)
 local kept_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
   kept = thin_kept(head, function(one) return tonumber(one.position) <= kept_end end),

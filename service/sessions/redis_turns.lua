@@ -75,6 +75,18 @@ local function end_running(head, id, result, ttl_us)
   write_turns(head, turns)
 end
 
+-- The session was taken back to `from_version`: what turns made of it since then is deleted.
+local function drop_results(head, from_version)
+  local turns = read_turns(clock_us())
+  for _, turn in ipairs(turns) do
+    if tonumber(turn.base) >= from_version and turn.bytes > 0 then
+      redis.call('HDEL', turns_key, 'r:' .. turn.id)
+      turn.status, turn.bytes = 'cancelled', 0
+    end
+  end
+  if #turns > 0 then write_turns(head, turns) end
+end
+
 local function lease_left_us(head, now)
   if head.holder == '' then return 0 end
   return math.max(0, tonumber(head.lease_us) - now)

@@ -52,7 +52,7 @@ from service.sessions.sqlite_rows import (
     replace_snapshot,
 )
 from service.sessions.sqlite_schema import PAGE_BYTES, create_file, migrate
-from service.sessions.sqlite_turns import SqliteTurns, end_running, remove_expired_turns
+from service.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
 from service.sessions.turn_records import EndedTurn
 
 
@@ -306,7 +306,8 @@ class SqliteSessionStore:
                 now = self._clock()
                 head = writable_head(connection, lease, expected_version, now)
                 end_running(connection, head, None, now)
-                cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
+                last_version = cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
+                drop_results(connection, head, last_version)
                 cut_kept(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
                 replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
                 moved = move_head(

@@ -125,11 +125,15 @@ def cut_log(
     *,
     num_sampled: int,
     seed: int | None,
-) -> None:
-    """Drops the chunks beyond `num_log_tokens`; what is left of the first of them becomes the next version's."""
+) -> int:
+    """Drops the chunks beyond `num_log_tokens`; what is left of the first of them becomes the next version's.
+
+    Returns the newest version that is left whole, 0 for none.
+    """
     kept = [mark for mark in get_marks(connection, head) if mark.num_log_tokens <= num_log_tokens]
     last_version, start = (kept[-1].version, kept[-1].num_log_tokens) if kept else (0, 0)
     rest = get_log(connection, head)[start:num_log_tokens]
     statement = f"DELETE FROM log_chunks WHERE {ONE} AND version > ?"
     connection.execute(statement, (head.tenant, head.session_id, last_version))
     append_chunk(connection, head, rest, version=head.version + 1, num_sampled=num_sampled, seed=seed)
+    return int(last_version)

@@ -136,6 +136,15 @@ def end_running(connection: sqlite3.Connection, head: SessionHead, committed: En
         _end(connection, head, turn_id, "failed", None, now + ABANDONED_S)
 
 
+def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version: int) -> None:
+    """The session was taken back to `from_version`: what turns made of it since then is deleted."""
+    connection.execute(
+        f"UPDATE turns SET status = 'cancelled', result = NULL WHERE {ONE} AND base_version >= ? "
+        "AND result IS NOT NULL",
+        (*_key(head), from_version),
+    )
+
+
 def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
     """Inside the caller's transaction."""
     connection.execute("DELETE FROM turns WHERE expires_at <= ?", (now,))

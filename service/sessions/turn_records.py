@@ -68,7 +68,7 @@ class TurnStore(Protocol):
 
     Writers hold the session's lease; a lease that is not the newest one any more is refused (LeaseLost). At most one
     record of a session is running. A commit or rewind of the session ends it: `commit(turn=…)` as committed, anything
-    else as failed.
+    else as failed. What a rewind cuts off is deleted here too: those turns are cancelled, without a result.
     """
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:

@@ -201,6 +201,32 @@ async def test_whatever_moves_the_session_on_ends_an_abandoned_turn(
     assert (await get(store)).status == "failed"
 
 
+@pytest.mark.parametrize(("num_log_tokens", "num_whole"), [(9, 3), (6, 2), (5, 1), (3, 1), (2, 0), (0, 0)])
+async def test_a_rewind_deletes_what_it_cuts_off_of_the_results_too(
+    store: SessionStore, num_log_tokens: int, num_whole: int
+) -> None:
+    head = await create(store)
+    for number in (1, 2, 3):
+        lease = (await acquire(store)).lease
+        await begin(store, lease, f"t{number}", identity=f"key:{number}")
+        head = await commit_under(store, lease, head, turn=ended(f"t{number}"))
+    await store.rewind(
+        (await acquire(store)).lease,
+        expected_version=3,
+        snapshot=make_snapshot(version=4).encode() if num_log_tokens else None,
+        position=num_log_tokens,
+        model_fingerprint="m1",
+        num_log_tokens=num_log_tokens,
+        num_sampled=0,
+        seed=None,
+    )
+    records = [await get(store, f"t{number}") for number in (1, 2, 3)]
+    assert [record.status for record in records] == ["committed"] * num_whole + ["cancelled"] * (3 - num_whole)
+    assert [record.result is not None for record in records] == [True] * num_whole + [False] * (3 - num_whole)
+    found = await store.get_turn(**KEY, identity="key:3")
+    assert (found is not None) == (num_whole == 3)
+
+
 async def test_the_newest_records_are_kept(store: SessionStore) -> None:
     head = await create(store)
     for number in range(4):
