@@ -20,7 +20,7 @@ from queue import SimpleQueue
 RECIPE = "--dropout 0.1 --weight-decay 0.1 --warmup 0.02 --decay 0.5 --eval-batches 16"
 LOW, HIGH = "--muon-lr 0.015 --adam-lr 6e-3", "--muon-lr 0.03 --adam-lr 6e-3"
 SHORT = "--steps 700 --rows 64 --eval-every 350 --save-every 700"  # 46M tokens
-FINAL = "--steps 2000 --rows 128 --eval-every 250 --save-every 2000"  # 262M tokens
+FINAL = "--steps 3050 --rows 128 --eval-every 500 --save-every 3050"  # 400M tokens
 NO_CARRY = "--carry 0"
 # One layer in four attends to a whole row of training; the feed-forward width keeps the number of parameters.
 FAR = "--preset hybrid --layer-pattern NNNW --window 1024 --mlp-hidden 1568"
@@ -43,7 +43,7 @@ RUNS: dict[str, str] = {
     "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
     "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
     # For tests and demonstrations
-    "small": f"--preset small --steps 2000 --rows 64 --eval-every 500 --save-every 2000 {LOW}",
+    "small": f"--preset small --steps 1500 --rows 64 --eval-every 500 --save-every 1500 {LOW}",
 }
 
 
