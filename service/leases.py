@@ -46,7 +46,7 @@ class HeldLease:
         self._lease_s = lease_s
         self._metrics = metrics
         self._on_lost = on_lost
-        self._is_over = False
+        self._is_over = self._is_stopping = False
         self._renewing = asyncio.create_task(self._renew())
 
     async def commit(self, **fields: Any) -> SessionHead:
@@ -115,6 +115,7 @@ class HeldLease:
         return Keeping(stay=stay, joins=dataclasses.replace(newest, num_bytes=len(packed)), snapshot=packed)
 
     async def _stop_renewing(self) -> None:
+        self._is_stopping = True
         self._renewing.cancel()
         await asyncio.wait((self._renewing,))
 
@@ -130,6 +131,8 @@ class HeldLease:
                 return
             except NsmError as error:  # the store is away: the next renewal, or the commit, will tell
                 logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
+            if self._is_stopping:  # a client library may swallow the cancel that meets it in the middle of a command
+                return
 
 
 def _pack(raw: bytes) -> bytes | None:
