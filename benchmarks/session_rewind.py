@@ -225,8 +225,9 @@ async def rewind(
         held = await Leases(store, lease_s=600.0, metrics=Metrics(backend)).take(**KEY, on_lost=lambda error: None)
         num_left = len(ids) - distance
         start = time.perf_counter()
+        marks = await store.log_marks(**KEY)
         finished = await read_up_to(
-            backend, store, ids[: num_left - 1], kept=held.kept, **KEY, request_id="rewind", deadline=1e12
+            backend, store, ids[: num_left - 1], kept=held.kept, marks=marks, **KEY, request_id="rewind", deadline=1e12
         )
         if finished.end_state is None:
             raise finished.error or RuntimeError("the log was not read")

@@ -14,7 +14,7 @@ from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import Generation, InferenceBackend
 from service.prefill import read_again
-from service.sessions.base import SessionStore
+from service.sessions.base import LogMark, SessionStore
 from service.sessions.retention import KeptSnapshot
 
 
@@ -24,6 +24,7 @@ async def read_up_to(
     ids: tuple[int, ...],
     *,
     kept: Iterable[KeptSnapshot],
+    marks: Iterable[LogMark],
     tenant: str,
     session_id: str,
     request_id: str,
@@ -32,9 +33,14 @@ async def read_up_to(
 ) -> Finished:
     """`read_again` of `ids`, the first of the session's log (at least one), less what a kept snapshot has read.
 
+    `marks`: of that log, read with it. A kept snapshot must be at one of them: then it is of this log, and not of one
+    that the session had before it was taken back.
+
     `cached_tokens` of the result are the tokens that it spared.
     """
-    start = await _nearest(backend, store, len(ids), kept=kept, tenant=tenant, session_id=session_id)
+    ends = {mark.version: mark.num_log_tokens for mark in marks}
+    own = [one for one in kept if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
+    start = await _nearest(backend, store, len(ids), kept=own, tenant=tenant, session_id=session_id)
     if start is not None and start.position == len(ids):
         end = EndState(state=start.state, position=len(ids), pending=None, new_ids=(), generated_counts={})
         return Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)

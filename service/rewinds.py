@@ -80,7 +80,7 @@ async def rewind_session(
         log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
         seed, end = _seed_at(marks, num_log_tokens), None
         if log_ids:
-            state, position, pending = await _state_after(backend, store, log_ids, request, turn, held)
+            state, position, pending = await _state_after(backend, store, log_ids, marks, request, turn, held)
             counts = sampled_counts(log_ids, marks)
             end = EndState(state=state, position=position, pending=pending, new_ids=(), generated_counts=counts)
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
@@ -99,6 +99,7 @@ async def _state_after(
     backend: InferenceBackend,
     store: SessionStore,
     log_ids: tuple[int, ...],
+    marks: Sequence[LogMark],
     request: RewindRequest,
     turn: Turn,
     held: HeldLease,
@@ -110,6 +111,7 @@ async def _state_after(
         store,
         fed,
         kept=held.kept,
+        marks=marks,
         tenant=request.tenant,
         session_id=request.session_id,
         request_id=request.request_id,

@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
@@ -17,7 +18,7 @@ from service.deps import Services
 from service.earlier_states import read_up_to
 from service.replay import sampled_counts, seed_of
 from service.responses.chain import Place
-from service.sessions.base import SessionHead, StoredSession
+from service.sessions.base import LogMark, SessionHead, StoredSession
 from service.sessions.records import not_found
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
@@ -72,7 +73,7 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     log_ids = copy.log_ids[: place.num_log_tokens]
-    end = await _state_after(services, copy.head, place, log_ids, deadline=deadline)
+    end = await _state_after(services, copy.head, marks, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
@@ -92,20 +93,22 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
 
 
 async def _state_after(
-    services: Services, head: SessionHead, place: Place, log_ids: tuple[int, ...], *, deadline: float
+    services: Services, head: SessionHead, marks: Sequence[LogMark], log_ids: tuple[int, ...], *, deadline: float
 ) -> EndState:
-    """The state at `place`, whose log is `log_ids`."""
+    """The state at the last of `marks`, whose log is `log_ids`."""
     key = {"tenant": head.tenant, "session_id": head.session_id}
-    kept = [one for one in await services.store.list_kept(**key) if one.version <= place.version]
+    version = marks[-1].version
+    kept = [one for one in await services.store.list_kept(**key) if one.version <= version]
     if (await services.store.get(**key)).created_at != head.created_at:
         raise not_found(head.session_id)
-    is_kept = any((one.version, one.position) == (place.version, len(log_ids)) for one in kept)
+    is_kept = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
     num_fed = len(log_ids) if is_kept or len(log_ids) == 1 else len(log_ids) - 1
     finished = await read_up_to(
         services.backend,
         services.store,
         log_ids[:num_fed],
         kept=kept,
+        marks=marks,
         tenant=head.tenant,
         session_id=head.session_id,
         request_id=f"fork-{uuid.uuid4().hex}",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +46,7 @@ def test_no_gap_is_longer_than_its_distance_allows(turns: list[int], max_kept: i
     for head, kept in zip(ends, positions_after(turns, max_kept), strict=True):
         places = (0, *kept, head)
         factor = gap_factor(head, max_kept)
-        for before, after in zip(places, places[1:], strict=False):
+        for before, after in itertools.pairwise(places):
             is_one_turn = not any(before < end < after for end in ends)
             allowed = max(SPARED_TOKENS, factor * (head - after + SPARED_TOKENS))
             assert is_one_turn or after - before <= allowed * (1 + 1e-9)
@@ -62,7 +64,7 @@ def test_a_long_conversation_of_short_turns_keeps_them_at_growing_distances() ->
     distances = [80_000 - position for position in reversed(kept)]
     assert len(distances) == 4
     assert distances[0] < 1_000
-    assert all(2 * near < far for near, far in zip(distances, distances[1:], strict=False))
+    assert all(2 * near < far for near, far in itertools.pairwise(distances))
 
 
 def test_what_a_head_has_not_moved_on_from_is_not_kept() -> None:
