@@ -58,12 +58,14 @@ def wait_for(client: openai.OpenAI) -> None:
             time.sleep(0.1)
 
 
-def measure_turn(client: openai.OpenAI, model: str, previous: str | None, *, num_tokens: int) -> dict[str, Any]:
+def measure_turn(
+    client: openai.OpenAI, model: str, previous: str | None, *, num_tokens: int, text: str = QUESTION
+) -> dict[str, Any]:
     """One streamed turn: `ttft_ms` is from the request sent to the first text received."""
     start, ttft_ms, ended = time.perf_counter(), 0.0, None
     stream = client.responses.create(
         model=model,
-        input=QUESTION,
+        input=text,
         previous_response_id=previous,
         max_output_tokens=num_tokens,
         stream=True,
