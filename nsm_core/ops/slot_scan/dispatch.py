@@ -31,7 +31,7 @@ def slot_scan(
     """
     if cu_seqlens is not None and (reset is not None or q.shape[0] != 1):
         raise ValueError(f"cu_seqlens takes one row and no reset, got {q.shape[0]} rows")
-    scan = slot_scan_kernel if runs_kernels(q) and is_supported(q, k, v, log_decay) else slot_scan_chunked
+    scan = slot_scan_kernel if runs_kernels(q) and is_supported(q, log_decay) else slot_scan_chunked
     return scan(
         q=q,
         k=k,
