@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 from service.errors import answer, report
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+# No blank line after it: stock clients take that for an event without data, if an earlier one of the stream had an id.
+PING = b": ping\n"
 PING_INTERVAL_S = 15.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,12 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return dict(body["error"])
 
 
+def without_comments(stream: str) -> str:
+    return re.sub(r"^:.*\n", "", stream, flags=re.MULTILINE)
+
+
 def frames_of(text: str) -> list[dict[str, Any]]:
     """The JSON frames of a stream, which must end with [DONE]; comments and ids are left out."""
-    parts = [part for part in text.split("\n\n") if not part.startswith(":")]
+    parts = without_comments(text).split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.partition("data: ")[2]) for part in parts[:-2]]

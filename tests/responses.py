@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.gateway import Gateway
+from tests.gateway import Gateway, without_comments
 
 PATH = "/v1/responses"
 FIRST_EVENTS = (
@@ -54,14 +54,13 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = []
-    *frames, rest = answer.text.split("\n\n")
+    *frames, rest = without_comments(answer.text).split("\n\n")
     assert rest == ""
     for frame in frames:
-        if not frame.startswith(":"):
-            id_line, event_line, data_line = frame.split("\n")
-            event = json.loads(data_line.removeprefix("data: "))
-            assert (id_line, event_line) == (f"id: {event['sequence_number']}", f"event: {event['type']}")
-            events.append(event)
+        id_line, event_line, data_line = frame.split("\n")
+        event = json.loads(data_line.removeprefix("data: "))
+        assert (id_line, event_line) == (f"id: {event['sequence_number']}", f"event: {event['type']}")
+        events.append(event)
     return events
 
 

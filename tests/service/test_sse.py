@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from nsm_core.engine.request import GenerationRequest
@@ -74,8 +75,24 @@ async def test_silence_is_filled_with_comments() -> None:
     await wire.until_body(sse.PING)
     go_on.set()
     await task
-    assert wire.body().startswith(b"one: ping\n\n")
+    assert wire.body().startswith(b"one: ping\n")
     assert wire.body().endswith(b"two")
+
+
+async def test_a_stock_client_ignores_comments_between_numbered_events() -> None:
+    go_on = asyncio.Event()
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield frame({"n": 1}, event="x", event_id=1)
+        await go_on.wait()
+        yield frame({"n": 2}, event="x", event_id=2)
+
+    wire = Wire()
+    task = asyncio.create_task(EventStream(frames(), ping_interval_s=0.001)({}, wire.receive, wire.send))
+    await wire.until_body(sse.PING)
+    go_on.set()
+    await task
+    assert [event.json() for event in SSEDecoder().iter_bytes(iter([wire.body()]))] == [{"n": 1}, {"n": 2}]
 
 
 async def test_no_comment_waits_behind_a_slow_reader() -> None:

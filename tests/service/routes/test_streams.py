@@ -11,7 +11,7 @@ import pytest
 
 from service.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway
+from tests.gateway import Gateway, error_of, frames_of, gateway, without_comments
 from tests.raw_http import connect
 from tests.stored_sessions import Clock
 
@@ -47,7 +47,7 @@ def backend_of(house: Gateway) -> FakeBackend:
 
 def parts_of(text: str) -> list[str]:
     """The numbered frames of a stream that ended as it should."""
-    *parts, done, rest = [part for part in text.split("\n\n") if not part.startswith(":")]
+    *parts, done, rest = without_comments(text).split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return parts
 
