@@ -67,9 +67,9 @@ def test_P7_the_log_is_the_chat_in_the_models_template(nsm: Nsm, tiny_tokenizer:
 
 
 def test_coming_back_shows_place_and_last_exchange(nsm: Nsm) -> None:
-    first = nsm("chat", "--seed", 5, *SHORT, stdin="\n".join(MESSAGES[:2]))
+    first = nsm("chat", "--seed", 7, *SHORT, stdin="\n".join(MESSAGES[:2]))
     session_id = id_of(first.stderr)
-    head, last_answer = head_of(nsm, session_id), nsm("chat", "--seed", 5, *SHORT, stdin=MESSAGES[0]).stdout
+    head, last_answer = head_of(nsm, session_id), nsm("chat", "--seed", 7, *SHORT, stdin=MESSAGES[0]).stdout
     back = nsm("chat", "--session", session_id, stdin="")
     greeting = f"session {session_id} at position {head['position']}, version 2"
     assert back.stderr.startswith(greeting)

@@ -29,8 +29,8 @@ def test_every_setting_is_an_option_that_shows_its_default() -> None:
 
 
 def as_shown(default: object) -> str:
-    if default is False:
-        return "no"
+    if isinstance(default, bool):
+        return "yes" if default else "no"
     return f"{default:.16g}" if isinstance(default, float) else str(default)
 
 
