@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import httpx
-import numpy as np
 import pytest
 
 from nsm_core.state.snapshot import Snapshot
@@ -21,13 +20,14 @@ from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway
 from tests.integration.test_gateway_on_engine import random_backend
-from tests.nsm_core.engine.harness import TOLERANCE
 from tests.redis_servers import Topology
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.redis
 NUM_SESSIONS, NUM_TURNS = scaled(4, 200), scaled(5, 10)
 NUM_AT_ONCE = scaled(4, 16)
+# One row a step in each engine: neighbours would change the last bits, and a draw in some ten thousand with them.
+LIMITS = {"max_slots": 1, "queue_limit": 64}
 TEXTS = ("It was the best of times,", " and then", " at last", " the end", " who is there?")
 
 # what happens to a turn on its way: two clients ask for it; its client leaves and asks again; a long turn before it is
@@ -163,16 +163,16 @@ def body_of(step: Step) -> dict[str, Any]:
 
 @pytest.fixture
 async def alone(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer, queue_limit=64)) as opened:
+    async with gateway(random_backend(tiny_tokenizer, **LIMITS)) as opened:
         yield opened
 
 
 @pytest.fixture
 async def pair(redis_single: Topology, tiny_tokenizer: Tokenizer) -> AsyncIterator[tuple[Gateway, Gateway]]:
-    address, limits = parse_redis_url(redis_single.own_url()), {"queue_limit": 64}
+    address = parse_redis_url(redis_single.own_url())
     async with (
-        gateway(random_backend(tiny_tokenizer, **limits), store=RedisSessionStore(address), is_live=True) as one,
-        gateway(random_backend(tiny_tokenizer, **limits), store=RedisSessionStore(address), is_live=True) as two,
+        gateway(random_backend(tiny_tokenizer, **LIMITS), store=RedisSessionStore(address), is_live=True) as one,
+        gateway(random_backend(tiny_tokenizer, **LIMITS), store=RedisSessionStore(address), is_live=True) as two,
     ):
         yield one, two
 
@@ -190,7 +190,7 @@ async def test_P4_lives_on_random_replicas_equal_those_on_one_process(
         one, many = Caller((alone,), rng, collections.Counter()), Caller(pair, rng, seen)
         async with turns_at_once:
             for place, step in enumerate(steps):
-                assert_same(await many.call(step, place), await one.call(step, place))
+                assert await many.call(step, place) == await one.call(step, place), (number, step)
             for session_id in sorted({step.session_id for step in steps}):
                 await assert_same_session(alone, pair[0], session_id)
 
@@ -202,20 +202,6 @@ async def test_P4_lives_on_random_replicas_equal_those_on_one_process(
     logger.info("%s", dict(seen))  # shown by --log-cli-level=INFO
 
 
-def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Everything but the last bits of log-probabilities, which depend on who else was in a step."""
-    got_logprobs, expected_logprobs = pop_logprobs(got), pop_logprobs(expected)
-    assert got == expected
-    assert got_logprobs == pytest.approx(expected_logprobs, abs=1e-3)
-
-
-def pop_logprobs(answer: dict[str, Any]) -> list[float]:
-    found = [choice["logprobs"] for choice in answer.get("choices", ())]
-    for logprobs in found:
-        logprobs.pop("top_logprobs")
-    return [value for logprobs in found for value in logprobs.pop("token_logprobs")]
-
-
 async def assert_same_session(one: Gateway, two: Gateway, session_id: str) -> None:
     key = {"tenant": "default", "session_id": session_id}
     stores = [server.services.store for server in (one, two)]
@@ -224,5 +210,4 @@ async def assert_same_session(one: Gateway, two: Gateway, session_id: str) -> No
     expected, got = [Snapshot.decode(raw) for store in stores if (raw := (await store.load(**key)).snapshot)]
     for name in ("position", "pending_id", "sampler", "version"):
         assert getattr(got.header, name) == getattr(expected.header, name)
-    states = [np.frombuffer(snapshot.state, np.float32) for snapshot in (got, expected)]
-    np.testing.assert_allclose(*states, rtol=TOLERANCE, atol=TOLERANCE)
+    assert got.state == expected.state
