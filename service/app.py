@@ -38,6 +38,7 @@ from service.routes import (
     models,
     responses,
     sessions,
+    states,
     streams,
     tokenize,
 )
@@ -50,7 +51,7 @@ from service.tenants import Tenants
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
-ROUTES = (completions, chat, responses, conversations, sessions, streams, models, tokenize, health, metrics)
+ROUTES = (completions, chat, responses, conversations, sessions, states, streams, models, tokenize, health, metrics)
 
 
 def create_app(

@@ -20,6 +20,7 @@ from nsm_core.engine.request import (
     TokenLogprob,
 )
 from nsm_core.errors import NsmError, SnapshotCorrupt, StateMismatch
+from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
 from service.backends.base import ModelInfo
@@ -114,6 +115,13 @@ class FakeBackend:
         self.requests.append(request)
         self.running.add(generation)
         return generation
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        """The fake's state has no layers."""
+        position = 0 if state is None else int.from_bytes(state[32:], "little")
+        return StateReport(position=position, num_bytes=STATE_BYTES, layers=())
 
     def is_ready(self) -> bool:
         return self.ready

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 
@@ -62,6 +63,15 @@ class InferenceBackend(Protocol):
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request. Raises Overloaded (queue full), EngineDead, InvalidRequest or StateMismatch at once."""
+        ...
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        """Describes a state beside the learned start (None: that itself), without a step of the engine.
+
+        Raises InvalidRequest, and SnapshotCorrupt for bytes that are no state of this model.
+        """
         ...
 
     def is_ready(self) -> bool:

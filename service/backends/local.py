@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.model.loader import LoadedModel
+from nsm_core.state.inspection import inspect_state
+from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import ModelInfo
@@ -18,6 +22,7 @@ class LocalBackend:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self._tokenizer = loaded.tokenizer
         self._model = _describe(loaded)
+        self._served = loaded.model
         self._engine = AsyncEngine(
             Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config)
         )
@@ -38,6 +43,14 @@ class LocalBackend:
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         return self._engine.submit(request)
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        model = self._served
+        return await asyncio.to_thread(
+            lambda: inspect_state(model.state_spec, state, model.initial_state(1), detail=detail, layer=layer)
+        )
 
     def is_ready(self) -> bool:
         return self._engine.is_ready()

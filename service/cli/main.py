@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import keys, repair, sessions, transfer
+from service.cli import keys, repair, sessions, states, transfer
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.generate import generate
@@ -47,7 +47,7 @@ def _root(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
-for command in (transfer.backup, transfer.restore, transfer.copy, repair.verify, repair.migrate):
+for command in (states.states, transfer.backup, transfer.restore, transfer.copy, repair.verify, repair.migrate):
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(keys.app, name="keys")

@@ -218,3 +218,10 @@ async def test_stop_ends_what_runs_and_refuses_what_comes(backend: InferenceBack
     with pytest.raises(EngineDead):
         backend.submit(make_request("late"))
     await backend.stop()
+
+
+async def test_a_state_is_described_beside_the_start(backend: InferenceBackend) -> None:
+    start = await backend.inspect_state(None)
+    assert (start.position, start.num_bytes) == (0, backend.model.state_bytes)
+    with pytest.raises(SnapshotCorrupt):
+        await backend.inspect_state(b"short")

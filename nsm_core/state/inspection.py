@@ -1,0 +1,112 @@
+"""What a state at rest shows of its use: how far memory slots moved from their learned start, how full windows are.
+
+The shares and the effective number of slots come from where the state is now, not from how often it was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.state.report import Detail, LayerUse, SlotFigures, SlotUse, StateReport
+from nsm_core.state.spec import POSITION, State, StateSpec
+
+# A slot that moved by less than this share of its start's length counts as untouched: rounding moves it by less.
+UNTOUCHED = 1e-4
+_PREFIX, _SLOTS, _CACHE = "layers.", "slots", "kv"
+
+
+def inspect_state(
+    spec: StateSpec, raw: bytes | None, initial: State, *, detail: Detail = Detail.LAYER, layer: int | None = None
+) -> StateReport:
+    """Describes the packed state `raw` (None: the start itself) beside `initial` [1, *shape], the learned start.
+
+    `layer`: only that one; Detail.SLOT needs it. Raises InvalidRequest, and SnapshotCorrupt when `raw` does not fit.
+    """
+    state = dict(initial) if raw is None else spec.unpack(raw)
+    numbers = sorted({_layer_of(tensor.name) for tensor in spec.tensors if tensor.name.startswith(_PREFIX)})
+    _check_wish(numbers, detail, layer)
+    position = int(state[POSITION][0])
+    wanted = numbers if layer is None else [layer]
+    described = (_describe(spec, number, state, initial, detail, position) for number in wanted)
+    return StateReport(
+        position=position, num_bytes=spec.num_bytes, layers=tuple(use for use in described if use is not None)
+    )
+
+
+def _layer_of(name: str) -> int:
+    return int(name.removeprefix(_PREFIX).partition(".")[0])
+
+
+def _check_wish(numbers: list[int], detail: Detail, layer: int | None) -> None:
+    if layer is not None and layer not in numbers:
+        raise InvalidRequest(f"layer must be one of this model's {len(numbers)} layers, got {layer}", param="layer")
+    if detail is Detail.SLOT and layer is None:
+        raise InvalidRequest("layer is required with detail=slot: slots are shown of one layer", param="layer")
+
+
+def _describe(
+    spec: StateSpec, layer: int, state: Mapping[str, Tensor], initial: State, detail: Detail, position: int
+) -> LayerUse | None:
+    """None for a layer that is neither a slot memory nor attention."""
+    prefix = f"{_PREFIX}{layer}."
+    num_bytes = sum(tensor.num_bytes for tensor in spec.tensors if tensor.name.startswith(prefix))
+    if prefix + _CACHE in state:
+        window = state[prefix + _CACHE].shape[1]
+        filled = min(position, window)
+        return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled)
+    name = prefix + _SLOTS
+    if name not in state:
+        return None
+    now, start = (value[name][0].detach().to("cpu", torch.float64) for value in (state, initial))
+    heads = tuple(_use(now[head, None], start[head, None], detail) for head in range(len(now)))
+    return LayerUse(
+        layer=layer,
+        kind="slots",
+        num_bytes=num_bytes,
+        use=_use(now, start, Detail.LAYER),
+        heads=None if detail is Detail.LAYER else heads,
+    )
+
+
+def _use(now: Tensor, start: Tensor, detail: Detail) -> SlotUse:
+    """now, start: [H, M, 2 K], key before value."""
+    distance, length = (now - start).norm(dim=-1), start.norm(dim=-1)
+    keys, values = now.chunk(2, dim=-1)
+    figures = torch.stack(
+        (
+            keys.norm(dim=-1),
+            values.norm(dim=-1),
+            distance / length,
+            (now * start).sum(dim=-1) / (now.norm(dim=-1) * length),
+        ),
+        dim=-1,
+    ).flatten(0, 1)
+    return SlotUse(
+        num_slots=now.shape[1],
+        untouched_share=float((distance <= UNTOUCHED * length).double().mean()),
+        effective_slots=_finite(_effective(distance.square())),
+        mean=_figures(figures.mean(dim=0)),
+        slots=tuple(map(_figures, figures)) if detail is Detail.SLOT else None,
+    )
+
+
+def _effective(moved: Tensor) -> float:
+    """exp(entropy) of moved [H, M] as shares of a head's slots, mean over heads; a head at rest counts 0."""
+    total = moved.sum(dim=-1, keepdim=True)
+    shares = moved / total.where(total > 0, torch.ones_like(total))
+    effective = torch.special.entr(shares).sum(dim=-1).exp()
+    return float((effective * (total[..., 0] != 0)).mean())
+
+
+def _figures(row: Tensor) -> SlotFigures:
+    key_norm, value_norm, moved, cosine = map(_finite, row.tolist())
+    return SlotFigures(key_norm=key_norm, value_norm=value_norm, moved=moved, cosine=cosine)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

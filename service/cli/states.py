@@ -1,0 +1,87 @@
+"""`nsm sessions states`: what the states of a session are doing, under the model at hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsm_core.state.report import Detail
+from service.cli import options
+from service.cli.output import console, print_json
+from service.cli.stores import opened_store, store_settings
+from service.sessions.base import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+
+COLUMNS = ("where", "use", "untouched", "effective", "key", "value", "moved", "cosine")
+
+
+def states(
+    session_id: Annotated[str, typer.Argument(help="Id of a session.", show_default=False)],
+    detail: Annotated[Detail, typer.Option(help="How finely; slot needs --layer.")] = Detail.LAYER,
+    layer: Annotated[int | None, typer.Option(min=0, help="Only this layer.", show_default="all")] = None,
+    tenant: options.Tenant = DEFAULT_TENANT,
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """How far a session's memory slots have moved from their learned start."""
+    settings = store_settings(data_dir, store, model=model)
+    answer = asyncio.run(_describe(settings, tenant, session_id, detail, layer))
+    if as_json:
+        print_json(answer)
+    else:
+        _print_table(answer)
+
+
+async def _describe(
+    settings: Settings, tenant: str, session_id: str, detail: Detail, layer: int | None
+) -> dict[str, Any]:
+    from service.server import make_backend
+    from service.states import describe_states
+
+    async with opened_store(settings) as store:
+        backend = make_backend(settings)  # not started: nothing is computed by its engine
+        return await describe_states(backend, store, tenant=tenant, session_id=session_id, detail=detail, layer=layer)
+
+
+def _print_table(answer: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    print(f"position {answer['position']}, {answer['state_bytes']} bytes, dtype {answer['dtype'] or '-'}")
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "where" else "right", no_wrap=True)
+    for layer in answer["layers"]:
+        for row in _rows(layer):
+            table.add_row(*row)
+    console().print(table)
+
+
+def _rows(layer: dict[str, Any]) -> list[tuple[str, ...]]:
+    name = f"layer {layer['layer']}"
+    if layer["kind"] == "attention":
+        return [(name, f"{layer['filled']}/{layer['window']} tokens")]
+    rows = [_use_row(name, layer["use"])]
+    for head, use in enumerate(layer.get("heads", ())):
+        rows.append(_use_row(f"  head {head}", use))
+        slots = use.get("slots", ())
+        rows += [(f"    slot {slot}", "", "", "", *_figures(figures)) for slot, figures in enumerate(slots)]
+    return rows
+
+
+def _use_row(name: str, use: dict[str, Any]) -> tuple[str, ...]:
+    untouched, effective = f"{use['untouched_share']:.0%}", _number(use["effective_slots"])
+    return name, f"{use['num_slots']} slots", untouched, effective, *_figures(use["mean"])
+
+
+def _figures(figures: dict[str, float | None]) -> tuple[str, ...]:
+    return tuple(_number(figures[name]) for name in ("key_norm", "value_norm", "moved", "cosine"))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,36 @@
+"""/v1/sessions/{id}/states: what a session's states are doing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from nsm_core.state.report import Detail
+from service.deps import ServicesDep, TenantDep
+from service.documentation import ERROR_RESPONSES
+from service.json_body import JsonRoute, json_response
+from service.routes.sessions import SessionIdDep
+from service.states import describe_states
+
+router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
+
+
+@router.get("/v1/sessions/{session_id}/states", response_class=Response)
+async def get_states(
+    session_id: SessionIdDep,
+    services: ServicesDep,
+    tenant: TenantDep,
+    detail: Annotated[Detail, Query(description="slot needs `layer`")] = Detail.LAYER,
+    layer: Annotated[int | None, Query(ge=0, description="only this layer")] = None,
+) -> Response:
+    """How far each memory slot has moved from its learned start, and how full attention windows are.
+
+    Read from the newest commit; a running turn is not part of it, and nothing is computed by the model.
+    """
+    return json_response(
+        await describe_states(
+            services.backend, services.store, tenant=tenant, session_id=session_id, detail=detail, layer=layer
+        )
+    )

@@ -1,0 +1,63 @@
+"""What the states of a session are doing, from its stored snapshot: no step of the engine is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt, StateMismatch
+from nsm_core.state.report import Detail
+from service.backends.base import InferenceBackend
+from service.continuation import Continuation, resume
+from service.replay import LostState
+from service.sessions.base import SessionStore
+
+
+async def describe_states(
+    backend: InferenceBackend,
+    store: SessionStore,
+    *,
+    tenant: str,
+    session_id: str,
+    detail: Detail = Detail.LAYER,
+    layer: int | None = None,
+) -> dict[str, Any]:
+    """The answer as JSON values. A session without a state shows the learned start, at position 0.
+
+    Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
+    """
+    stored = await store.load(tenant=tenant, session_id=session_id)
+    found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
+    snapshot = _usable(found, session_id).snapshot
+    raw = None if snapshot is None else snapshot.state
+    report = await backend.inspect_state(raw, detail=detail, layer=layer)
+    return {
+        "object": "session.states",
+        "session_id": session_id,
+        "version": stored.head.version,
+        "model_fingerprint": backend.model.fingerprint,
+        "numerics": backend.model.numerics if snapshot is None else snapshot.header.numerics,
+        "dtype": None if snapshot is None else snapshot.header.stored_dtype,
+        "position": report.position,
+        "state_bytes": report.num_bytes,
+        "detail": detail.value,
+        "layers": [_without_unset(dataclasses.asdict(use)) for use in report.layers],
+    }
+
+
+def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
+    """Raises for a state that the next turn would make again: there is nothing to look at until then."""
+    if isinstance(found, Continuation):
+        return found
+    if found.reason == "fingerprint_mismatch":
+        raise StateMismatch(f"the state of session {session_id!r} was made by another model than this server runs")
+    raise SnapshotCorrupt(f"the state of session {session_id!r} is {found.reason}; its next turn makes it again")
+
+
+def _without_unset(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer with the fields of its kind and detail; figures that are not defined stay, as null."""
+    kept = {name: value for name, value in layer.items() if value is not None}
+    for use in (kept.get("use"), *kept.get("heads", ())):
+        if use is not None and use["slots"] is None:
+            del use["slots"]
+    return kept

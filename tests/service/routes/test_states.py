@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nsm_core.config import EngineConfig
+from nsm_core.model.loader import LoadedModel
+from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
+from service.sessions.memory import MemorySessionStore
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, gateway
+from tests.nsm_core.evaluation.models import random_model, small_config
+
+
+@pytest.fixture
+async def served(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    model = random_model(small_config(tiny_tokenizer, layer_pattern="WN")).eval().requires_grad_(False)
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tiny_tokenizer,
+        config=model.config,
+        fingerprint="small-model",
+        numerics="cpu/fp32/test",
+        name="small",
+        created=1_700_000_000,
+        num_parameters=1,
+        weight_format="fp32",
+    )
+    async with gateway(LocalBackend(loaded, EngineConfig(max_slots=2, token_budget=32, queue_limit=2))) as made:
+        assert (await made.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
+        yield made
+
+
+async def test_an_empty_session_shows_the_learned_start(served: Gateway) -> None:
+    answer = (await served.client.get("/v1/sessions/s1/states")).json()
+    assert (answer["position"], answer["version"], answer["dtype"], answer["detail"]) == (0, 0, None, "layer")
+    window, slots = answer["layers"]
+    assert (window["kind"], window["filled"]) == ("attention", 0)
+    assert set(slots) == {"layer", "kind", "num_bytes", "use"}
+    assert (slots["use"]["untouched_share"], slots["use"]["effective_slots"]) == (1.0, 0.0)
+
+
+async def test_a_turn_shows_in_the_states_and_looking_changes_nothing(served: Gateway) -> None:
+    turn = {"input": "Hello", "max_tokens": 3, "temperature": 0}
+    assert (await served.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
+    session = (await served.client.get("/v1/sessions/s1")).json()
+    answer = (await served.client.get("/v1/sessions/s1/states", params={"detail": "slot", "layer": 1})).json()
+    assert (answer["position"], answer["dtype"]) == (session["position"], "float32")
+    (layer,) = answer["layers"]
+    assert [len(head["slots"]) for head in layer["heads"]] == [8, 8]
+    assert layer["use"]["mean"]["moved"] > 0
+    assert (await served.client.get("/v1/sessions/s1")).json() == session
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [({"detail": "slot"}, "layer"), ({"layer": 2}, "layer"), ({"layer": -1}, "layer"), ({"detail": "all"}, "detail")],
+)
+async def test_a_wrong_wish_names_the_field(served: Gateway, query: dict[str, str | int], param: str) -> None:
+    response = await served.client.get("/v1/sessions/s1/states", params=query)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
+async def test_an_unknown_session_is_404(served: Gateway) -> None:
+    response = await served.client.get("/v1/sessions/other/states")
+    assert (response.status_code, error_of(response)["code"]) == (404, "session_not_found")
+
+
+async def test_another_models_state_is_a_mismatch() -> None:
+    store = MemorySessionStore()
+    async with gateway(FakeBackend(), store=store) as first:
+        await first.client.post("/v1/sessions", json={"id": "s1"})
+        await first.client.post("/v1/sessions/s1/generate", json={"input": "Hello", "max_tokens": 2})
+        async with gateway(FakeBackend(fingerprint="another"), store=store) as second:
+            response = await second.client.get("/v1/sessions/s1/states")
+    assert (response.status_code, error_of(response)["code"]) == (409, "state_mismatch")
