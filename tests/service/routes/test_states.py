@@ -76,3 +76,17 @@ async def test_another_models_state_is_a_mismatch() -> None:
         async with gateway(FakeBackend(fingerprint="another"), store=store) as second:
             response = await second.client.get("/v1/sessions/s1/states")
     assert (response.status_code, error_of(response)["code"]) == (409, "state_mismatch")
+
+
+async def test_a_damaged_state_is_told_until_a_turn_has_made_it_again() -> None:
+    store, turn = MemorySessionStore(), {"input": "Hello", "max_tokens": 2}
+    async with gateway(FakeBackend(), store=store) as house:
+        await house.client.post("/v1/sessions", json={"id": "s1"})
+        await house.client.post("/v1/sessions/s1/generate", json=turn)
+        record = store._records["default", "s1"]
+        assert record.snapshot is not None
+        record.snapshot = record.snapshot[:-1] + bytes([record.snapshot[-1] ^ 1])
+        damaged = await house.client.get("/v1/sessions/s1/states")
+        assert (damaged.status_code, error_of(damaged)["code"]) == (500, "snapshot_corrupt")
+        assert (await house.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
+        assert (await house.client.get("/v1/sessions/s1/states")).status_code == 200
