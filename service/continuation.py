@@ -7,6 +7,7 @@ same tokenizer. Anything else is an error that says so; a session never goes on 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -133,6 +134,10 @@ class Continuation:
         num_log_tokens = self.head.num_log_tokens + len(new_ids)
         _require_log(self.head, num_log_tokens, end.position, end.pending)
         return new_ids
+
+    async def encode_next(self, end: EndState, *, seed: int, created_at: float) -> bytes:
+        """`next_snapshot` as bytes; in a thread, as megabytes are hashed."""
+        return await asyncio.to_thread(lambda: self.next_snapshot(end, seed=seed, created_at=created_at).encode())
 
     def next_snapshot(self, end: EndState, *, seed: int, created_at: float) -> Snapshot:
         """The state after the turn, as the session's next version. `seed` is the one the turn drew with."""

@@ -44,9 +44,7 @@ async def read_up_to(
     if start is not None and start.position == len(ids):
         end = EndState(state=start.state, position=len(ids), pending=None, new_ids=(), generated_counts={})
         return Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)
-    return await read_again(
-        backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start
-    )  # fmt: skip
+    return await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
 
 
 async def _nearest(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
@@ -26,13 +25,12 @@ from nsm_core.errors import (
     StateMismatch,
     VersionConflict,
 )
-from nsm_core.sampling.params import SEED_BITS
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, resume
 from service.leases import HeldLease, Leases
 from service.moving import SessionName
 from service.prefill import read_again
-from service.replay import LostState, Replay, make_replay
+from service.replay import LostState, Replay, read_replay, seed_or_new
 from service.sessions.base import SessionStore, StoredSession
 
 Migration = Literal["migrated", "repaired", "current", "damaged", "other_tokenizer", "busy", "gone", "failed"]
@@ -149,13 +147,13 @@ class Migrator:
     async def _read_log(self, stored: StoredSession, lost: LostState) -> Replay:
         """Raises SnapshotCorrupt when the log is damaged as well."""
         head = stored.head
-        log_ids = await self._store.read_log(tenant=head.tenant, session_id=head.session_id)
-        marks = await self._store.log_marks(tenant=head.tenant, session_id=head.session_id)
-        if len(log_ids) - head.position not in (0, 1):
+        replay = await read_replay(self._store, lost, head)
+        if head.num_log_tokens - head.position not in (0, 1):
+            num_tokens = head.num_log_tokens
             raise SnapshotCorrupt(
-                f"the log of session {head.session_id!r} has {len(log_ids)} tokens, its head is at {head.position}"
+                f"the log of session {head.session_id!r} has {num_tokens} tokens, its head is at {head.position}"
             )
-        return make_replay(lost, head, log_ids=log_ids, marks=marks)
+        return replay
 
     async def _commit(self, held: HeldLease, replay: Replay) -> None:
         """The next version: the same place, another model's state of it."""
@@ -164,7 +162,7 @@ class Migrator:
         finished = await read_again(self._backend, fed, request_id=f"migrate-{head.session_id}", deadline=math.inf)
         if finished.end_state is None:
             raise finished.error or EngineDead("the engine was stopped")
-        seed = secrets.randbits(SEED_BITS) if replay.seed is None else replay.seed
+        seed = seed_or_new(replay.seed)
         end = EndState(
             state=finished.end_state.state,
             position=head.position,
@@ -175,9 +173,7 @@ class Migrator:
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=self._backend.tokenizer)
         await held.commit(
             expected_version=head.version,
-            snapshot=await asyncio.to_thread(
-                lambda: start.next_snapshot(end, seed=seed, created_at=time.time()).encode()
-            ),
+            snapshot=await start.encode_next(end, seed=seed, created_at=time.time()),
             position=head.position,
             model_fingerprint=model.fingerprint,
             new_ids=(),

@@ -18,11 +18,10 @@ async def read_again(
     *,
     request_id: str,
     deadline: float,
-    start: Resume | None = None,
     on_start: Callable[[Generation], None] = lambda generation: None,
     resume: Resume | None = None,
 ) -> Finished:
-    """Reads `ids` (at least one) from an empty state, or after `start`. The result's `end_state.state` is the one then.
+    """Reads `ids` (at least one) from an empty state. The result's `end_state.state` is the one then.
 
     `resume`: a state after some of them, fewer than all, so that only the rest is read. `on_start` gets what may be
     cancelled. Raises what `InferenceBackend.submit` raises; being cancelled ends it.

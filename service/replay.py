@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.snapshot import SamplerState
-from service.sessions.base import LogMark, SessionHead
+from service.sessions.base import LogMark, SessionHead, SessionStore
 
 RebuildReason = Literal["missing", "corrupt", "fingerprint_mismatch"]
 
@@ -45,6 +47,13 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
     return Replay(reason=lost.reason, log_ids=log_ids, seed=seed_of(marks), generated_counts=counts)
 
 
+async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:
+    """`make_replay` of what the store has of the session. Raises NotFound or SnapshotCorrupt."""
+    log_ids = await store.read_log(tenant=head.tenant, session_id=head.session_id)
+    marks = await store.log_marks(tenant=head.tenant, session_id=head.session_id)
+    return make_replay(lost, head, log_ids=log_ids, marks=marks)
+
+
 def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark]) -> dict[int, int]:
     """How often each token of `log_ids` was sampled rather than read. `marks` may go on after the end of `log_ids`."""
     counts: Counter[int] = Counter()
@@ -56,3 +65,8 @@ def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark]) -> dict[int
 def seed_of(marks: Sequence[LogMark]) -> int | None:
     """The seed that the last of these turns drew with."""
     return next((mark.seed for mark in reversed(marks) if mark.seed is not None), None)
+
+
+def seed_or_new(seed: int | None) -> int:
+    """A new one where nobody knows what the session drew with."""
+    return secrets.randbits(SEED_BITS) if seed is None else seed

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
 from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import SEED_BITS
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, require_version, resume
 from service.earlier_states import read_up_to
 from service.leases import HeldLease
-from service.replay import sampled_counts, seed_of
+from service.replay import sampled_counts, seed_of, seed_or_new
 from service.sessions.base import LogMark, SessionHead, SessionStore
 from service.turn import Turn
 from service.turns import Turns
@@ -86,7 +84,7 @@ async def rewind_session(
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
         return await held.rewind(
             expected_version=head.version,
-            snapshot=None if end is None else await asyncio.to_thread(_encode, start, end, seed),
+            snapshot=None if end is None else await start.encode_next(end, seed=seed, created_at=time.time()),
             position=0 if end is None else end.position,
             model_fingerprint=model.fingerprint,
             num_log_tokens=num_log_tokens,
@@ -126,15 +124,10 @@ async def _state_after(
     return finished.end_state.state, len(fed), pending
 
 
-def _encode(start: Continuation, end: EndState, seed: int) -> bytes:
-    return start.next_snapshot(end, seed=seed, created_at=time.time()).encode()
-
-
 def _seed_at(marks: Sequence[LogMark], num_log_tokens: int) -> int:
     """The seed of the turn that the last token belongs to; a new one where nobody knows it."""
     index = next((i for i, mark in enumerate(marks) if mark.num_log_tokens >= num_log_tokens), len(marks))
-    seed = seed_of(marks[: index + 1])
-    return secrets.randbits(SEED_BITS) if seed is None else seed
+    return seed_or_new(seed_of(marks[: index + 1]))
 
 
 def _num_sampled_since_mark(marks: Sequence[LogMark], num_log_tokens: int) -> int:

@@ -16,7 +16,7 @@ from service.continuation import Continuation, TurnRequest, require_version, res
 from service.leases import HeldLease, Leases
 from service.metrics import Metrics
 from service.reframing import Reframer
-from service.replay import LostState, make_replay
+from service.replay import LostState, read_replay
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.records import naming
 from service.sessions.turn_records import TurnRecord, TurnStart
@@ -145,11 +145,10 @@ class TurnOpening:
 
     async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
         """The turn will read the whole log, from the start, before its own input."""
-        tenant, session_id = head.tenant, head.session_id
-        log_ids = await self.store.read_log(tenant=tenant, session_id=session_id)
-        marks = await self.store.log_marks(tenant=tenant, session_id=session_id)
-        logger.warning("session %s: state %s, made again from %d tokens", session_id, lost.reason, len(log_ids))
-        replay = make_replay(lost, head, log_ids=log_ids, marks=marks)
+        replay = await read_replay(self.store, lost, head)
+        logger.warning(
+            "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
+        )
         return Continuation(
             head=head, snapshot=None, model=self.backend.model, tokenizer=self.backend.tokenizer, replay=replay
         )

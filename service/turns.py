@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
@@ -183,43 +183,48 @@ class Turns:
             take_over=self.take_over,
         )
 
-    @contextlib.asynccontextmanager
-    async def _holding(
+    def _holding(
         self, tenant: str, session_id: str, request: TurnRequest | None = None
-    ) -> AsyncIterator[tuple[Turn, HeldLease]]:
-        """Claim and lease, until the end of the block, or of the turn that began in it."""
-        key = (tenant, session_id)
-        turn = self._claim(key, request)
-        held: HeldLease | None = None
-        try:
-            turn.permit = self._tenants.enter(tenant)
-            held = await self._opening.take_lease(tenant, session_id, turn)
-            yield turn, held
-        finally:
-            if not turn.turn_id:
-                if held is not None:
-                    await held.give_back()
-                self._release(key)
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
+        """Claim and lease for a turn, until the end of the block, or of the turn that began in it."""
 
-    @contextlib.asynccontextmanager
-    async def exclusive(self, *, tenant: str, session_id: str) -> AsyncIterator[tuple[Turn, HeldLease]]:
+        def take(turn: Turn) -> Awaitable[HeldLease]:
+            return self._opening.take_lease(tenant, session_id, turn)
+
+        return self._claimed((tenant, session_id), take, request)
+
+    def exclusive(
+        self, *, tenant: str, session_id: str
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
         """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
 
         Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
         """
         self._require_open()
-        key = (tenant, session_id)
-        turn = self._claim(key)
+
+        def take(turn: Turn) -> Awaitable[HeldLease]:
+            return self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+
+        return self._claimed((tenant, session_id), take)
+
+    @contextlib.asynccontextmanager
+    async def _claimed(
+        self, key: Key, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
+    ) -> AsyncIterator[tuple[Turn, HeldLease]]:
+        turn = self._claim(key, request)
+        held: HeldLease | None = None
         try:
-            turn.permit = self._tenants.enter(tenant)
-            held = await self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
-            try:
-                yield turn, held
-            finally:
-                turn.has_written = held.has_written
-                await held.give_back()
+            turn.permit = self._tenants.enter(key[0])
+            held = await take(turn)
+            yield turn, held
         finally:
-            self._release(key)
+            if not turn.turn_id:  # no turn began that goes on by itself
+                try:
+                    if held is not None:
+                        turn.has_written = held.has_written
+                        await held.give_back()
+                finally:
+                    self._release(key)
 
     async def cancel(self, *, tenant: str, session_id: str) -> bool:
         """Stops the session's turn, in whatever process it runs, and waits for its end; whether there was one that so

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
 import uuid
 from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
-from nsm_core.sampling.params import SEED_BITS
 from service.continuation import Continuation, resume
 from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
 from service.earlier_states import read_up_to
-from service.replay import sampled_counts, seed_of
+from service.replay import sampled_counts, seed_of, seed_or_new
 from service.responses.chain import Place
 from service.sessions.base import LogMark, SessionHead, StoredSession
 from service.sessions.records import not_found
@@ -77,10 +75,7 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
-    seed = seed_of(marks)
-    if seed is None:
-        seed = secrets.randbits(SEED_BITS)
-    snapshot = await asyncio.to_thread(lambda: start.next_snapshot(end, seed=seed, created_at=time.time()).encode())
+    snapshot = await start.encode_next(end, seed=seed_or_new(seed_of(marks)), created_at=time.time())
     head = dataclasses.replace(
         copy.head,
         version=place.version,
