@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterable
-from importlib import resources
 from typing import Any
 
 from redis.exceptions import NoScriptError
@@ -19,7 +18,7 @@ from redis.exceptions import NoScriptError
 from nsm_core.errors import NsmError, StoreUnavailable
 from service.prefixes.base import PrefixBounds, PrefixKey, PrefixUsage
 from service.sessions.redis_client import Attempt, RedisClient
-from service.sessions.redis_scripts import Script
+from service.sessions.redis_scripts import Script, load_script
 from service.sessions.redis_url import RedisAddress
 
 MEMORY_SHARE = 4  # at most a quarter of the server's maxmemory: the rest is the sessions'
@@ -28,22 +27,15 @@ MICROSECONDS = 1_000_000
 MAX_CONNECTIONS = 8
 
 
-def load_script(name: str) -> Script:
-    """`redis_<name>.lua` with the index's library before it; its first line, which has the flags, stays first."""
-    flags, _, body = _read(name).partition("\n")
-    text = "\n".join((flags, _read("index"), body))
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+def _load(name: str) -> Script:
+    return load_script(name, "index", package="service.prefixes")
 
 
-def _read(name: str) -> str:
-    return resources.files("service.prefixes").joinpath(f"redis_{name}.lua").read_text(encoding="utf-8")
-
-
-FIND = load_script("find")
-TOUCH = load_script("touch")
-PUT = load_script("put")
-FORGET = load_script("forget")
-EXPIRE = load_script("expire")
+FIND = _load("find")
+TOUCH = _load("touch")
+PUT = _load("put")
+FORGET = _load("forget")
+EXPIRE = _load("expire")
 
 
 class RedisPrefixStore:

@@ -6,15 +6,6 @@ local names_key, used_key, bytes_key, tenants_key = KEYS[1], KEYS[2], KEYS[3], K
 local TENANT_LETTERS = 16
 local BATCH = 100
 
-local function clock_us()
-  local time = redis.call('TIME')
-  return time[1] * 1000000 + time[2]
-end
-
-local function whole(number)
-  return string.format('%.0f', number + 0) -- never "-0", which Redis takes for no number
-end
-
 local function tenant_of(name)
   return string.sub(name, 1, TENANT_LETTERS)
 end

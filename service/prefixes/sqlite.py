@@ -14,7 +14,8 @@ from pathlib import Path
 
 from nsm_core.errors import StorageFull, StoreUnavailable
 from service.prefixes.base import PrefixBounds, PrefixKey, PrefixUsage
-from service.prefixes.sqlite_file import FileThread, Result, prepare_file
+from service.prefixes.sqlite_file import file_thread, prepare_file
+from service.sessions.sqlite_connection import ConnectionThread, Result
 
 MIN_FREE_BYTES = 256 * 2**20  # of the disk: sessions may need them, a cache may not have them
 
@@ -42,11 +43,11 @@ class SqlitePrefixStore:
         self._bounds = bounds
         self._clock = clock
         self._min_free_bytes = min_free_bytes
-        self._threads: tuple[FileThread, FileThread] | None = None  # the reader, the writer
+        self._threads: tuple[ConnectionThread, ConnectionThread] | None = None  # the reader, the writer
 
     async def open(self) -> None:
         await asyncio.to_thread(prepare_file, self._path)
-        self._threads = FileThread(self._path), FileThread(self._path)
+        self._threads = file_thread(self._path), file_thread(self._path)
 
     async def close(self) -> None:
         threads, self._threads = self._threads, None
@@ -114,7 +115,7 @@ class SqlitePrefixStore:
     async def _write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         return await self._opened()[1].run(lambda connection: whole(connection, work))
 
-    def _opened(self) -> tuple[FileThread, FileThread]:
+    def _opened(self) -> tuple[ConnectionThread, ConnectionThread]:
         if self._threads is None:
             raise StoreUnavailable("the stored prefixes are not open")
         return self._threads

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import sqlite3
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-from nsm_core.errors import StorageFull, StoreUnavailable
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from service.sessions.sqlite_connection import ConnectionThread
 
-Result = TypeVar("Result")
 logger = logging.getLogger("nsm.prefixes")
 
 APPLICATION_ID = 0x4E534D50  # "NSMP", in the file's header: says whose file this is
@@ -57,39 +53,15 @@ TABLES = f"""
 """
 
 
-class FileThread:
-    """A connection and the one thread that uses it."""
+def file_thread(path: Path) -> ConnectionThread:
+    """A connection to the file in a thread of its own."""
+    return ConnectionThread("prefixes", connect=lambda: connect(path), translate=_translate)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nsm-prefixes")
-        self._connection: sqlite3.Connection | None = None
 
-    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
-
-    def post(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        """`work` in its turn, without waiting; whether it succeeds is of no importance."""
-        self._executor.submit(self._guarded, work)
-
-    def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        try:
-            if self._connection is None:
-                self._connection = connect(self._path)
-            return work(self._connection)
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-                raise StorageFull("the disk of the stored prefixes is full") from error
-            raise StoreUnavailable(f"the stored prefixes cannot be used ({error})") from error
-
-    async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
-        self._executor.shutdown()
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+def _translate(error: sqlite3.Error) -> NsmError:
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return StorageFull("the disk of the stored prefixes is full")
+    return StoreUnavailable(f"the stored prefixes cannot be used ({error})")
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt
@@ -15,17 +13,12 @@ from service.records.base import Kind, OwnedRecord, Record
 from service.records.conflict import conflict
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_client import Attempt
-from service.sessions.redis_scripts import Script
+from service.sessions.redis_scripts import load_script
 
 FIELDS = ("owner", "version", "document")
 
 
-def _load(name: str) -> Script:
-    text = resources.files("service.records").joinpath(f"redis_{name}.lua").read_text(encoding="utf-8")
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-
-PUT = _load("put")
+PUT = load_script("put", package="service.records")
 
 
 class RedisRecordStore:

@@ -2,17 +2,7 @@
 -- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
 -- under a short expiry), turns and tail (see redis_turns.lua), staged older snapshot, and the slots of older snapshots.
 -- Which slot holds what is in the head: "slot:version:position:bytes", joined by commas, oldest first.
--- Times are microseconds of this server's clock: whole numbers, which a double keeps exactly.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-
-local function clock_us()
-  local time = redis.call('TIME')
-  return time[1] * 1000000 + time[2]
-end
-
-local function whole(number)
-  return string.format('%.0f', number + 0) -- never "-0", which Redis takes for no number
-end
 
 local function read_head()
   local flat = redis.call('HGETALL', head_key)

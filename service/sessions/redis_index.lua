@@ -4,15 +4,6 @@
 local index_key, sizes_key, expiry_key, usage_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local SWEEP = 100 -- entries dropped in one call: a script must not hold up the others
 
-local function clock_us()
-  local time = redis.call('TIME')
-  return time[1] * 1000000 + time[2]
-end
-
-local function whole(number)
-  return string.format('%.0f', number + 0) -- never "-0", which Redis takes for no number
-end
-
 local function read_size(session_id)
   local entry = redis.call('HGET', sizes_key, session_id)
   if not entry then return nil end

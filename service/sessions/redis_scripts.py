@@ -1,4 +1,4 @@
-"""The Lua scripts beside this module: each is one transition, run by the server as a whole."""
+"""The Lua scripts of the stores: each is one transition, run by the server as a whole."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ class Script:
     sha: str
 
 
-def load_script(name: str, *libraries: str) -> Script:
-    """`redis_<name>.lua` with the `libraries` before it; its first line, which has the flags, stays first."""
-    flags, _, body = _read(name).partition("\n")
-    text = "\n".join((flags, *(_read(library) for library in libraries), body))
+def load_script(name: str, *libraries: str, package: str = "service.sessions") -> Script:
+    """`redis_<name>.lua` of the package with its `libraries` before it, and the clock that all of these use; its first
+    line, which has the flags, stays first.
+    """
+    clock = [_read("service.sessions", "clock")] if libraries else []
+    flags, _, body = _read(package, name).partition("\n")
+    text = "\n".join((flags, *clock, *(_read(package, library) for library in libraries), body))
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def _read(name: str) -> str:
-    return resources.files("service.sessions").joinpath(f"redis_{name}.lua").read_text(encoding="utf-8")
+def _read(package: str, name: str) -> str:
+    return resources.files(package).joinpath(f"redis_{name}.lua").read_text(encoding="utf-8")
 
 
 CREATE = load_script("create", "common")

@@ -33,7 +33,14 @@ from service.sessions.records import (
     require_sound,
 )
 from service.sessions.retention import KEEP_NONE, Keeping
-from service.sessions.sqlite_connection import ConnectionThread, Result, empty_write_ahead_log, reading, transaction
+from service.sessions.sqlite_connection import (
+    ConnectionThread,
+    Result,
+    empty_write_ahead_log,
+    reading,
+    store_thread,
+    transaction,
+)
 from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, delete_most_kept, get_kept
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
 from service.sessions.sqlite_listing import SqliteListing
@@ -99,8 +106,8 @@ class SqliteSessionStore:
         except OSError as error:
             raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
         timeout = self._busy_timeout_s
-        writer = ConnectionThread("writer", self._path, busy_timeout_s=timeout)
-        reader = ConnectionThread("reader", self._path, busy_timeout_s=timeout)
+        writer = store_thread("writer", self._path, busy_timeout_s=timeout)
+        reader = store_thread("reader", self._path, busy_timeout_s=timeout)
         self._opened = _Opened(writer, reader, presence)
         try:
             await self._prepare_file(writer)

@@ -24,25 +24,35 @@ class Runner(Protocol):
 
 
 class ConnectionThread:
-    """A connection and the one thread that uses it."""
+    """A connection and the one thread that uses it. `translate` makes our errors of SQLite's."""
 
-    def __init__(self, name: str, path: Path, *, busy_timeout_s: float) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-store-{name}")
-        self._path = path
-        self._busy_timeout_s = busy_timeout_s
+    def __init__(
+        self,
+        name: str,
+        *,
+        connect: Callable[[], sqlite3.Connection],
+        translate: Callable[[sqlite3.Error], NsmError],
+    ) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-{name}")
+        self._connect = connect
+        self._translate = translate
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
 
+    def post(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """`work` in its turn, without waiting; whether it succeeds is of no importance."""
+        self._executor.submit(self._guarded, work)
+
     def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
             if self._connection is None:
-                self._connection = connect(self._path, busy_timeout_s=self._busy_timeout_s)
+                self._connection = self._connect()
             return work(self._connection)
         except sqlite3.Error as error:
-            raise _translate(error, self._path) from error
+            raise self._translate(error) from error
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
@@ -51,6 +61,15 @@ class ConnectionThread:
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def store_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:
+    """A thread on the sessions' file."""
+    return ConnectionThread(
+        f"store-{name}",
+        connect=lambda: connect(path, busy_timeout_s=busy_timeout_s),
+        translate=lambda error: _translate(error, path),
+    )
 
 
 @contextlib.contextmanager
