@@ -60,8 +60,9 @@ class _Tally:
             3, router.heads, router.slots, dtype=torch.float64, device=device
         )
 
-    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        log_decay, write = (value.flatten(0, -3) for value in output)
+    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        log_decay = output.flatten(0, -3)
+        write = -torch.expm1(log_decay)
         self.count += (write > 0).sum(dim=0)
         self.write += write.sum(dim=0, dtype=torch.float64)
         self.log_decay += log_decay.sum(dim=0, dtype=torch.float64)

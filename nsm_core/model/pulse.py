@@ -75,8 +75,8 @@ class Router(nn.Module):
         with torch.no_grad():
             self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [..., d] -> log decay g <= 0 and write weight w = 1 - exp(g), both [..., H, M].
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """x [..., d] -> log decay g <= 0 [..., H, M]; the write weight is 1 - exp(g).
 
         `valid` [...] bool: tokens that are none write nothing.
         """
@@ -93,7 +93,7 @@ class Router(nn.Module):
             )
             if self.training:
                 self._track_load(log_decay.detach())
-            return log_decay, -torch.expm1(log_decay)
+            return log_decay
 
     def reset_load(self) -> None:
         """The load of every slot is its fair share again, as at the start of training."""
@@ -151,12 +151,11 @@ class PulseMixer(Mixer):
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]."""
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
-        log_decay, _ = self.router(x, segments.valid)
         read, slots = slot_scan(
             q=q,
             k=k,
             v=v,
-            log_decay=log_decay,
+            log_decay=self.router(x, segments.valid),
             scale=self.scale,
             state=state["slots"],
             reset=segments.reset,
@@ -168,6 +167,6 @@ class PulseMixer(Mixer):
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
         q, k, v, tail = self.conv(qkv[:, None], state["conv_tail"])
         q, k, v = q[:, 0], k[:, 0], v[:, 0]
-        _, write = self.router(x)
+        write = -torch.expm1(self.router(x))
         read, slots = slot_step(q=q, k=k, v=v, write=write, scale=self.scale, state=state["slots"])
         return self._output(read, gate), {"slots": slots, "conv_tail": tail}
