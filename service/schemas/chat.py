@@ -17,22 +17,11 @@ from service.schemas.common import (
     SamplingFields,
     StreamOptions,
     check_max_tokens,
+    content_schema,
 )
 
 DEFAULT_MAX_TOKENS = 256
-CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
+CONTENT_SCHEMA = content_schema({"const": "text"})
 
 
 class Message(RequestBody):

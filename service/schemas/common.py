@@ -186,3 +186,13 @@ def check_n(n: int, num_prompts: int, max_choices: int) -> None:
     if n * num_prompts > max_choices:
         message = f"n times the number of prompts must be at most {max_choices}, got {n} times {num_prompts}"
         raise InvalidRequest(message, param="n" if num_prompts == 1 else "prompt")
+
+
+def content_schema(part_type: dict[str, Any]) -> dict[str, Any]:
+    """A message's content: a string, or text parts whose `type` is as given."""
+    part = {
+        "type": "object",
+        "properties": {"type": part_type, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}

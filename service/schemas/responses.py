@@ -13,23 +13,11 @@ from nsm_core.sampling.params import MAX_STOP_STRINGS, SamplingParams
 from service.errors import shown
 from service.items import Item, input_item
 from service.schemas.chat import DEFAULT_MAX_TOKENS
-from service.schemas.common import RequestBody, SamplingFields, check_max_tokens
+from service.schemas.common import RequestBody, SamplingFields, check_max_tokens, content_schema
 from service.schemas.sessions import Metadata
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
+CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
 HARMLESS = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier",
      "parallel_tool_calls", "max_tool_calls", "stream_options"}
