@@ -16,8 +16,9 @@ from nsm_core.errors import ConfigError
 from nsm_core.evaluation.losses import FloatArray
 from nsm_core.evaluation.perplexity import EncodedDocument, token_losses
 from nsm_core.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit
-from nsm_core.state.quantize import StateFormat, decode_state, encode_state, encoded_bytes
-from nsm_core.state.spec import State
+from nsm_core.state.layout import parse_layout
+from nsm_core.state.quantize import StateFormat, decode_state, encode_state, stored_bytes
+from nsm_core.state.spec import State, StateSpec
 
 # Edges in tokens after the resume; the last is the number of tokens read.
 EDGES = (0, 16, 64, 256, 1024)
@@ -90,8 +91,7 @@ def measure_parking(
             for state, following in _park_points(model, group, prefix_len, num_parks):
                 plain.append(_losses(model, following, state))
                 for form in formats:
-                    encoded = encode_state(model.state_spec, state, form)
-                    rounded[form].append(_losses(model, following, decode_state(model.state_spec, encoded)))
+                    rounded[form].append(_losses(model, following, parked_state(model.state_spec, state, form)))
                 bar.update(len(group))
             unparked.append(_stacked(plain))
             for form in formats:
@@ -104,12 +104,22 @@ def measure_parking(
         formats=tuple(
             ParkedFormat(
                 format=form.value,
-                state_bytes=encoded_bytes(model.state_spec, form),
+                state_bytes=stored_bytes(parse_layout(model.state_spec.layout()), form),
                 buckets=_buckets(np.concatenate(parked[form]), base, seed),
             )
             for form in formats
         ),
     )
+
+
+def parked_state(spec: StateSpec, state: State, form: StateFormat) -> State:
+    """`state` [B, *shape] as it comes back from being stored in `form`. Raises NumericalError when it does not fit."""
+    layout, device = parse_layout(spec.layout()), next(iter(state.values())).device
+    rows = []
+    for row in range(len(next(iter(state.values())))):
+        stored = encode_state(layout, spec.pack(state, row), form)
+        rows.append(spec.unpack(decode_state(layout, stored, form)))
+    return {tensor.name: torch.cat([row[tensor.name] for row in rows]).to(device) for tensor in spec.tensors}
 
 
 def _texts(documents: Sequence[EncodedDocument], prefix_len: int, max_parks: int) -> tuple[Tensor, int]:

@@ -1,25 +1,30 @@
-"""Smaller forms of a state that lies still: half precision, or int8 with one scale for each row of values.
+"""A state at rest in fewer bytes, with loss: half precision, or int8 with one scale for each row of values. No torch.
 
 For storage only. A recurrence that runs on rounded states adds one rounding error per token (docs/model.md).
+
+What is decoded encodes to the same bytes again, in both: a state may be copied, exported and stored anew as often as
+one likes, and is rounded once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from nsm_core.errors import NumericalError
-from nsm_core.state.spec import State, StateSpec, TensorSpec
+from nsm_core.errors import NumericalError, SnapshotCorrupt
+from nsm_core.state.layout import FLOAT, TensorLayout
+
+Floats = NDArray[np.float32]
 
 # Values that share an int8 scale: a slot's key, its value and a cached key lie apart when a head is 64 wide.
 GROUP_LEN = 64
+_FP32, _FP16 = np.dtype("<f4"), np.dtype("<f2")
 # The smallest normal fp16 number: below it a scale itself has no precision left.
-_MIN_SCALE = torch.finfo(torch.float16).tiny
+_MIN_SCALE = np.finfo(np.float16).tiny
+_MAX_STEP = 127
 
 
 class StateFormat(enum.StrEnum):
@@ -29,80 +34,96 @@ class StateFormat(enum.StrEnum):
     FP16 = "fp16"
     INT8 = "int8"
 
+    @property
+    def dtype(self) -> str:
+        """The name of its numbers' dtype, as a snapshot's header has it."""
+        return _DTYPES[self]
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedState:
-    """A batch of states in one format. `scales` (int8 only): fp16, one for each group of the last dimension."""
-
-    format: StateFormat
-    values: Mapping[str, Tensor]  # [B, *shape]
-    scales: Mapping[str, Tensor]  # [B, *shape[:-1], groups]
-
-
-def encode_state(spec: StateSpec, state: Mapping[str, Tensor], form: StateFormat) -> EncodedState:
-    """Rounds `state` [B, *shape] to `form`. Raises NumericalError when a number does not fit into it."""
-    values: dict[str, Tensor] = {}
-    scales: dict[str, Tensor] = {}
-    for tensor in spec.tensors:
-        value = state[tensor.name]
-        if not tensor.dtype.is_floating_point or form is StateFormat.FP32:
-            values[tensor.name] = value
-        elif form is StateFormat.FP16:
-            values[tensor.name] = _finite(value.to(torch.float16), tensor.name)
-        else:
-            values[tensor.name], scales[tensor.name] = _quantize(value, tensor)
-    return EncodedState(form, values, scales)
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of one of its numbers."""
+        return _WORD_BYTES[self]
 
 
-def decode_state(spec: StateSpec, encoded: EncodedState) -> State:
-    """The inverse of `encode_state`, in the dtypes of `spec`."""
-    state: State = {}
-    for tensor in spec.tensors:
-        value = encoded.values[tensor.name].to(tensor.dtype)
-        scale = encoded.scales.get(tensor.name)
-        state[tensor.name] = value if scale is None else _scaled(value, scale, tensor)
-    return state
+_DTYPES = {StateFormat.FP32: FLOAT, StateFormat.FP16: "float16", StateFormat.INT8: "int8"}
+_WORD_BYTES = {StateFormat.FP32: 4, StateFormat.FP16: 2, StateFormat.INT8: 1}
+FORMATS = {form.dtype: form for form in StateFormat}
 
 
-def encoded_bytes(spec: StateSpec, form: StateFormat) -> int:
+def encode_state(layout: Sequence[TensorLayout], raw: bytes, form: StateFormat) -> bytes:
+    """A running state's bytes (`StateSpec.pack`) as `form` stores them: tensor by tensor, and in int8 the scales of a
+    tensor behind its numbers.
+
+    Raises NumericalError when a number does not fit into `form`.
+    """
+    if form is StateFormat.FP32:
+        return raw
+    parts, offset = [], 0
+    for tensor in layout:
+        part = raw[offset : offset + tensor.num_bytes]
+        offset += tensor.num_bytes
+        parts.append(_encode_floats(part, tensor, form) if tensor.dtype == FLOAT else part)
+    return b"".join(parts)
+
+
+def decode_state(layout: Sequence[TensorLayout], stored: bytes, form: StateFormat) -> bytes:
+    """The inverse of `encode_state`, but for its rounding. Raises SnapshotCorrupt when the length does not fit."""
+    want = stored_bytes(layout, form)
+    if len(stored) != want:
+        raise SnapshotCorrupt(f"snapshot refused: the layout has {want} bytes, the state {len(stored)}")
+    if form is StateFormat.FP32:
+        return stored
+    parts, offset = [], 0
+    for tensor in layout:
+        part = stored[offset : offset + _tensor_bytes(tensor, form)]
+        offset += len(part)
+        parts.append(_decode_floats(part, tensor, form) if tensor.dtype == FLOAT else part)
+    return b"".join(parts)
+
+
+def stored_bytes(layout: Sequence[TensorLayout], form: StateFormat) -> int:
     """Bytes of one state in `form`, scales included."""
-    return sum(_tensor_bytes(tensor, form) for tensor in spec.tensors)
+    return sum(_tensor_bytes(tensor, form) for tensor in layout)
 
 
-def _tensor_bytes(tensor: TensorSpec, form: StateFormat) -> int:
-    if not tensor.dtype.is_floating_point or form is StateFormat.FP32:
-        return tensor.num_bytes
-    count = math.prod(tensor.shape)
-    return 2 * count if form is StateFormat.FP16 else count + 2 * (count // _group_len(tensor))
-
-
-def _group_len(tensor: TensorSpec) -> int:
-    """Length of a group: GROUP_LEN where the last dimension is a multiple of it, else the whole of it."""
+def group_len(tensor: TensorLayout) -> int:
+    """How many neighbours share a scale: GROUP_LEN where the last dimension is a multiple of it, else all of it."""
     width = tensor.shape[-1] if tensor.shape else 1
     return GROUP_LEN if width % GROUP_LEN == 0 else width
 
 
-def _grouped(value: Tensor, tensor: TensorSpec) -> Tensor:
-    """[B, *shape] -> [B, *shape[:-1], groups, group length]."""
-    rows = value if tensor.shape else value[..., None]
-    return torch.unflatten(rows, -1, (-1, _group_len(tensor)))
+def _tensor_bytes(tensor: TensorLayout, form: StateFormat) -> int:
+    if tensor.dtype != FLOAT:
+        return tensor.num_bytes
+    num_scales = tensor.num_values // group_len(tensor) if form is StateFormat.INT8 else 0
+    return form.word_bytes * tensor.num_values + _FP16.itemsize * num_scales
 
 
-def _quantize(value: Tensor, tensor: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Symmetric, by the absolute maximum of each group: int8 [B, *shape] and fp16 scales."""
-    groups = _grouped(value.float(), tensor)
-    scale = (groups.abs().amax(dim=-1) / 127.0).clamp(min=_MIN_SCALE).to(torch.float16)
-    _finite(scale, tensor.name)
+def _encode_floats(raw: bytes, tensor: TensorLayout, form: StateFormat) -> bytes:
+    values: Floats = np.frombuffer(raw, _FP32)
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is told by name
+        if form is StateFormat.FP16:
+            halves: NDArray[np.float16] = values.astype(_FP16)
+            _require_finite(halves, tensor)
+            return halves.tobytes()
+        groups = values.reshape(-1, group_len(tensor))
+        largest = np.abs(groups).max(axis=1)
+        scales: NDArray[np.float16] = np.maximum(largest / np.float32(_MAX_STEP), _MIN_SCALE).astype(_FP16)
+    _require_finite(scales, tensor)
     # By the scale as it is stored, so that its own rounding costs nothing
-    quantized = (groups / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
-    return quantized.reshape(value.shape), scale
+    steps: Floats = np.rint(groups / scales.astype(_FP32)[:, None]).clip(-_MAX_STEP, _MAX_STEP)
+    return steps.astype(np.int8).tobytes() + scales.tobytes()
 
 
-def _scaled(value: Tensor, scale: Tensor, tensor: TensorSpec) -> Tensor:
-    return (_grouped(value, tensor) * scale.to(value.dtype)[..., None]).reshape(value.shape)
+def _decode_floats(stored: bytes, tensor: TensorLayout, form: StateFormat) -> bytes:
+    if form is StateFormat.FP16:
+        return np.frombuffer(stored, _FP16).astype(_FP32).tobytes()
+    steps = np.frombuffer(stored, np.int8, count=tensor.num_values).reshape(-1, group_len(tensor))
+    scales = np.frombuffer(stored, _FP16, offset=tensor.num_values).astype(_FP32)
+    values: Floats = steps.astype(_FP32) * scales[:, None]
+    return values.tobytes()
 
 
-def _finite(value: Tensor, name: str) -> Tensor:
-    if not torch.isfinite(value).all():
-        raise NumericalError(f"the state tensor {name} holds numbers that this format cannot store")
-    return value
+def _require_finite(values: NDArray[np.float16], tensor: TensorLayout) -> None:
+    if not np.isfinite(values).all():
+        raise NumericalError(f"the state tensor {tensor.name} holds numbers that this format cannot store")

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from nsm_core.errors import ConfigError
-from nsm_core.evaluation.parking import measure_parking
+from nsm_core.evaluation.parking import measure_parking, parked_state
 from nsm_core.evaluation.perplexity import EncodedDocument
 from nsm_core.model.nsm import NsmModel
-from nsm_core.state.quantize import StateFormat, decode_state, encode_state, encoded_bytes
+from nsm_core.state.layout import parse_layout
+from nsm_core.state.quantize import StateFormat, stored_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def test_unrounded_states_cost_nothing_and_coarser_ones_more(any_model: NsmModel
     spread = [max(abs(b.nats - b.unparked_nats) for b in form.buckets) for form in result.formats]
     assert spread[0] == 0.0 < spread[1] < spread[2]
     for form in result.formats:
-        assert form.state_bytes == encoded_bytes(any_model.state_spec, StateFormat(form.format))
+        assert form.state_bytes == stored_bytes(parse_layout(any_model.state_spec.layout()), StateFormat(form.format))
         assert all(bucket.low <= bucket.change <= bucket.high for bucket in form.buckets)
 
 
@@ -45,14 +46,24 @@ def test_numbers_are_those_of_reading_on_from_the_rounded_state(model: NsmModel)
     ids = torch.from_numpy(text.tokens)[None]
     with torch.no_grad():
         _, state = model(ids[:, :20], model.initial_state(1))
-        spec = model.state_spec
-        parked = decode_state(spec, encode_state(spec, state, StateFormat.INT8))
-        hidden, _ = model(ids[:, 20:44], parked)
+        hidden, _ = model(ids[:, 20:44], parked_state(model.state_spec, state, StateFormat.INT8))
         want = F.cross_entropy(model.logits(hidden)[0], ids[0, 21:45], reduction="none")
     first, _, whole = result.formats[0].buckets
     assert first.nats == pytest.approx(float(want[:4].sum()), rel=1e-5)
     assert whole.nats == pytest.approx(float(want.sum()), rel=1e-5)
     assert whole.change == pytest.approx(np.expm1((whole.nats - whole.unparked_nats) / 24), rel=1e-3)
+
+
+@pytest.mark.parametrize("form", list(StateFormat))
+def test_a_parked_state_has_the_same_rows_names_and_dtypes(any_model: NsmModel, form: StateFormat) -> None:
+    with torch.no_grad():
+        _, state = any_model(torch.randint(1, 400, (3, 20)), any_model.initial_state(3))
+    parked = parked_state(any_model.state_spec, state, form)
+    assert list(parked) == list(state)
+    for name, value in parked.items():
+        assert (value.shape, value.dtype) == (state[name].shape, state[name].dtype)
+        tolerance = {StateFormat.FP32: 0.0, StateFormat.FP16: 1e-3, StateFormat.INT8: 1e-2}[form]
+        assert (value - state[name]).abs().max() <= tolerance * state[name].abs().max()
 
 
 def test_short_documents_take_no_part_and_the_shortest_of_the_others_decides(model: NsmModel) -> None:

@@ -9,12 +9,14 @@ import sys
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import (
     SamplerState,
     Snapshot,
@@ -136,7 +138,8 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=3), "format version 3"),
+        (seal(header_json(), version=5), "format version 5, this build reads up to 4"),
+        (seal(header_json(), version=0), "format version 0"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),
         (seal(b'{"version":NaN}'), "not JSON"),
@@ -150,7 +153,14 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
         (seal(header_json(parent=3)), "parent"),
         (seal(header_json(tenant="")), "tenant"),
         (seal(header_json(session_id=5)), "session_id"),
-        (seal(header_json(stored_dtype="int8")), "dtype"),
+        (
+            seal(header_json(stored_dtype="bfloat16")),
+            "stored dtype 'bfloat16', this build reads float32, float16, int8",
+        ),
+        (seal(header_json(stored_dtype=[])), "stored dtype"),
+        (seal(header_json(stored_dtype="int8")), "dtype int8 in format version 1"),
+        (seal(header_json(), version=3), "dtype float32 in format version 3"),
+        (seal(header_json(stored_dtype="float16"), version=3), "the layout has 16 bytes, the state 24"),
         (seal(header_json(created_at=-1.0)), "date"),
         (seal(header_json(layout={})), "layout"),
         (seal(header_json(layout=[["position", [], "int64"]])), "layout"),
@@ -215,3 +225,67 @@ def test_a_packed_state_that_is_not_the_layouts_is_refused() -> None:
     header = make_header(layout=(TensorLayout("slots", (2**30,), "float32"),)).to_json()
     with pytest.raises(SnapshotCorrupt, match="do not hold"):
         Snapshot.decode(seal(header, frame, version=2))
+
+
+SLOTS = (TensorLayout("position", (), "int64"), TensorLayout("slots", (8, 128), "float32"))
+LOSSY = ("float16", "int8")
+
+
+def rounded_snapshot(dtype: str, *, scale: float = 1.0) -> Snapshot:
+    numbers = (scale * np.random.default_rng(0).standard_normal(8 * 128)).astype("<f4")
+    numbers[:512] = scale  # slots that nobody wrote to
+    return Snapshot(make_header(layout=SLOTS, stored_dtype=dtype), struct.pack("<q", 41) + numbers.tobytes())
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str, is_packed: bool) -> None:
+    raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
+    assert raw[8] == (1 if dtype == "float32" else 3) + is_packed
+    snapshot = Snapshot.decode(raw)
+    assert snapshot.header == make_header(layout=SLOTS, stored_dtype=dtype)
+    assert snapshot.encode(is_packed=is_packed) == raw
+    assert Snapshot.decode(snapshot.encode(is_packed=not is_packed)) == snapshot
+    exact, rounded = (np.frombuffer(one.state, "<f4", offset=8) for one in (rounded_snapshot(dtype), snapshot))
+    largest = {"float32": 0.0, "float16": 2e-3, "int8": 2e-2}[dtype]
+    assert np.abs(exact - rounded).max() <= largest
+    assert snapshot.state[:8] == struct.pack("<q", 41)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4104), ("float16", 2056), ("int8", 8 + 1024 + 32)])
+def test_the_state_takes_the_bytes_of_its_dtype(dtype: str, num_bytes: int) -> None:
+    snapshot = rounded_snapshot(dtype)
+    assert snapshot.header.stored_bytes == num_bytes
+    assert len(snapshot.encode()) == 24 + len(snapshot.header.to_json()) + num_bytes + 32
+    assert len(snapshot.encode(is_packed=True)) < 0.8 * len(snapshot.encode())
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", LOSSY)
+def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str, is_packed: bool) -> None:
+    raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
+    for index in range(len(raw)):
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(raw[:index] + bytes((raw[index] ^ 1 << index % 8,)) + raw[index + 1 :])
+    for length in range(0, len(raw), 7):
+        with pytest.raises(SnapshotCorrupt):
+            Snapshot.decode(raw[:length])
+
+
+@given(st.sampled_from(LOSSY), st.integers(1, 4), st.binary(max_size=1200))
+def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, version: int, state: bytes) -> None:
+    header = make_header(layout=SLOTS, stored_dtype=dtype)
+    try:
+        snapshot = Snapshot.decode(seal(header.to_json(), state, version=version))
+    except SnapshotCorrupt:
+        return
+    assert version in (3, 4)
+    assert len(snapshot.state) == header.state_bytes
+
+
+@pytest.mark.parametrize("dtype", LOSSY)
+def test_numbers_that_do_not_fit_are_stored_in_float32(dtype: str) -> None:
+    snapshot = rounded_snapshot(dtype, scale=1e9)
+    decoded = Snapshot.decode(snapshot.encode())
+    assert decoded.header == make_header(layout=SLOTS)
+    assert decoded.state == snapshot.state

@@ -1,0 +1,53 @@
+"""What a stored state is made of, as its header tells it. No torch here: the torch side is `StateSpec`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.checks import is_int, is_text, require
+
+FLOAT = "float32"  # what states are made of while they run; counts beside them are int64
+
+_DTYPE_BYTES = {FLOAT: 4, "int64": 8}
+_MAX_DIMS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One tensor of a state: what `StateSpec.layout` says about it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        require(is_text(self.name), f"tensor name {self.name!r}")
+        require(is_text(self.dtype) and self.dtype in _DTYPE_BYTES, f"dtype {self.dtype!r} of {self.name}")
+        valid_shape = len(self.shape) <= _MAX_DIMS and all(is_int(size, 1, 2**31) for size in self.shape)
+        require(valid_shape, f"shape {self.shape} of {self.name}")
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """While it runs, in full precision."""
+        return self.num_values * _DTYPE_BYTES[self.dtype]
+
+
+def parse_layout(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorLayout, ...]:
+    """`StateSpec.layout()` as comparable values; raises SnapshotCorrupt for anything else."""
+    return tuple(_parse_tensor(tensor) for tensor in tensors)
+
+
+def _parse_tensor(fields: Mapping[str, Any]) -> TensorLayout:
+    try:
+        name, shape, dtype = fields["name"], tuple(fields["shape"]), fields["dtype"]
+    except (TypeError, KeyError) as error:
+        raise SnapshotCorrupt("snapshot refused: a tensor's layout is not {name, shape, dtype}") from error
+    return TensorLayout(name, shape, dtype)
