@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.pulse import Router
+from nsm_core.model.router import Router
 from nsm_core.state.spec import POSITION
 from nsm_core.training.config import PRESETS
 

@@ -41,6 +41,8 @@ def make_inputs(rows: int, tokens: int, *, heads: int, slots: int, head_dim: int
     q, k, v = torch.randn(3, *shape, head_dim, device=device).unbind(0)
     q, k = (x / x.square().mean(-1, keepdim=True).sqrt() for x in (q, k))
     log_decay = LOG_DECAY_MIN * torch.rand(*shape, slots, device=device) ** 12
+    if kind.get("dense"):
+        log_decay = -torch.nn.functional.softplus(torch.randn(*shape, slots, device=device) - 4.0)
     if kind.get("worst"):
         log_decay = torch.full_like(log_decay, LOG_DECAY_MIN)
     sequences = kind.get("lengths")
@@ -89,6 +91,7 @@ CHECKS: dict[str, dict[str, Any]] = {
     "ends inside a chunk": {"rows": 3, "tokens": 333},
     "one token": {"rows": 2, "tokens": 1},
     "steepest decay": {"rows": 2, "tokens": 256, "worst": True},
+    "all slots written": {"rows": 2, "tokens": 1024, "dense": True},
     "resets": {"rows": 4, "tokens": 512, "reset": True},
     "bias and active slots": {"rows": 2, "tokens": 200, "bias": True, "active": True},
     "sequences": {"rows": 1, "tokens": 1000, "lengths": (1, 64, 65, 0, 357, 513), "active": True},

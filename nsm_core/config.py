@@ -11,6 +11,7 @@ from nsm_core.errors import ConfigError
 
 MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
 MAX_LAYERS = 1024
+ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py
 LAYER_KINDS = "NWA"  # slot memory, window attention, full attention: see nsm_core/model/registry.py
 
 
@@ -24,6 +25,7 @@ class ModelConfig:
     """Shape of a model; stored as `config.json` beside the weights.
 
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
+    With the `router` softmax, slots compete for a token; with sigmoid each decides for itself.
     `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, W attention to the
     last `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers.
     """
@@ -34,6 +36,7 @@ class ModelConfig:
     num_layers: int = 8
     num_heads: int = 8
     num_memory_slots: int = 64
+    router: str = "softmax"
     write_top_k: int = 8
     mlp_hidden: int = 1408
     conv_taps: int = 4
@@ -71,6 +74,12 @@ class ModelConfig:
         _require(
             self.write_top_k <= self.num_memory_slots,
             f"write_top_k ({self.write_top_k}) must be at most num_memory_slots ({self.num_memory_slots})",
+        )
+        _require(self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
+        _require(
+            self.router == "softmax" or self.write_top_k == self.num_memory_slots,
+            f"write_top_k must be num_memory_slots ({self.num_memory_slots}) with the sigmoid router, "
+            f"which writes to all slots, got {self.write_top_k}",
         )
         _require(
             self.num_memory_slots % self.timescale_groups == 0,

@@ -22,6 +22,8 @@ LOW, HIGH = "--muon-lr 0.015 --adam-lr 6e-3", "--muon-lr 0.03 --adam-lr 6e-3"
 SHORT = "--steps 700 --rows 64 --eval-every 350 --save-every 700"  # 46M tokens
 FINAL = "--steps 3050 --rows 128 --eval-every 500 --save-every 3050"  # 400M tokens
 NO_CARRY = "--carry 0"
+SIGMOID = "--router sigmoid --write-top-k 64 --timescale-groups 1"
+DENSE = "--write-top-k 64 --timescale-groups 1"
 # One layer in four attends to a whole row of training; the feed-forward width keeps the number of parameters.
 FAR = "--preset hybrid --layer-pattern NNNW --window 1024 --mlp-hidden 1568"
 
@@ -37,9 +39,18 @@ RUNS: dict[str, str] = {
     "tune-hybrid-far": f"{FAR} {SHORT} {LOW}",
     "tune-pulse-low": f"--preset base {SHORT} {LOW}",
     "tune-pulse-no-carry": f"--preset base {NO_CARRY} {SHORT} {LOW}",
+    # Who may write how much
+    "tune-sigmoid-low": f"--preset base {SIGMOID} {SHORT} {LOW}",
+    "tune-sigmoid-high": f"--preset base {SIGMOID} {SHORT} {HIGH}",
+    "tune-dense": f"--preset base {DENSE} {SHORT} {LOW}",
+    "tune-top-16": f"--preset base --write-top-k 16 --timescale-groups 1 {SHORT} {LOW}",
+    "tune-hybrid-far-sigmoid": f"{FAR} {SIGMOID} {SHORT} {LOW}",
+    "tune-hybrid-far-dense": f"{FAR} {DENSE} {SHORT} {LOW}",
     # The comparison: equal tokens, equal order
     "pulse": f"--preset base {FINAL} {LOW}",
+    "pulse-sigmoid": f"--preset base {SIGMOID} {FINAL} {LOW}",
     "hybrid": f"{FAR} {FINAL} {LOW}",
+    "hybrid-sigmoid": f"{FAR} {SIGMOID} {FINAL} {LOW}",
     "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
     "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
     # For tests and demonstrations

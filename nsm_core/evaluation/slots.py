@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nsm_core.evaluation.reading import EvaluatedModel, reading
-from nsm_core.model.pulse import Router
+from nsm_core.model.router import Router
 
 # A slot with less than this share of its fair load k/M is dead.
 DEAD_SHARE = 0.01
@@ -55,7 +55,7 @@ class _Tally:
 
     def __init__(self, router: Router) -> None:
         self.top_k = router.top_k
-        device = router.selection_bias.device
+        device = router.logits.weight.device
         self.count, self.write, self.log_decay = torch.zeros(
             3, router.heads, router.slots, dtype=torch.float64, device=device
         )

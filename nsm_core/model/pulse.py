@@ -10,20 +10,12 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.mixer import Mixer
+from nsm_core.model.router import build_router
 from nsm_core.model.segments import Segments
-from nsm_core.ops.routing.route import route
 from nsm_core.ops.short_conv.conv import short_conv
 from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.ops.slot_scan.step import slot_step
 from nsm_core.state.spec import State
-
-# Heads forget at different speeds from the start: softplus(bias) of the write strength runs over this range.
-WRITE_STRENGTH_RANGE = (0.03, 2.0)
-TIMESCALE_BASE = 4.0
-
-
-def _inverse_softplus(x: Tensor) -> Tensor:
-    return x + torch.log(-torch.expm1(-x))
 
 
 class ShortConv(nn.Module):
@@ -45,71 +37,6 @@ class ShortConv(nn.Module):
         )
 
 
-class Router(nn.Module):
-    """Which slots a token writes to and how strongly: equations (2) and (3). Always in fp32.
-
-    Rounding here would move slot choices, and with them the text, between batch shapes.
-    """
-
-    selection_bias: Tensor
-    slot_load: Tensor
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        heads, slots = config.num_heads, config.num_memory_slots
-        self.heads, self.slots, self.top_k, self.taper = heads, slots, config.write_top_k, config.taper
-        self.logits = nn.Linear(config.d_model, heads * slots)
-        self.strength = nn.Linear(config.d_model, heads)
-        groups = torch.arange(slots) * config.timescale_groups // slots
-        self.log_timescale = nn.Parameter((-math.log(TIMESCALE_BASE) * groups).repeat(heads, 1))
-        self.register_buffer("selection_bias", torch.zeros(heads, slots))
-        self.register_buffer("slot_load", torch.empty(heads, slots), persistent=False)
-        self.reset_load()
-        self._init_weights(config)
-
-    def _init_weights(self, config: ModelConfig) -> None:
-        nn.init.normal_(self.logits.weight, std=config.d_model**-0.5)
-        nn.init.zeros_(self.logits.bias)
-        nn.init.normal_(self.strength.weight, std=0.1 * config.d_model**-0.5)
-        low, high = (math.log(bound) for bound in WRITE_STRENGTH_RANGE)
-        with torch.no_grad():
-            self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
-
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """x [..., d] -> log decay g <= 0 [..., H, M]; the write weight is 1 - exp(g).
-
-        `valid` [...] bool: tokens that are none write nothing.
-        """
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.logits.weight.dtype)
-            log_decay = route(
-                logits=torch.unflatten(self.logits(x), -1, (self.heads, self.slots)),
-                strength=self.strength(x),
-                selection_bias=self.selection_bias,
-                log_timescale=self.log_timescale,
-                top_k=self.top_k,
-                taper=self.taper,
-                valid=valid,
-            )
-            if self.training:
-                self._track_load(log_decay.detach())
-            return log_decay
-
-    def reset_load(self) -> None:
-        """The load of every slot is its fair share again, as at the start of training."""
-        self.slot_load.fill_(self.top_k / self.slots)
-
-    def _track_load(self, log_decay: Tensor) -> None:
-        selected = (log_decay < 0).flatten(0, -3).to(self.slot_load.dtype).mean(dim=0)
-        self.slot_load.lerp_(selected, 0.01)
-
-    @torch.no_grad()
-    def rescue_dead_slots(self, rate: float = 1e-3) -> None:
-        """Raise the selection bias of slots that are hardly ever chosen, lower that of slots that always are."""
-        fair = self.top_k / self.slots
-        self.selection_bias += rate * ((self.slot_load < 0.1 * fair).float() - (self.slot_load > 0.9).float())
-
-
 class PulseMixer(Mixer):
     """Routed slot memory: conv, sparse convex writes, softmax read, output gate."""
 
@@ -119,7 +46,7 @@ class PulseMixer(Mixer):
         self.heads, self.head_dim, self.eps = heads, head_dim, config.norm_eps
         self.project = nn.Linear(d, 4 * d, bias=False)  # q, k, v and the output gate z
         self.conv = ShortConv(config)
-        self.router = Router(config)
+        self.router = build_router(config)
         self.log_scale = nn.Parameter(torch.zeros(heads))
         initial = torch.zeros(heads, slots, 2 * head_dim)
         initial[..., :head_dim].normal_(std=0.5)

@@ -21,7 +21,7 @@ from torch import Tensor
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.pulse import Router
+from nsm_core.model.router import Router
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"

@@ -21,6 +21,7 @@ MODEL_FIELDS: dict[str, type[int] | type[str]] = {
     "num_layers": int,
     "num_heads": int,
     "num_memory_slots": int,
+    "router": str,
     "write_top_k": int,
     "mlp_hidden": int,
     "timescale_groups": int,

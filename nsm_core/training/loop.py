@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.pulse import Router
+from nsm_core.model.router import Router
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State

@@ -21,7 +21,7 @@ from nsm_core.evaluation.mqar.data import Examples, Task, generate
 from nsm_core.evaluation.mqar.report import Accuracy, Epoch, MqarReport, count_state
 from nsm_core.evaluation.provenance import command_line, source_commit, utc_now, versions
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.pulse import Router
+from nsm_core.model.router import Router
 
 # Test sequences side by side: the longest have 1,024 tokens.
 _TEST_TOKENS = 1 << 16

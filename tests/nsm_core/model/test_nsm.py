@@ -26,7 +26,11 @@ CONFIG = ModelConfig(
     vocab_size=300, d_model=32, num_layers=3, num_heads=2, num_memory_slots=16, write_top_k=4, mlp_hidden=64,
     timescale_groups=4, num_kv_heads=1, window=24, max_context=80,
 )  # fmt: skip
-PATTERNS = ("N", "W", "A", "NWA")
+SIGMOID = {"router": "sigmoid", "write_top_k": CONFIG.num_memory_slots}
+KINDS: dict[str, dict[str, object]] = {
+    **{pattern: {"layer_pattern": pattern} for pattern in ("N", "W", "A", "NWA")},
+    "sigmoid": SIGMOID,
+}
 
 
 def make_model(config: ModelConfig = CONFIG) -> NsmModel:
@@ -45,10 +49,10 @@ def with_fields(**fields: object) -> ModelConfig:
     return ModelConfig.from_dict({**dataclasses.asdict(CONFIG), **fields})
 
 
-@pytest.fixture(scope="module", params=PATTERNS)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> NsmModel:
     """Windows shorter than the texts: their edges are met in every test."""
-    return make_model(with_fields(layer_pattern=request.param))
+    return make_model(with_fields(**KINDS[request.param]))
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +97,9 @@ def test_R7_any_split_gives_the_same_logits_and_state(model: NsmModel, cuts: set
     assert_same(read(model, parts, model.initial_state(1)), read(model, [ids], model.initial_state(1)))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_splits_agree_to_rounding_in_fp64(pattern: str) -> None:
-    model = make_model(with_fields(layer_pattern=pattern)).double()
+@pytest.mark.parametrize("kind", KINDS)
+def test_splits_agree_to_rounding_in_fp64(kind: str) -> None:
+    model = make_model(with_fields(**KINDS[kind])).double()
     ids = random_ids(1, 130)
     state = {
         name: value.double() if value.is_floating_point() else value for name, value in model.initial_state(1).items()

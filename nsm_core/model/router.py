@@ -1,0 +1,127 @@
+"""Which slots a token writes to and how strongly (docs/model.md, equations 2 and 3)."""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsm_core.config import ModelConfig
+from nsm_core.ops.routing.route import route
+from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
+
+# Heads forget at different speeds from the start: softplus(bias) of the write strength runs over this range.
+WRITE_STRENGTH_RANGE = (0.03, 2.0)
+TIMESCALE_BASE = 4.0
+# The slots of a sigmoid router write at these rates at the start, evenly spaced on a log scale.
+WRITE_RATE_RANGE = (0.002, 0.2)
+
+
+def build_router(config: ModelConfig) -> Router:
+    """The router of one layer."""
+    return SigmoidRouter(config) if config.router == "sigmoid" else SoftmaxRouter(config)
+
+
+class Router(nn.Module, abc.ABC):
+    """x [..., d] -> log decay g <= 0 [..., H, M]; the write weight is 1 - exp(g). Always in fp32.
+
+    Rounding here would move slot choices, and with them the text, between batch shapes.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.slots, self.top_k = config.num_heads, config.num_memory_slots, config.write_top_k
+        self.logits = nn.Linear(config.d_model, self.heads * self.slots)
+        nn.init.normal_(self.logits.weight, std=config.d_model**-0.5)
+        nn.init.zeros_(self.logits.bias)
+
+    @abc.abstractmethod
+    def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
+        """x [..., d] and logits [..., H, M] fp32 -> log decay [..., H, M]; 0 where `valid` [...] is False."""
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """`valid` [...] bool: tokens that are none write nothing."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(self.logits.weight.dtype)
+            return self.log_decay(x, torch.unflatten(self.logits(x), -1, (self.heads, self.slots)), valid)
+
+    def reset_load(self) -> None:
+        """Forgets what was measured of the slots' use in training."""
+
+    def rescue_dead_slots(self) -> None:
+        """After a training step: slots that are hardly ever chosen get a better chance."""
+
+
+def _inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
+class SoftmaxRouter(Router):
+    """Tapered top-k softmax times a write strength: equations (2) and (3)."""
+
+    selection_bias: Tensor
+    slot_load: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.taper = config.taper
+        self.strength = nn.Linear(config.d_model, self.heads)
+        nn.init.normal_(self.strength.weight, std=0.1 * config.d_model**-0.5)
+        low, high = (math.log(bound) for bound in WRITE_STRENGTH_RANGE)
+        with torch.no_grad():
+            self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
+        groups = torch.arange(self.slots) * config.timescale_groups // self.slots
+        self.log_timescale = nn.Parameter((-math.log(TIMESCALE_BASE) * groups).repeat(self.heads, 1))
+        self.register_buffer("selection_bias", torch.zeros(self.heads, self.slots))
+        self.register_buffer("slot_load", torch.empty(self.heads, self.slots), persistent=False)
+        self.reset_load()
+
+    def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
+        log_decay = route(
+            logits=logits,
+            strength=self.strength(x),
+            selection_bias=self.selection_bias,
+            log_timescale=self.log_timescale,
+            top_k=self.top_k,
+            taper=self.taper,
+            valid=valid,
+        )
+        if self.training:
+            self._track_load(log_decay.detach())
+        return log_decay
+
+    def reset_load(self) -> None:
+        """The load of every slot is its fair share again, as at the start of training."""
+        self.slot_load.fill_(self.top_k / self.slots)
+
+    def _track_load(self, log_decay: Tensor) -> None:
+        selected = (log_decay < 0).flatten(0, -3).to(self.slot_load.dtype).mean(dim=0)
+        self.slot_load.lerp_(selected, 0.01)
+
+    @torch.no_grad()
+    def rescue_dead_slots(self, rate: float = 1e-3) -> None:
+        """Raise the selection bias of slots that are hardly ever chosen, lower that of slots that always are."""
+        fair = self.top_k / self.slots
+        self.selection_bias += rate * ((self.slot_load < 0.1 * fair).float() - (self.slot_load > 0.9).float())
+
+
+class SigmoidRouter(Router):
+    """Every slot decides for itself: w = sigmoid(l), so that g = -softplus(l). Slots do not compete for a token.
+
+    The dense gate of gated slot attention (GSA, Zhang et al. 2024), with rates spread over the slots from the start in
+    place of its damping.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        low, high = (math.log(bound) for bound in WRITE_RATE_RANGE)
+        rates = torch.linspace(low, high, self.slots).exp()
+        with torch.no_grad():
+            self.logits.bias.copy_(torch.logit(rates).repeat(self.heads))
+
+    def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
+        log_decay = -F.softplus(logits).clamp(max=-LOG_DECAY_MIN)
+        return log_decay if valid is None else torch.where(valid[..., None, None], log_decay, 0.0)
