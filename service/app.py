@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from nsm_core.errors import NsmError
+from nsm_core.state.quantize import StateFormat
 from service.api_keys import KeyFile
 from service.authentication import Authenticate
 from service.backends.base import InferenceBackend
@@ -82,6 +83,7 @@ def create_app(
             backend,
             (prefixes or MemoryPrefixStore(bounds_of(settings))) if settings.prefix_cache else None,
             collected,
+            state_format=StateFormat(settings.state_dtype),
         ),
         turns=Turns(
             backend,
@@ -94,6 +96,7 @@ def create_app(
             record_ttl_s=settings.turn_ttl_s,
             max_records=settings.turn_records,
             max_kept=settings.kept_snapshots,
+            state_format=StateFormat(settings.state_dtype),
         ),
         tenants=tenants,
         records=records,

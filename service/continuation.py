@@ -15,6 +15,7 @@ from typing import Any
 from nsm_core.engine.request import EndState, GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import ModelInfo
@@ -135,17 +136,22 @@ class Continuation:
         _require_log(self.head, num_log_tokens, end.position, end.pending)
         return new_ids
 
-    async def encode_next(self, end: EndState, *, seed: int, created_at: float) -> bytes:
-        """`next_snapshot` as bytes; in a thread, as megabytes are hashed."""
-        return await asyncio.to_thread(lambda: self.next_snapshot(end, seed=seed, created_at=created_at).encode())
+    async def encode_next(self, end: EndState, *, seed: int, created_at: float, form: StateFormat) -> bytes:
+        """`next_snapshot` as bytes; in a thread, as megabytes are rounded and hashed."""
+        return await asyncio.to_thread(
+            lambda: self.next_snapshot(end, seed=seed, created_at=created_at, form=form).encode()
+        )
 
-    def next_snapshot(self, end: EndState, *, seed: int, created_at: float) -> Snapshot:
-        """The state after the turn, as the session's next version. `seed` is the one the turn drew with."""
+    def next_snapshot(self, end: EndState, *, seed: int, created_at: float, form: StateFormat) -> Snapshot:
+        """The state after the turn, as the session's next version, to be stored in `form`. `seed` is the one the turn
+        drew with.
+        """
         header = SnapshotHeader(
             model_fingerprint=self.model.fingerprint,
             numerics=self.model.numerics,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             layout=parse_layout(self.model.state_layout),
+            stored_dtype=form.dtype,
             position=end.position,
             pending_id=end.pending,
             sampler=SamplerState(seed=seed, generated_counts=end.generated_counts),

@@ -12,6 +12,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from nsm_core.errors import NotFound
+from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.background import Background
 from service.lifecycle import Lifecycle
@@ -49,10 +50,18 @@ class Services:
         return self.settings.served_model_name or self.backend.model.name
 
     @property
+    def state_format(self) -> StateFormat:
+        """How states are stored that are made here."""
+        return StateFormat(self.settings.state_dtype)
+
+    @property
     def system_fingerprint(self) -> str:
-        """Equal input gives equal text under an equal value: the model, shortened, and its numerics class."""
-        model = self.backend.model
-        return f"fp_{model.fingerprint[:12]}_{model.numerics}"
+        """Equal input gives equal text under an equal value: the model, shortened, its numerics class, and how states
+        are rounded when they are stored, if they are.
+        """
+        model, form = self.backend.model, self.state_format
+        rounding = "" if form is StateFormat.FP32 else f"_{form}"
+        return f"fp_{model.fingerprint[:12]}_{model.numerics}{rounding}"
 
     def log_prompt(self, arrival: Arrival, prompt: object) -> None:
         """Writes what a client sent to the log, if and only if the operator asked for it."""

@@ -8,6 +8,7 @@ import time
 
 from nsm_core.engine.request import FinishReason
 from nsm_core.errors import InvalidRequest, NsmError, StateMismatch
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import InferenceBackend, ModelInfo
 from service.prefill import read_again
@@ -18,7 +19,9 @@ from service.turn import stopping
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """`metadata` and `ttl_s` are the file's, checked. `deadline`: a `time.monotonic()` reading, for a rebuild."""
+    """`metadata` and `ttl_s` are the file's, checked. `deadline`: a `time.monotonic()` reading, for a rebuild;
+    `state_format`: how a rebuilt state is stored. One that fits is stored as it stands in the file.
+    """
 
     request_id: str
     tenant: str
@@ -27,6 +30,7 @@ class ImportRequest:
     ttl_s: float | None
     is_rebuild_allowed: bool
     deadline: float
+    state_format: StateFormat = StateFormat.FP32
 
 
 async def import_session(
@@ -110,6 +114,7 @@ async def _rebuild(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
         layout=parse_layout(model.state_layout),
+        stored_dtype=request.state_format.dtype,
         created_at=time.time(),
     )
     return Snapshot(header, finished.end_state.state)

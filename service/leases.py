@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from nsm_core.errors import LeaseLost, NsmError, SnapshotCorrupt
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.metrics import Metrics
 from service.sessions.base import LeasedSession, SessionHead, SessionStore
@@ -24,7 +25,10 @@ NO_CHUNKS = 2**31 - 1  # only what the record itself says
 
 
 class HeldLease:
-    """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`."""
+    """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`.
+
+    `state_format`: how the state that is committed under it is to be stored.
+    """
 
     def __init__(
         self,
@@ -34,10 +38,12 @@ class HeldLease:
         lease_s: float,
         metrics: Metrics,
         max_kept: int,
+        state_format: StateFormat,
         on_lost: Callable[[NsmError], None],
     ) -> None:
         self.stored = leased.stored
         self.kept = leased.kept
+        self.state_format = state_format
         self._max_kept = max_kept
         self.fence = leased.lease.fence
         self.has_written = False
@@ -136,7 +142,7 @@ class HeldLease:
 
 
 def _pack(raw: bytes) -> bytes | None:
-    """The same snapshot in fewer bytes; None when nobody could read it."""
+    """The same snapshot, in its own dtype, in fewer bytes; None when nobody could read it."""
     try:
         return Snapshot.decode(raw, is_verified=True).encode(is_packed=True)
     except SnapshotCorrupt:
@@ -146,12 +152,21 @@ def _pack(raw: bytes) -> bytes | None:
 class Leases:
     """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more.
 
-    `max_kept`: how many older snapshots a session keeps.
+    `max_kept`: how many older snapshots a session keeps. `state_format`: see HeldLease.
     """
 
-    def __init__(self, store: SessionStore, *, lease_s: float, metrics: Metrics, max_kept: int = 0) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        *,
+        lease_s: float,
+        metrics: Metrics,
+        max_kept: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
+    ) -> None:
         self._store = store
         self._max_kept = max_kept
+        self._state_format = state_format
         self._lease_s = lease_s
         self._metrics = metrics
         self._process = uuid.uuid4().hex
@@ -174,5 +189,6 @@ class Leases:
             lease_s=self._lease_s,
             metrics=self._metrics,
             max_kept=self._max_kept,
+            state_format=self._state_format,
             on_lost=on_lost,
         )

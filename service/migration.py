@@ -173,7 +173,7 @@ class Migrator:
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=self._backend.tokenizer)
         await held.commit(
             expected_version=head.version,
-            snapshot=await start.encode_next(end, seed=seed, created_at=time.time()),
+            snapshot=await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format),
             position=head.position,
             model_fingerprint=model.fingerprint,
             new_ids=(),

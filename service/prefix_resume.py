@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.request import EndState, GenerationRequest, PromptState, Resume
 from nsm_core.errors import NsmError, SnapshotCorrupt
+from nsm_core.state.layout import parse_layout
+from nsm_core.state.quantize import StateFormat, rounded_state
 from service.backends.base import InferenceBackend
 from service.metrics import Metrics, PrefixOutcome
 from service.prefix_writes import Breaker, PrefixWriter
@@ -69,15 +71,25 @@ class Start:
 
 
 class PrefixResume:
-    """The use case. `store`: None when it is off for everybody."""
+    """The use case. `store`: None when it is off for everybody. `state_format`: how states are stored."""
 
-    def __init__(self, backend: InferenceBackend, store: PrefixStore | None, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: PrefixStore | None,
+        metrics: Metrics,
+        *,
+        state_format: StateFormat = StateFormat.FP32,
+    ) -> None:
         self._backend = backend
+        self._state_format = state_format
         self._store = store
         self._metrics = metrics
         self._seen = SeenPrefixes()
         self._breaker = Breaker()
-        self._writer = None if store is None else PrefixWriter(backend, store, metrics, self._breaker)
+        self._writer = (
+            None if store is None else PrefixWriter(backend, store, metrics, self._breaker, state_format=state_format)
+        )
 
     @property
     def is_on(self) -> bool:
@@ -166,7 +178,11 @@ class PrefixResume:
         model, tokenizer = self._backend.model, self._backend.tokenizer
         waiting = pending.get(key)
         if waiting is not None and waiting.digests.raw[: len(raw_ids)] == raw_ids:
-            return _resume(waiting.state, key.position, model.fingerprint), "hit"
+            layout = parse_layout(model.state_layout)
+            state = await asyncio.to_thread(rounded_state, layout, waiting.state, self._state_format)
+            # as it will be read when it is stored
+            found = Resume(state=state, position=key.position, fingerprint=model.fingerprint, generated_counts={})
+            return found, "hit"
         entry = await store.load(tenant=tenant, key=key)
         if entry is None:
             return None, "miss"
@@ -212,7 +228,3 @@ def _places(*, resumed: int, shared: int, end: int) -> list[int]:
         if place - (places[-1] if places else resumed) >= MIN_TOKENS:
             places.append(place)
     return places
-
-
-def _resume(state: bytes, position: int, fingerprint: str) -> Resume:
-    return Resume(state=state, position=position, fingerprint=fingerprint, generated_counts={})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from nsm_core.errors import NsmError
+from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.metrics import Metrics
 from service.prefixes.base import PrefixKey, PrefixStore
@@ -52,8 +53,17 @@ class Pending:
 class PrefixWriter:
     """What it holds is found by `pending` until it is in the store, or is lost."""
 
-    def __init__(self, backend: InferenceBackend, store: PrefixStore, metrics: Metrics, breaker: Breaker) -> None:
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: PrefixStore,
+        metrics: Metrics,
+        breaker: Breaker,
+        *,
+        state_format: StateFormat,
+    ) -> None:
         self._backend = backend
+        self._state_format = state_format
         self._store = store
         self._metrics = metrics
         self._breaker = breaker
@@ -125,4 +135,5 @@ class PrefixWriter:
             model=self._backend.model,
             tokenizer=self._backend.tokenizer,
             created_at=time.time(),
+            form=self._state_format,
         )

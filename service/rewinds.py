@@ -84,7 +84,9 @@ async def rewind_session(
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
         return await held.rewind(
             expected_version=head.version,
-            snapshot=None if end is None else await start.encode_next(end, seed=seed, created_at=time.time()),
+            snapshot=None
+            if end is None
+            else await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format),
             position=0 if end is None else end.position,
             model_fingerprint=model.fingerprint,
             num_log_tokens=num_log_tokens,

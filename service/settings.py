@@ -57,6 +57,7 @@ class Settings(BaseSettings):
     turn_ttl_s: float = Field(default=86_400.0, ge=1.0, le=31_536_000.0)  # a turn's result can be had again so long
     turn_records: int = Field(default=16, ge=1, le=1024)  # of each session: the newest turns, for retries and readers
     kept_snapshots: int = Field(default=2, ge=0, le=8)  # older ones of each session, for rewinds and forks
+    state_dtype: Literal["fp32", "fp16", "int8"] = "fp32"  # of stored states; those that run are always fp32
     grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
 
     prefix_cache: bool = True  # stateless requests start from stored states of earlier ones

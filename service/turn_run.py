@@ -113,8 +113,8 @@ class TurnRun:
         )
 
         def encode() -> tuple[bytes, EndedTurn]:
-            snapshot = start.next_snapshot(end, seed=seed, created_at=self.clock()).encode()
-            return snapshot, self._ended(finished, tokens, place=place)
+            snapshot = start.next_snapshot(end, seed=seed, created_at=self.clock(), form=self.held.state_format)
+            return snapshot.encode(), self._ended(finished, tokens, place=place)
 
         raw, ended = await asyncio.to_thread(encode)
         try:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
+from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.continuation import TurnRequest
 from service.leases import NO_CHUNKS, HeldLease, Leases
@@ -49,11 +50,12 @@ class Turns:
         record_ttl_s: float = 86_400.0,
         max_records: int = 16,
         max_kept: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._store = store
-        self._leases = Leases(store, lease_s=lease_s, metrics=metrics, max_kept=max_kept)
+        self._leases = Leases(store, lease_s=lease_s, metrics=metrics, max_kept=max_kept, state_format=state_format)
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._tenants = tenants

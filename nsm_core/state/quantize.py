@@ -81,6 +81,14 @@ def decode_state(layout: Sequence[TensorLayout], stored: bytes, form: StateForma
     return b"".join(parts)
 
 
+def rounded_state(layout: Sequence[TensorLayout], raw: bytes, form: StateFormat) -> bytes:
+    """What comes back of `raw` when it is stored in `form`: itself, where it does not fit and stays in fp32."""
+    try:
+        return decode_state(layout, encode_state(layout, raw, form), form)
+    except NumericalError:
+        return raw
+
+
 def stored_bytes(layout: Sequence[TensorLayout], form: StateFormat) -> int:
     """Bytes of one state in `form`, scales included."""
     return sum(_tensor_bytes(tensor, form) for tensor in layout)

@@ -51,6 +51,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "data_dir": str(settings.data_dir),
         "store": settings.store_name(),
+        "state_dtype": settings.state_dtype,
     }
 
 

@@ -193,6 +193,7 @@ async def _migrate(
     is_repairing: bool,
 ) -> None:
     from nsm_core.errors import NsmError
+    from nsm_core.state.quantize import StateFormat
     from service.leases import Leases
     from service.metrics import Metrics
     from service.migration import Migrator
@@ -200,8 +201,12 @@ async def _migrate(
     async with _opened(settings) as (store, backend):
         names = await _names(store, ids, tenant)
         leases = Leases(
-            store, lease_s=settings.lease_s, metrics=Metrics(backend), max_kept=settings.kept_snapshots
-        )  # fmt: skip
+            store,
+            lease_s=settings.lease_s,
+            metrics=Metrics(backend),
+            max_kept=settings.kept_snapshots,
+            state_format=StateFormat(settings.state_dtype),
+        )
         migrator = Migrator(store, backend, leases, is_dry_run=is_dry_run, is_repairing=is_repairing)
         try:
             with progress("migrate", len(names)) as advance:

@@ -36,6 +36,7 @@ def serve(
     turn_ttl_s: Annotated[float | None, _setting("The result of a turn can be had again so long.", "86400")] = None,
     turn_records: Annotated[int | None, _setting("Newest turns of a session whose results are kept.", "16")] = None,
     kept_snapshots: Annotated[int | None, _setting("Older states of a session, for rewinds and forks.", "2")] = None,
+    state_dtype: Annotated[str | None, _setting("Numbers of stored states: fp32, fp16 or int8.", "fp32")] = None,
     grace_s: Annotated[float | None, _setting("Requests may go on when the server stops.", "20")] = None,
     prefix_cache: Annotated[bool | None, _setting("Stateless calls start from stored states.", "yes")] = None,
     prefix_cache_mb: Annotated[int | None, _setting("MiB that these states take in all.", "512")] = None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from nsm_core.engine.request import Resume
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import ModelInfo
@@ -31,13 +32,15 @@ def encode_entry(
     model: ModelInfo,
     tokenizer: Tokenizer,
     created_at: float,
+    form: StateFormat = StateFormat.FP32,
 ) -> bytes:
-    """`raw_ids`: the `key.position` ids as `encode_ids` wrote them; `state`: that after them."""
+    """`raw_ids`: the `key.position` ids as `encode_ids` wrote them; `state`: that after them, stored in `form`."""
     header = SnapshotHeader(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
         tokenizer_fingerprint=tokenizer.fingerprint,
         layout=parse_layout(model.state_layout),
+        stored_dtype=form.dtype,
         position=key.position,
         pending_id=None,
         sampler=NO_SAMPLER,

@@ -75,7 +75,9 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
-    snapshot = await start.encode_next(end, seed=seed_or_new(seed_of(marks)), created_at=time.time())
+    snapshot = await start.encode_next(
+        end, seed=seed_or_new(seed_of(marks)), created_at=time.time(), form=services.state_format
+    )
     head = dataclasses.replace(
         copy.head,
         version=place.version,

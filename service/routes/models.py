@@ -41,6 +41,7 @@ def model_object(services: Services) -> dict[str, Any]:
         "system_fingerprint": services.system_fingerprint,
         "numerics": model.numerics,
         "state_bytes": model.state_bytes,
+        "state_dtype": services.state_format.value,
         "vocab_size": model.vocab_size,
         "num_parameters": model.num_parameters,
         "chat_template": model.chat_template,

@@ -212,6 +212,7 @@ async def import_file(
         ttl_s=checked.ttl_s,
         is_rebuild_allowed=rebuild,
         deadline=arrival.time + services.settings.request_timeout_s,
+        state_format=services.state_format,
     )
     with services.tenants.enter(tenant):  # it may have to read the file's log
         head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
