@@ -33,6 +33,7 @@ class TurnRequest:
 
     `request_id` is the turn's id. `identity`, `digest`: see TurnStart; a request with an identity that a turn was begun
     for already gets that turn. `framing`: values for JSON that whoever answers wants back when a stored turn is read.
+    `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class TurnRequest:
     identity: str | None = None
     digest: str = ""
     framing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_resumable: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

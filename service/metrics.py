@@ -129,6 +129,9 @@ class Metrics:
         self._stream_resume = Counter(
             "nsm_stream_resume_total", "Streams that were read on after a break.", registry=registry
         )
+        self._turn_handover = Counter(
+            "nsm_turn_handover_total", "Turns that this process left to others when it stopped.", registry=registry
+        )
         self._turn_takeover = Counter(
             "nsm_turn_takeover_total", "Turns of lost processes that went on in this one.", registry=registry
         )
@@ -201,6 +204,9 @@ class Metrics:
 
     def stream_resumed(self) -> None:
         self._stream_resume.inc()
+
+    def turn_handed_over(self) -> None:
+        self._turn_handover.inc()
 
     def turn_taken_over(self) -> None:
         self._turn_takeover.inc()

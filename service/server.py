@@ -164,6 +164,7 @@ class GracefulServer(uvicorn.Server):
         is_idle, _ = await asyncio.gather(services.lifecycle.wait_idle(grace_s), services.turns.drain(grace_s))
         if not is_idle:
             logger.warning("cutting off what did not finish within %g s", grace_s)
+        services.turns.stop_following()
         await services.backend.stop()  # what still runs ends with abort, and its client gets an error frame
         await services.lifecycle.wait_idle(FINAL_FRAMES_S)
 

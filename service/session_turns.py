@@ -153,6 +153,7 @@ async def open_session_turn(
             "has_logprobs": body.logprobs is not None,
             "has_usage_chunk": body.has_usage_chunk,
         },
+        is_resumable=body.stream,
     )
     source = await services.turns.open_or_join(request)
     if not source.is_replay:

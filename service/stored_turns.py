@@ -94,6 +94,7 @@ def decode_request(raw: bytes, *, tenant: str, session_id: str, turn_id: str) ->
         arrival=now,
         deadline=None if deadline_at is None else now + (deadline_at - time.time()),
         framing=fields["framing"],
+        is_resumable=True,  # somebody has come back to it
     )
     return request, fields["model_fingerprint"]
 

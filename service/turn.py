@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent
 from nsm_core.errors import NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
-from service.continuation import Continuation
+from service.continuation import Continuation, TurnRequest
 from service.metrics import Metrics, RequestRecord
 from service.replay import RebuildReason
 from service.sessions.base import SessionHead
@@ -21,7 +21,8 @@ from service.tenants import Permit
 class TurnEnd:
     """The last event of every turn. `head` is the session's after it.
 
-    `error` is None if and only if the turn was committed; otherwise the session is where it was.
+    `error` is None if and only if the turn was committed; otherwise the session is where it was. HandedOver: the turn
+    itself has not ended, only here.
     """
 
     finished: Finished
@@ -95,6 +96,7 @@ class Turn:
         self.rebuilt: RebuildReason | None = None
         self.permit: Permit | None = None
         self.has_written = False  # what was no turn but held the session as one has changed it
+        self.is_resumable = False  # see TurnRequest
         self._metrics = metrics
         self._detached_s = detached_s
         self._generation: Generation | None = None
@@ -167,15 +169,15 @@ class Turn:
         generation: Generation,
         start: Continuation,
         record: RequestRecord,
+        request: TurnRequest,
         *,
-        turn_id: str,
-        framing: Mapping[str, Any],
         earlier: Iterable[TokenEvent] = (),
     ) -> None:
         """The engine admitted the turn. `earlier`: what another process sampled of it."""
-        self.turn_id = turn_id
+        self.turn_id = request.request_id
+        self.framing = request.framing
+        self.is_resumable = request.is_resumable or request.identity is not None
         self._record = record
-        self.framing = framing
         self.other_numerics = start.other_numerics
         self.rebuilt = start.rebuilt
         self._events += earlier
@@ -187,6 +189,14 @@ class Turn:
         self._generation = generation
         if self._stop_error is not None:  # it came while the session was being loaded
             generation.cancel()
+
+    def give_up(self) -> None:
+        """The server stops: a turn that can be read on elsewhere is left to whoever does, any other keeps nothing."""
+        self.stop(HandedOver() if self.is_resumable else stopping())
+
+    @property
+    def is_handed_over(self) -> bool:
+        return isinstance(self._stop_error, HandedOver)
 
     def put(self, event: TokenEvent) -> None:
         """An event for whoever reads."""
@@ -263,8 +273,17 @@ class Follower:
             self._turn.reader_left()
 
 
+class HandedOver(Overloaded):
+    """The server stops before the turn has ended. Its record still runs: another process goes on with it."""
+
+    code = "server_stopping"
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping; whoever reads on from another replica, or later, gets the rest")
+
+
 def stopping() -> Overloaded:
-    """What a turn meets when the server goes down."""
+    """What a turn that nobody can read on meets when the server goes down."""
     return Overloaded("the server is stopping; nothing of this turn was kept")
 
 

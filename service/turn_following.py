@@ -14,7 +14,8 @@ from service.reframing import Reframer
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.turn_records import TurnRecord
 from service.stored_turns import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
-from service.turn import Turn, TurnEnd, TurnEvent
+from service.turn import HandedOver, Turn, TurnEnd, TurnEvent
+from service.turn_log import happens
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
 TOKENS_AT_ONCE = 256  # of a finished turn; then others get the event loop
@@ -31,7 +32,7 @@ class TurnFollower:
     """A TurnSource that reads a record, also while it grows.
 
     When the record's holder is lost, `take_over(tenant, session_id, turn_id)` goes on with the turn: it gives the turn
-    that then runs in this process, None when somebody else has it.
+    that then runs in this process, None when somebody else has it. `has_stopped`: set when this process ends.
     """
 
     is_replay = True
@@ -45,6 +46,7 @@ class TurnFollower:
         tenant: str,
         session_id: str,
         take_over: TakeOver,
+        has_stopped: asyncio.Event,
     ) -> None:
         self.turn_id = record.turn_id
         self.framing: Mapping[str, Any] = {}
@@ -56,6 +58,7 @@ class TurnFollower:
         self._session_id = session_id
         self._record = record
         self._take_over = take_over
+        self._has_stopped = has_stopped
         self._taken: Turn | None = None
         self._num_chunks = 0
         self._reframer: Reframer | None = None
@@ -111,7 +114,8 @@ class TurnFollower:
                 await asyncio.sleep(0)
 
     async def _wait_for_more(self) -> None:
-        await asyncio.sleep(POLL_S)
+        if await happens(self._has_stopped, within_s=POLL_S):
+            raise HandedOver
         record = await self._store.get_turn(
             tenant=self._tenant,
             session_id=self._session_id,

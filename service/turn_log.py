@@ -49,11 +49,20 @@ class TurnLog:
         self.tokens.append(token)
         self._has_more.set()
 
-    async def stop(self) -> None:
-        """No write is under way when this returns. Idempotent."""
+    async def stop(self, *, is_complete: bool = False) -> None:
+        """No write is under way when this returns. Idempotent.
+
+        `is_complete`: write all that is left. What another process would draw again comes out the same on the same kind
+        of machine only.
+        """
         self._stopped.set()
         self._has_more.set()
         await asyncio.wait((self._writing,))
+        try:
+            while is_complete and self._num_written < len(self.tokens):
+                await self._write()
+        except NsmError as error:
+            self._warn(error)
 
     async def _write_on(self) -> None:
         while await self._is_time():
@@ -67,8 +76,8 @@ class TurnLog:
 
     async def _is_time(self) -> bool:
         """Waits until there is a batch to write, or it is time to listen. False when it is all over."""
-        if await _happens(self._has_more, within_s=QUIET_S):
-            await _happens(self._stopped, within_s=BATCH_S)
+        if await happens(self._has_more, within_s=QUIET_S):
+            await happens(self._stopped, within_s=BATCH_S)
         self._has_more.clear()
         return not self._stopped.is_set()
 
@@ -95,7 +104,8 @@ class TurnLog:
         self._has_failed = True
 
 
-async def _happens(event: asyncio.Event, *, within_s: float) -> bool:
+async def happens(event: asyncio.Event, *, within_s: float) -> bool:
+    """Waits for it; whether it came within the time."""
     try:
         async with asyncio.timeout(within_s):
             await event.wait()

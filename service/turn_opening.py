@@ -114,8 +114,7 @@ class TurnOpening:
             generation,
             start,
             self.metrics.start_request(arrival=request.arrival),
-            turn_id=request.request_id,
-            framing=request.framing,
+            request,
             earlier=[reframer.feed(token) for token in earlier],
         )
         return TurnRun(

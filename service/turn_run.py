@@ -19,7 +19,7 @@ from service.metrics import Metrics
 from service.sessions.base import SessionHead
 from service.sessions.turn_records import EndedTurn
 from service.stored_turns import Place, StoredToken, TurnResult, encode_result, stored_token
-from service.turn import Turn, TurnEnd
+from service.turn import HandedOver, Turn, TurnEnd
 from service.turn_log import TurnLog
 
 logger = logging.getLogger("nsm.turns")
@@ -65,12 +65,14 @@ class TurnRun:
         try:
             return await self._forward(log), log.tokens
         finally:
-            await log.stop()
+            await log.stop(is_complete=self.turn.is_handed_over)
 
     async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
-        """The session stays where it is, and the record tells why."""
+        """The session stays where it is, and the record tells why; that of a turn handed over still runs."""
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
-        if not isinstance(error, LeaseLost):
+        if isinstance(error, HandedOver):
+            self.metrics.turn_handed_over()
+        elif not isinstance(error, LeaseLost):
             with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
                 await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
         return TurnEnd(finished=finished, head=self.start.head, error=error)

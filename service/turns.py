@@ -26,7 +26,7 @@ from service.sessions.base import SessionStore
 from service.sessions.records import session_busy
 from service.sessions.turn_records import TurnRecord
 from service.tenants import Tenants
-from service.turn import Turn, TurnEnd, TurnSource, stopping
+from service.turn import HandedOver, Turn, TurnEnd, TurnSource, stopping
 from service.turn_following import POLL_S, TurnFollower, stream_not_found
 from service.turn_opening import TurnOpening
 from service.turn_run import TurnRun
@@ -73,6 +73,7 @@ class Turns:
         self._running: dict[Key, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
+        self._has_stopped = asyncio.Event()
 
     @property
     def num_running(self) -> int:
@@ -134,7 +135,8 @@ class Turns:
 
         Raises what keeps this process from doing it, as `open_turn`.
         """
-        self._require_open()
+        if self._is_draining:
+            raise HandedOver
         try:
             async with self._holding(tenant, session_id) as (turn, held):
                 record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
@@ -183,6 +185,7 @@ class Turns:
             tenant=tenant,
             session_id=session_id,
             take_over=self.take_over,
+            has_stopped=self._has_stopped,
         )
 
     def _holding(
@@ -269,16 +272,20 @@ class Turns:
             self._release(key)
 
     async def drain(self, grace_s: float) -> None:
-        """No new turns; those that run may finish within `grace_s`, then they are stopped. All have ended on return."""
+        """No new turns; those that run may finish within `grace_s`, then they end here. All have on return."""
         self._is_draining = True
         if self._running:
             waits = [asyncio.ensure_future(turn.ended.wait()) for turn in self._running.values()]
             await asyncio.wait(waits, timeout=grace_s)
             for turn in self._running.values():
-                turn.stop(stopping())
+                turn.give_up()
             await asyncio.wait(waits)
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    def stop_following(self) -> None:
+        """Whoever reads a turn of another process here is told that this one stops."""
+        self._has_stopped.set()
 
     def _claim(self, key: Key, request: TurnRequest | None = None) -> Turn:
         if key in self._running:

@@ -50,16 +50,20 @@ def counts_of(response: dict[str, Any]) -> tuple[int, int]:
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, each checked: `event` and `id` lines repeat what the data says; comments are left out."""
+    """The events of a stream, each checked: `event` and `id` lines repeat what the data says; comments are left out.
+
+    An error is none of the response's own events: it has the number of the one before it, and no id.
+    """
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = []
     *frames, rest = without_comments(answer.text).split("\n\n")
     assert rest == ""
     for frame in frames:
-        id_line, event_line, data_line = frame.split("\n")
+        *lines, data_line = frame.split("\n")
         event = json.loads(data_line.removeprefix("data: "))
-        assert (id_line, event_line) == (f"id: {event['sequence_number']}", f"event: {event['type']}")
+        id_lines = [] if event["type"] == "error" else [f"id: {event['sequence_number']}"]
+        assert lines == [*id_lines, f"event: {event['type']}"]
         events.append(event)
     return events
 

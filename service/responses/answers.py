@@ -27,8 +27,8 @@ from service.responses.format import (
     texts_before,
 )
 from service.responses.records import StoredResponse
-from service.responses.running import ResponseText, read_to_its_end, settled, store_end
-from service.turn import Turn, TurnSource
+from service.responses.running import ResponseText, keep_end, read_to_its_end, settled
+from service.turn import HandedOver, Turn, TurnEnd, TurnSource
 
 
 class ResponseAnswer(Protocol):
@@ -74,7 +74,9 @@ class StoredAnswer:
                 yield event
                 if event.get("delta"):  # the consumer is back: the piece was handed to the connection
                     self._turn.delivered()
-        for event in _events_of(await asyncio.shield(self._ending)):
+        ended = await asyncio.shield(self._ending)
+        _require_ended(ended, self._turn.end)
+        for event in _events_of(ended):
             if event["sequence_number"] > last:
                 yield event
 
@@ -84,7 +86,7 @@ class StoredAnswer:
             return self._stored.response
         ended = (await asyncio.shield(self._ending)).response
         error = None if self._turn.end is None else self._turn.end.error
-        if error is not None and ended["status"] == "failed":
+        if error is not None and ended["status"] in ("failed", "in_progress"):
             raise error
         self._turn.delivered()
         return ended
@@ -121,7 +123,8 @@ class ReadAnswer:
                     yield event
         except (NotFound, TurnCancelled):  # it ended without an end of its own
             ended = await read_to_its_end(self._services, self._tenant, stored)
-        ended = ended or await store_end(self._services, self._tenant, stored, text)
+        ended = ended or await keep_end(self._services, self._tenant, stored, text)
+        _require_ended(ended, text.end)
         for event in _events_of(ended):
             if event["sequence_number"] > last:
                 yield event
@@ -131,6 +134,7 @@ class ReadAnswer:
         stored = await settled(self._services, self._tenant, self._stored)
         if not stored.has_ended and not stored.response["background"]:
             stored = await read_to_its_end(self._services, self._tenant, stored)
+            _require_ended(stored, None)
         return stored.response
 
 
@@ -198,6 +202,12 @@ async def _until_end(
             if piece is not None:
                 yield numbered([delta_event(stored.item_id, piece)], number)[0]
                 number += 1
+
+
+def _require_ended(stored: StoredResponse, end: TurnEnd | None) -> None:
+    """Raises why the client cannot have the end here; it can come back for it."""
+    if not stored.has_ended:
+        raise (None if end is None else end.error) or HandedOver()
 
 
 def _events_of(stored: StoredResponse) -> list[Event]:

@@ -55,7 +55,10 @@ async def open_response(
     if not body.store:
         return await _open_free(services, tenant, body, arrival, opened)
     try:
-        return await _open_stored(services, tenant, body, arrival, opened, digest=digest, earlier=earlier)
+        opening = _opening(
+            services, tenant, body, arrival, is_resumable=body.stream or body.background or key is not None
+        )
+        return await _open_stored(opening, body, opened, digest=digest, earlier=earlier)
     except VersionConflict:
         if key is None:
             raise
@@ -82,7 +85,7 @@ async def _open_free(
 ) -> FreeAnswer:
     context = await find_context(services, tenant, body)
     plan = await make_plan(services, tenant, body, context, body.items())
-    opening = _opening(services, tenant, body, arrival)
+    opening = _opening(services, tenant, body, arrival, is_resumable=False)
     try:
         run = await open_free_run(opening, plan, response_id=opened["id"], is_stream=body.stream)
     except NotFound as error:
@@ -91,16 +94,9 @@ async def _open_free(
 
 
 async def _open_stored(
-    services: Services,
-    tenant: str,
-    body: CreateResponseBody,
-    arrival: Arrival,
-    opened: Response,
-    *,
-    digest: str,
-    earlier: StoredResponse | None,
+    opening: Opening, body: CreateResponseBody, opened: Response, *, digest: str, earlier: StoredResponse | None
 ) -> StoredAnswer:
-    opening, items = _opening(services, tenant, body, arrival), body.items()
+    services, tenant, items = opening.services, opening.tenant, body.items()
     draft = Draft(
         response=opened, input=items, conversation_id=body.conversation, digest=digest, earlier=earlier
     )  # fmt: skip
@@ -119,7 +115,9 @@ async def _open_stored(
     return StoredAnswer(services, stored, turn, ending, is_background=body.background)
 
 
-def _opening(services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival) -> Opening:
+def _opening(
+    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool
+) -> Opening:
     settings = services.settings
     sampling = body.sampling(
         chat_template(services),
@@ -128,7 +126,14 @@ def _opening(services: Services, tenant: str, body: CreateResponseBody, arrival:
     )
     services.metrics.body_accepted(n=1, max_tokens=sampling.max_tokens)
     deadline = arrival.time + (body.timeout or settings.request_timeout_s)
-    return Opening(services=services, tenant=tenant, sampling=sampling, arrival=arrival.time, deadline=deadline)
+    return Opening(
+        services=services,
+        tenant=tenant,
+        sampling=sampling,
+        arrival=arrival.time,
+        deadline=deadline,
+        is_resumable=is_resumable,
+    )
 
 
 async def find_context(services: Services, tenant: str, body: ContextFields) -> Context:

@@ -150,17 +150,18 @@ async def frames(
 ) -> AsyncGenerator[bytes, None]:
     """Events as server-sent events; those up to number `starting_after` are left out.
 
-    What fails on the way is one more event: the status is out already.
+    What fails on the way is one more event: the status is out already. It is not of the response's own, so it takes no
+    number, and whoever reads on after the last one that came gets the rest.
     """
-    number = -1
+    number = max(starting_after, 0)
     try:
         async with contextlib.aclosing(events):
             async for event in events:
-                number = event["sequence_number"]
-                if number > starting_after:
+                if event["sequence_number"] > starting_after:
+                    number = event["sequence_number"]
                     yield frame(event, event=event["type"], event_id=number)
     except Exception as error:
         report(error, request_id=request_id)
         told = answer(error, request_id=request_id)
-        fields = {"code": told.code, "message": told.message, "param": told.param, "sequence_number": number + 1}
-        yield frame({"type": "error", **fields}, event="error", event_id=number + 1)
+        fields = {"code": told.code, "message": told.message, "param": told.param, "sequence_number": number}
+        yield frame({"type": "error", **fields}, event="error")

@@ -18,13 +18,14 @@ from service.turn import Turn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """`arrival`, `deadline`: `time.monotonic()` readings."""
+    """`arrival`, `deadline`: `time.monotonic()` readings. `is_resumable`: see TurnRequest."""
 
     services: Services
     tenant: str
     sampling: SamplingParams
     arrival: float
     deadline: float
+    is_resumable: bool
 
     async def begin(
         self, draft: Draft, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
@@ -99,6 +100,7 @@ class Opening:
             expected_version=place.version,
             arrival=self.arrival,
             deadline=self.deadline,
+            is_resumable=self.is_resumable,
         )
 
 

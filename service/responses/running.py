@@ -16,7 +16,8 @@ from service.responses.chain import Place, chat_template
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
-from service.turn import Turn, TurnEnd, TurnEvent
+from service.sessions.turn_records import TurnRecord
+from service.turn import HandedOver, Turn, TurnEnd, TurnEvent
 
 logger = logging.getLogger("nsm.responses")
 
@@ -53,20 +54,37 @@ def run_to_its_end(services: Services, tenant: str, stored: StoredResponse, turn
             async with contextlib.aclosing(turn.all_events()) as events:
                 async for event in events:
                     text.feed(event)
-            if text.end is not None and isinstance(text.end.error, UNSURE):
-                return await _look_up_end(services, tenant, stored, text)
-            return await store_end(services, tenant, stored, text)
+            return await keep_end(services, tenant, stored, text)
 
     return services.background.start(run())
 
 
-async def _look_up_end(services: Services, tenant: str, stored: StoredResponse, text: ResponseText) -> StoredResponse:
-    """What became of a turn that is out of this process's hands: another one may go on with it, or it was committed."""
+async def keep_end(services: Services, tenant: str, stored: StoredResponse, text: ResponseText) -> StoredResponse:
+    """The response after its turn has ended here; still in progress when the turn goes on elsewhere, or may do so."""
+    error = None if text.end is None else text.end.error
+    if isinstance(error, HandedOver):
+        return stored
+    if not isinstance(error, UNSURE):
+        return await store_end(services, tenant, stored, text)
     try:
+        turn = await _brief_record(services, tenant, stored)
+        if turn is not None and turn.result is not None and turn.status != "committed":
+            return await store_end(services, tenant, stored, text)  # this is how the turn itself ended
         return await read_to_its_end(services, tenant, stored)
-    except NsmError as error:
-        logger.warning("the end of response %s is not known yet: %s", stored.id, error)
-        return _ended(stored, text, None)
+    except NsmError as store_error:
+        logger.warning("the end of response %s is not known yet: %s", stored.id, store_error)
+        return stored
+
+
+async def _brief_record(services: Services, tenant: str, stored: StoredResponse) -> TurnRecord | None:
+    """What the record of the response's turn says, without request and chunks."""
+    return await services.store.get_turn(
+        tenant=tenant,
+        session_id=stored.chain.place.session_id,
+        turn_id=stored.id,
+        first_chunk=NO_CHUNKS,
+        with_request=False,
+    )
 
 
 async def store_end(
@@ -126,7 +144,10 @@ async def settled(services: Services, tenant: str, stored: StoredResponse) -> St
 
 
 async def read_to_its_end(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
-    """Waits for the end of a turn that runs anywhere, or reads what is kept of it."""
+    """Waits for the end of a turn that runs anywhere, or reads what is kept of it.
+
+    Still in progress when the turn was handed over: this process stops.
+    """
     text = ResponseText(services)
     key = {"tenant": tenant, "session_id": stored.chain.place.session_id, "turn_id": stored.id}
     try:
@@ -137,16 +158,10 @@ async def read_to_its_end(services: Services, tenant: str, stored: StoredRespons
     except NotFound:
         return await store_end(services, tenant, stored, text, _lost())
     except TurnCancelled as error:  # without an end of its own
-        turn = await services.store.get_turn(
-            tenant=tenant,
-            session_id=stored.chain.place.session_id,
-            turn_id=stored.id,
-            first_chunk=NO_CHUNKS,
-            with_request=False,
-        )
+        turn = await _brief_record(services, tenant, stored)
         was_cancelled = turn is not None and turn.status == "cancelled"
         return await store_end(services, tenant, stored, text, error if was_cancelled else _lost())
-    return await store_end(services, tenant, stored, text)
+    return await keep_end(services, tenant, stored, text)
 
 
 def _lost() -> NsmError:

@@ -99,6 +99,49 @@ async def test_P6_a_response_whose_server_was_lost_is_taken_over_by_whoever_asks
         assert [item["content"][0]["text"] for item in items] == ["one", SCRIPT.strip(), "two", SCRIPT.strip()]
 
 
+async def test_P3_a_response_in_mid_stream_when_its_server_stops_is_read_on_elsewhere(make_store: MakeStore) -> None:
+    busy = FakeBackend(SCRIPT, hold=True)
+    async with pair(make_store, busy, FakeBackend(SCRIPT)) as (here, there):
+        busy.release(2)
+        name = (await there.client.post("/v1/conversations", json={})).json()["id"]
+        streaming = asyncio.create_task(stream(here, "one", conversation=name))
+        await busy.held.wait()
+        response_id = next(iter(busy.running))._request.request_id
+        await until_stored(there, response_id)
+        reading = asyncio.create_task(read_stream(here, response_id))
+        await asyncio.sleep(0)
+        await here.services.turns.drain(0.0)
+        *events, error = await streaming
+        assert (error["type"], error["code"]) == ("error", "server_stopping")
+        assert error["sequence_number"] == events[-1]["sequence_number"]
+        assert (await reading)[-1]["type"] == "error"
+        rest = await read_stream(there, response_id, starting_after=error["sequence_number"])
+        assert [event["sequence_number"] for event in events + rest] == list(range(len(events) + len(rest)))
+        ended = rest[-1]["response"]
+        assert (ended["status"], text_of(ended)) == ("completed", SCRIPT.strip())
+        assert events + rest == await read_stream(there, response_id)
+        two = await respond(there, "two", conversation=name)
+        assert counts_of(two)[1] > 0
+
+
+async def test_P3_whoever_waits_without_a_stream_asks_again_and_its_message_is_read_once(make_store: MakeStore) -> None:
+    busy = FakeBackend(SCRIPT, hold=True)
+    async with pair(make_store, busy, FakeBackend(SCRIPT)) as (here, there):
+        name = (await there.client.post("/v1/conversations", json={})).json()["id"]
+        body = {"input": "one", "conversation": name}
+        waiting = asyncio.create_task(here.client.post(PATH, json=body))
+        keyed = asyncio.create_task(here.client.post(PATH, json={"input": "x"}, headers={"Idempotency-Key": "k"}))
+        await until_running(busy, 2)
+        await here.services.turns.drain(0.0)
+        for answer in (await waiting, await keyed):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await there.client.post(PATH, json=body)).json()["status"] == "completed"
+        items = (await there.client.get(f"/v1/conversations/{name}/items", params={"order": "asc"})).json()["data"]
+        assert [item["content"][0]["text"] for item in items] == ["one", SCRIPT.strip()]
+        again = await there.client.post(PATH, json={"input": "x"}, headers={"Idempotency-Key": "k"})
+        assert (again.json()["status"], there.metric("nsm_turn_takeover_total")) == ("completed", 1)
+
+
 async def test_P3_a_turn_that_was_taken_over_ends_for_its_first_client_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +164,21 @@ async def test_P3_a_turn_that_was_taken_over_ends_for_its_first_client_too(
 
 async def _unavailable(*_: object, **__: object) -> None:
     raise StoreUnavailable("away")
+
+
+async def until_running(backend: FakeBackend, num_requests: int) -> None:
+    for _ in range(10_000):
+        if len(backend.running) == num_requests:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{len(backend.running)} requests are running")
+
+
+async def until_stored(server: Gateway, response_id: str) -> None:
+    for _ in range(10_000):
+        if (await server.client.get(f"{PATH}/{response_id}")).status_code == 200:
+            return
+    raise AssertionError("it was not stored")
 
 
 async def poll(server: Gateway, response_id: str) -> dict[str, object]:

@@ -40,6 +40,7 @@ class Reader:
     session_id: str
     frames: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     is_done: bool = False
+    is_told_to_come_back: bool = False
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
@@ -63,6 +64,7 @@ class Reader:
 
     async def read_on(self, server: Server) -> None:
         """As an event source does; a client that never learnt its stream's id tries again."""
+        self.is_told_to_come_back = False
         if not self.frames:
             await self.start(server)
             return
@@ -83,10 +85,14 @@ class Reader:
                 number = int(line.removeprefix("id: "))
                 assert number not in self.frames
             elif line == "data: [DONE]":
-                self.is_done = True
+                self.is_done = not self.is_told_to_come_back
             elif line.startswith("data: "):
-                self.frames[number] = json.loads(line.removeprefix("data: "))
-                assert "error" not in self.frames[number], self.frames[number]
+                data = json.loads(line.removeprefix("data: "))
+                if "error" in data:
+                    assert data["error"]["code"] == "server_stopping", data
+                    self.is_told_to_come_back = True
+                else:
+                    self.frames[number] = data
             self.news.set()
             if num_frames is not None and len(self.frames) >= num_frames and line == "":
                 return

@@ -105,15 +105,20 @@ async def test_what_does_not_finish_in_time_ends_in_good_order() -> None:
     backend = FakeBackend(hold=True)
     async with served(backend, grace_s=0.05) as (task, client):
         stream = asyncio.create_task(client.post(PATH, json={"prompt": "x", "stream": True}))
+        messages = [{"role": "user", "content": "x"}]
+        chat = asyncio.create_task(
+            client.post("/v1/chat/completions", json={"messages": messages, "stream": True, "max_tokens": 9})
+        )
         whole = asyncio.create_task(client.post(PATH, json={"prompt": "y"}))
         created = await client.post("/v1/sessions", json={"id": "s1"})
         assert created.status_code == 200
         turn = asyncio.create_task(client.post("/v1/sessions/s1/generate", json={"input": "z", "stream": True}))
-        await until(lambda: len(backend.running) == 3)
+        await until(lambda: len(backend.running) == 4)
         os.kill(os.getpid(), signal.SIGTERM)
-        for answer in (await stream, await turn):
+        for answer, code in ((await stream, "overloaded"), (await chat, "overloaded"), (await turn, "server_stopping")):
             error = frames_of(answer.text)[-1]["error"]
-            assert (error["type"], error["code"]) == ("server_error", "overloaded")
+            assert (error["type"], error["code"]) == ("server_error", code)
+            assert answer.text.endswith("data: [DONE]\n\n")
         assert (await whole).status_code == 503
         assert (await whole).headers["retry-after"] == "1"
         await asyncio.wait_for(task, 10)

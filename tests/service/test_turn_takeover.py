@@ -80,6 +80,11 @@ class Process:
         await self.turns.drain(0.0)
         self._store._records["default", "s1"].lease_expires_at = 0.0
 
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """It is told to stop, and does so in good order."""
+        await self.turns.drain(grace_s)
+        self.turns.stop_following()
+
     def count(self, name: str) -> float | None:
         return self.metrics.registry.get_sample_value(name)
 
