@@ -18,3 +18,15 @@ class EngineStats:
     tokens_computed: int = 0  # counter: prompt tokens the model read
     tokens_resumed: int = 0  # counter: prompt tokens covered by a resumed state
     tokens_generated: int = 0  # counter
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StateCacheStats:
+    """Of the states that a worker keeps for the next turn."""
+
+    num_states: int = 0  # gauge
+    num_bytes: int = 0  # gauge
+    max_bytes: int = 0  # gauge
+    num_hits: int = 0  # counter: asked for by id, and there
+    num_misses: int = 0  # counter: asked for by id, and not there
+    num_evicted: int = 0  # counter: given up for newer ones

@@ -1,0 +1,139 @@
+"""What a worker can be asked, as values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+
+from nsm_core.engine.request import GenerationRequest, Resume
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.report import Detail
+
+
+def state_id(state: bytes) -> str:
+    """What a worker keeps a state under: the SHA-256 of its bytes, so that an id names one content for ever.
+
+    1.2 ms for 2 MiB; Python's lock is free meanwhile.
+    """
+    return hashlib.sha256(state).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where a state stands, without its bytes: what the last event of a turn tells and the next turn gives back.
+
+    `pending`: the token sampled last, if it was not fed; the worker reads it in front of the prompt. `state_id`: under
+    which a worker may have kept the bytes.
+    """
+
+    position: int
+    fingerprint: str
+    generated_counts: Mapping[int, int]
+    pending: int | None = None
+    state_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """A text to go on from. Exactly one of `text` and `prompt_ids`.
+
+    `state`: the bytes of `resume`; None with a `state_id` there means "only if you do not have them", and a worker that
+    lacks them answers StateMissing. `return_state`: the last event carries the end state's bytes. `keep_state`: the
+    worker keeps them, and the last event names their id. `stream`: an event for each token; otherwise one event in all.
+    `timeout_s`: seconds from the worker's reading of the call. The others are those of GenerationRequest.
+    """
+
+    text: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams
+    stream: bool = False
+    resume: ResumePoint | None = None
+    state: bytes | None = None
+    return_state: bool = False
+    keep_state: bool = False
+    prompt_logprobs: int | None = None
+    timeout_s: float | None = None
+    generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    keep_states_at: tuple[int, ...] = ()
+    sampled_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DescribeCall:
+    """What the worker serves: see `description.py`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatusCall:
+    """Whether the engine's steps go on, and its counters: see `description.py`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InspectCall:
+    """What `InferenceBackend.inspect_state` asks. `state` None: the learned start."""
+
+    state: bytes | None = None
+    detail: Detail = Detail.LAYER
+    layer: int | None = None
+
+
+Call = GenerateCall | DescribeCall | StatusCall | InspectCall
+
+
+def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
+    """The gateway's side: an engine request as a streamed call that returns, and has kept, what the request keeps.
+
+    `now`: `time.monotonic()`; a deadline that has passed becomes the shortest time-out. Digests a resumed state, see
+    `state_id`.
+    """
+    resume = request.resume
+    point = None
+    if resume is not None:
+        point = ResumePoint(
+            position=resume.position,
+            fingerprint=resume.fingerprint,
+            generated_counts=resume.generated_counts,
+            state_id=state_id(resume.state),
+        )
+    return GenerateCall(
+        prompt_ids=request.prompt_ids,
+        sampling=request.sampling,
+        stream=True,
+        resume=point,
+        state=None if resume is None else resume.state,
+        return_state=request.keep_state,
+        keep_state=request.keep_state,
+        prompt_logprobs=request.prompt_logprobs,
+        timeout_s=None if request.deadline is None else max(1e-3, request.deadline - now),
+        generated_counts=request.generated_counts,
+        keep_states_at=request.keep_states_at,
+        sampled_ids=request.sampled_ids,
+    )
+
+
+def request_of(
+    call: GenerateCall, request_id: str, *, prompt_ids: tuple[int, ...], state: bytes | None, now: float
+) -> GenerationRequest:
+    """The worker's side. `prompt_ids`: of the text, or the call's own; `state`: the bytes of `call.resume`."""
+    point, resume = call.resume, None
+    if point is not None and state is not None:
+        resume = Resume(
+            state=state,
+            position=point.position,
+            fingerprint=point.fingerprint,
+            generated_counts=point.generated_counts,
+        )
+    pending = () if point is None or point.pending is None else (point.pending,)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_ids=pending + prompt_ids,
+        sampling=call.sampling,
+        resume=resume,
+        keep_state=call.return_state or call.keep_state,
+        prompt_logprobs=call.prompt_logprobs,
+        deadline=None if call.timeout_s is None else now + call.timeout_s,
+        generated_counts=call.generated_counts,
+        keep_states_at=call.keep_states_at,
+        sampled_ids=call.sampled_ids,
+    )

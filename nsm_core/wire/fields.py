@@ -1,0 +1,96 @@
+"""Values of a JSON object, checked one by one: every refusal names the field, the wish and what was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nsm_core.wire.tensors import refuse
+
+Parser = Callable[[str, Any], Any]
+MAX_TOKEN_ID = 2**31 - 1  # ids cross as INT32
+
+
+def whole_number(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse(name, "a whole number", value)
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse(name, "a number", value)
+    return float(value)
+
+
+def positive_number(name: str, value: Any) -> float:
+    seconds = number(name, value)
+    if not 0 < seconds < math.inf:
+        refuse(name, "a number above 0", value)
+    return seconds
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        refuse(name, "true or false", value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        refuse(name, "a string", value)
+    return value
+
+
+def optional(parser: Parser) -> Parser:
+    """null passes."""
+    return lambda name, value: None if value is None else parser(name, value)
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """One string, or a list of them."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        refuse(name, "a string or a list of strings", value)
+    return tuple(value)
+
+
+def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        refuse(name, "a list of whole numbers", value)
+    return tuple(value)
+
+
+def token_counts(name: str, value: Any) -> dict[int, int]:
+    """[[token id, count], …] with counts of at least 1 and every id once."""
+    if not isinstance(value, list) or not all(_is_pair(item) for item in value):
+        refuse(name, "a list of [token id, count]", value)
+    counts = dict(value)
+    if len(counts) != len(value):
+        refuse(name, "a list that names each token id once", value)
+    return counts
+
+
+def token_biases(name: str, value: Any) -> dict[int, float]:
+    """{"token id": bias, …}: JSON has no other keys than strings."""
+    if not isinstance(value, dict) or not all(key.isascii() and key.isdigit() for key in value):
+        refuse(name, "an object of token ids and numbers", value)
+    return {int(key): number(name, bias) for key, bias in value.items()}
+
+
+def parse(fields: Mapping[str, Any], parsers: Mapping[str, Parser], *, within: str = "") -> dict[str, Any]:
+    """Every field through its parser; an unknown one is refused: a misspelt wish must not run with its default."""
+    unknown = sorted(set(fields) - set(parsers))
+    if unknown:
+        refuse(f"{within}{unknown[0]}", f"one of {', '.join(sorted(parsers))}", fields[unknown[0]])
+    return {name: parsers[name](f"{within}{name}", value) for name, value in fields.items()}
+
+
+def _is_pair(item: object) -> bool:
+    if not isinstance(item, list) or len(item) != 2:
+        return False
+    token_id, count = item
+    are_whole = all(isinstance(value, int) and not isinstance(value, bool) for value in item)
+    return are_whole and 0 <= token_id <= MAX_TOKEN_ID and count >= 1
