@@ -69,7 +69,7 @@ def create_app(
         collected.watch_redis_pool(store.num_connections_in_use)
     records = records_beside(store)
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
-    tenants = Tenants(keys, store, collected)
+    tenants = Tenants(keys, store, collected, records)
     if keys is not None:
         store = QuotaStore(store, tenants)
     services = Services(

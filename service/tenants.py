@@ -13,6 +13,7 @@ from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited, Unauthen
 from service.api_keys import KeyFile, TenantLimits
 from service.metrics import Metrics, Rejection
 from service.rate_limit import Allowance, TokenBucket
+from service.records.base import RecordStore
 from service.sessions.base import DEFAULT_TENANT, SessionStore
 
 NO_LIMITS = TenantLimits()
@@ -58,10 +59,13 @@ class Tenants:
         keys: KeyFile | None,
         store: SessionStore,
         metrics: Metrics,
+        records: RecordStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`records`: whose documents count as stored bytes beside the sessions."""
         self._keys = keys
+        self._records = records
         self._store = store
         self._metrics = metrics
         self._clock = clock
@@ -124,14 +128,19 @@ class Tenants:
         """Whether the operator lets this tenant's stateless requests keep states and start from them."""
         return self._limits(tenant).prefix_cache
 
-    async def check_stored_bytes(self, tenant: str) -> None:
-        """To be asked before a turn, so that no text is made that cannot be kept. Raises QuotaExceeded.
+    async def check_stored_bytes(self, tenant: str, *, num_own_bytes: int = 0, num_new_bytes: int = 0) -> None:
+        """To be asked before a turn, so that no text is made that cannot be kept, and before documents are added.
 
-        A turn that begins below the limit is kept also when it ends above.
+        A turn that begins below the limit is kept also when it ends above. `num_own_bytes`: of what is stored, those
+        that wait for the answer. Raises QuotaExceeded.
         """
         limit = self._limits(tenant).max_stored_bytes
         if limit is not None:
-            self._require_bytes((await self._store.usage(tenant=tenant)).num_bytes, 0, limit)
+            num_stored = (await self._store.usage(tenant=tenant)).num_bytes + await self._document_bytes(tenant)
+            self._require_bytes(num_stored - num_own_bytes, num_new_bytes, limit)
+
+    async def _document_bytes(self, tenant: str) -> int:
+        return 0 if self._records is None else await self._records.usage(tenant=tenant)
 
     @contextlib.asynccontextmanager
     async def new_session(self, tenant: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
@@ -150,7 +159,8 @@ class Tenants:
             if limits.max_sessions is not None:
                 self._require_sessions(usage.num_sessions, self._new_sessions[tenant], limits.max_sessions)
             if limits.max_stored_bytes is not None:
-                self._require_bytes(usage.num_bytes, self._new_bytes[tenant], limits.max_stored_bytes)
+                num_stored = usage.num_bytes + await self._document_bytes(tenant)
+                self._require_bytes(num_stored, self._new_bytes[tenant], limits.max_stored_bytes)
             yield
         finally:
             self._new_sessions[tenant] -= 1
@@ -175,4 +185,4 @@ class Tenants:
 
     def _reject(self, reason: Rejection, message: str) -> None:
         self._metrics.rejected(reason)
-        raise QuotaExceeded(f"{message}; delete sessions, or ask the operator for more")
+        raise QuotaExceeded(f"{message}; delete sessions, responses or conversations, or ask the operator for more")

@@ -63,10 +63,10 @@ class TurnOpening:
         with _count_outcomes(self.metrics):
             return await held.begin_turn(start, max_records=self.max_records)
 
-    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest) -> TurnRun:
+    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnRun:
         """A new turn, whose record was begun; a refusal leaves no record."""
         try:
-            await self.tenants.check_stored_bytes(request.tenant)
+            await self.tenants.check_stored_bytes(request.tenant, num_own_bytes=len(record.request))
             start = await self._resume(held, request)
             return self._submit(turn, held, start, request, start.generation_request(request))
         except BaseException:

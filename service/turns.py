@@ -88,8 +88,8 @@ class Turns:
         self._require_open()
         request = dataclasses.replace(request, identity=None)
         async with self._holding(request.tenant, request.session_id) as (turn, held):
-            await self._opening.begin_record(held, request)
-            return self._run(await self._opening.begin(turn, held, request))
+            record = await self._opening.begin_record(held, request)
+            return self._run(await self._opening.begin(turn, held, request, record))
 
     async def open_or_join(self, request: TurnRequest) -> TurnSource:
         """A new turn, like `open_turn`, unless there is one that the request is a retry of.
@@ -105,7 +105,7 @@ class Turns:
             async with self._holding(request.tenant, request.session_id, request) as (turn, held):
                 record = await self._opening.begin_record(held, request)
                 if record.turn_id == request.request_id:
-                    return self._run(await self._opening.begin(turn, held, request))
+                    return self._run(await self._opening.begin(turn, held, request, record))
                 _require_same(record.digest, request)
                 if record.status == "running":
                     turn.is_replay = True

@@ -68,6 +68,10 @@ class RecordStore(Protocol):
         """Whether there was one; it is gone when this returns."""
         ...
 
+    async def usage(self, *, tenant: str) -> int:
+        """Bytes of the tenant's documents, as JSON; one whose TTL ran out counts until it is removed."""
+        ...
+
     def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
         """All documents, or one tenant's, in no order; one that is written or deleted meanwhile may be missing."""
         ...

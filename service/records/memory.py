@@ -59,6 +59,9 @@ class MemoryRecordStore:
         self._stored.pop(key, None)
         return was_there
 
+    async def usage(self, *, tenant: str) -> int:
+        return sum(len(stored.raw) for (owner, _, _), stored in self._stored.items() if owner == tenant)
+
     async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
         for owner, kind, record_id in tuple(self._stored):
             stored = self._find((owner, kind, record_id))

@@ -11,13 +11,12 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt
 from service.records.base import Kind, OwnedRecord, Record
 from service.records.conflict import conflict
+from service.records.redis_sizes import DocumentSizes
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_client import Attempt
 from service.sessions.redis_scripts import load_script
 
 FIELDS = ("owner", "version", "document")
-
-
 PUT = load_script("put", package="service.records")
 
 
@@ -27,6 +26,7 @@ class RedisRecordStore:
     def __init__(self, sessions: RedisSessionStore) -> None:
         self._client = sessions.client
         self._keys = sessions.keys
+        self._sizes = DocumentSizes(sessions.client, sessions.keys)
 
     async def get(self, *, tenant: str, kind: Kind, record_id: str) -> Record | None:
         return (await self.get_many(tenant=tenant, kind=kind, record_ids=(record_id,)))[0]
@@ -52,10 +52,12 @@ class RedisRecordStore:
     ) -> int:
         version = expected_version + 1
         ttl_ms = "" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000)))
-        values = (secrets.token_hex(12), expected_version, version, json.dumps(document), ttl_ms)
+        raw = json.dumps(document)
+        values = (secrets.token_hex(12), expected_version, version, raw, ttl_ms)
         key = self._keys.record(tenant, kind, record_id)
         if not await self._client.script(PUT, (key,), _owner(tenant, kind, record_id), *values):
             raise conflict(kind, record_id, expected_version)
+        await self._sizes.put(tenant, key, version=version, num_bytes=len(raw))
         return version
 
     async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
@@ -65,7 +67,12 @@ class RedisRecordStore:
             # Not found at a later attempt: the first one deleted it, and its answer was lost.
             return await attempt.command("DEL", key) > 0 or attempt.number > 1
 
-        return await self._client.call(work)
+        was_there = await self._client.call(work)
+        await self._sizes.forget(tenant, key)
+        return was_there
+
+    async def usage(self, *, tenant: str) -> int:
+        return await self._sizes.total(tenant)
 
     async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
         """Goes through the names of all keys."""

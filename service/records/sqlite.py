@@ -63,7 +63,10 @@ class SqliteRecordStore:
                     raise conflict(kind, record_id, expected_version)
                 expires_at = None if ttl_s is None else now + ttl_s
                 connection.execute(
-                    "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)", (*key, version, raw, expires_at)
+                    # not OR REPLACE: what that removes reaches no trigger
+                    "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                    "version = excluded.version, document = excluded.document, expires_at = excluded.expires_at",
+                    (*key, version, raw, expires_at),
                 )
             return version
 
@@ -79,6 +82,10 @@ class SqliteRecordStore:
             return was_there
 
         return await self._sessions.write(self._sessions.reserve.lent_to(work))
+
+    async def usage(self, *, tenant: str) -> int:
+        query = "SELECT coalesce(max(num_bytes), 0) FROM record_usage WHERE tenant = ?"
+        return int(await self._sessions.read(lambda connection: connection.execute(query, (tenant,)).fetchone()[0]))
 
     async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
         last = ("", "", "")

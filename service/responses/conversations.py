@@ -8,6 +8,7 @@ response begins a new chain with those that are left.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,8 @@ def item_not_found(item_id: str, *, param: str = "item_id") -> NotFound:
 async def create_conversation(
     services: Services, tenant: str, *, items: Sequence[Item], metadata: Mapping[str, str]
 ) -> Conversation:
+    """Raises QuotaExceeded."""
+    await _require_room(services, tenant, [*items, dict(metadata)])
     conversation = Conversation(
         id=f"conv_{uuid.uuid4().hex}",
         created_at=int(time.time()),
@@ -125,7 +128,7 @@ async def delete_conversation(services: Services, tenant: str, conversation_id: 
 
 
 async def add_items(services: Services, tenant: str, conversation_id: str, items: Sequence[Item]) -> None:
-    """The next response reads them. Raises NotFound, or InvalidRequest for a conversation that is full."""
+    """The next response reads them. Raises NotFound, QuotaExceeded, or InvalidRequest when the conversation is full."""
     ids = tuple(item["id"] for item in items)
 
     def add(conversation: Conversation) -> Conversation:
@@ -134,9 +137,15 @@ async def add_items(services: Services, tenant: str, conversation_id: str, items
             raise InvalidRequest(f"a conversation must have at most {MAX_ITEMS} items, got {num_items}", param="items")
         return dataclasses.replace(conversation, item_ids=(*conversation.item_ids, *ids))
 
-    await load_conversation(services, tenant, conversation_id)
-    await _put_items(services, tenant, conversation_id, items)
-    await _change(services, tenant, conversation_id, add)
+    add(await load_conversation(services, tenant, conversation_id))
+    await _require_room(services, tenant, items)
+    try:
+        await _put_items(services, tenant, conversation_id, items)
+        await _change(services, tenant, conversation_id, add)
+    except (InvalidRequest, NotFound):  # others were faster: nobody would ever read these or delete them
+        for item_id in ids:
+            await _delete_item(services, tenant, conversation_id, item_id)
+        raise
 
 
 async def read_items(services: Services, tenant: str, conversation_id: str, item_ids: Sequence[str]) -> list[Item]:
@@ -254,6 +263,12 @@ async def _put(services: Services, tenant: str, conversation: Conversation) -> C
         expected_version=conversation.version,
     )
     return dataclasses.replace(conversation, version=version)
+
+
+async def _require_room(services: Services, tenant: str, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Raises QuotaExceeded."""
+    num_bytes = sum(len(json.dumps(document)) for document in documents)
+    await services.tenants.check_stored_bytes(tenant, num_new_bytes=num_bytes)
 
 
 async def _put_items(services: Services, tenant: str, conversation_id: str, items: Sequence[Item]) -> None:

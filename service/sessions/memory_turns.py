@@ -15,6 +15,7 @@ from service.sessions.turn_records import (
     TurnRecord,
     TurnStart,
     TurnStatus,
+    started,
     turn_not_found,
 )
 
@@ -25,6 +26,10 @@ class _Turn:
     chunks: list[bytes] = dataclasses.field(default_factory=list)
     expires_at: float | None = None  # None while it runs
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.record.request) + sum(map(len, self.chunks)) + len(self.record.result or b"")
+
 
 class MemoryTurns:
     """The records of one session, oldest first. The caller has checked the lease."""
@@ -34,7 +39,7 @@ class MemoryTurns:
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(turn.record.result or b"") for turn in self._turns.values())
+        return sum(turn.num_bytes for turn in self._turns.values())
 
     def begin(self, start: TurnStart, head: SessionHead, *, max_records: int, now: float) -> TurnRecord:
         self.remove_expired(now)
@@ -48,14 +53,7 @@ class MemoryTurns:
         self.end_running(None, now)
         for turn_id in list(self._turns)[: max(0, len(self._turns) + 1 - max_records)]:
             del self._turns[turn_id]
-        record = TurnRecord(
-            turn_id=start.turn_id,
-            identity=start.identity,
-            digest=start.digest,
-            base_version=head.version,
-            status="running",
-            request=start.request,
-        )
+        record = started(start, head.version)
         self._turns[start.turn_id] = _Turn(record)
         return record
 

@@ -58,6 +58,11 @@ class Keyspace:
         """A document's key: a hash tag for itself alone."""
         return f"{self.prefix}:{{{_hash(tenant, size=8)}-{_hash(tenant, kind, record_id, size=16)}}}:record"
 
+    def documents(self, tenant: str) -> tuple[str, str]:
+        """What the tenant's documents take: each one's size, and the sum."""
+        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}}}"
+        return f"{tag}:documents", f"{tag}:document-bytes"
+
     def any_record(self, tenant: str | None) -> str:
         """A pattern for the documents of one tenant, or of all."""
         return f"{self.prefix}:{{{'*' if tenant is None else _hash(tenant, size=8)}-*}}:record"

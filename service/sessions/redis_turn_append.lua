@@ -1,13 +1,18 @@
 #!lua
--- ARGV: created_us, fence, holder, turn_id, index, chunk.
+-- ARGV: created_us, fence, holder, turn_id, index, chunk. The answer has the head when its tenant's usage shall be told.
+local TOLD_BYTES = 16 * 1024 -- of growth: a turn adds a few hundred bytes ten times a second
 local head = read_head()
 if not head then return {'not_found'} end
 if not holds_lease(head, ARGV[1], ARGV[2], ARGV[3]) then return {'lease_lost'} end
-local turn = find_running(read_turns(clock_us()))
-local num_chunks, index = redis.call('LLEN', tail_key), tonumber(ARGV[5])
+local turns = read_turns(clock_us())
+local turn = find_running(turns)
+local num_chunks, index, is_told = redis.call('LLEN', tail_key), tonumber(ARGV[5]), false
 if not turn or turn.id ~= ARGV[4] or index > num_chunks then return {'gone'} end
 if index == num_chunks then
   redis.call('RPUSH', tail_key, ARGV[6])
-  if num_chunks == 0 then keep_alive(head) end -- the key is new
+  local bytes = turn.bytes + #ARGV[6]
+  is_told = math.floor(bytes / TOLD_BYTES) > math.floor(turn.bytes / TOLD_BYTES)
+  turn.bytes = bytes
+  write_index(head, turns)
 end
-return {'ok', turn.cancel}
+return {'ok', turn.cancel, is_told and redis.call('HGETALL', head_key) or nil}

@@ -18,9 +18,9 @@ end
 while #turns >= tonumber(ARGV[8]) do drop_turn(turns, 1) end
 local turn = {
   id = ARGV[4], identity = ARGV[5], digest = ARGV[6], base = head.version, status = 'running', cancel = '0',
-  expires = whole(now + RUNNING_US), bytes = 0,
+  expires = whole(now + RUNNING_US), bytes = #ARGV[9],
 }
 turns[#turns + 1] = turn
 redis.call('HSET', turns_key, 'q:' .. turn.id, ARGV[9])
 write_turns(head, turns)
-return show_turn(head, turn, now, 0)
+return answer('begun')

@@ -12,4 +12,7 @@ else
   write_head(head, {holder = '', lease_us = '0'}) -- a lease that ran out is worth nothing any more
 end
 write_turns(head, turns)
-return show_turn(head, turn, now, 0)
+local shown = show_turn(head, turn, now, 0)
+shown[1] = turn.status
+table.insert(shown, 2, redis.call('HGETALL', head_key))
+return shown

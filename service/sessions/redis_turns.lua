@@ -1,7 +1,7 @@
 -- Put after redis_common.lua before the scripts that know turn records. KEYS[6]: turns (hash: "index": a JSON list of
 -- the records, oldest first; "q:<id>": request; "r:<id>": result), KEYS[7]: tail (list: the running turn's chunks).
 -- A record: id, identity ('' for none), digest, base, status, cancel ('0' or '1'), expires (microseconds as text: JSON
--- numbers lose digits), bytes (of the result).
+-- numbers lose digits), bytes (of the result; while it runs, of the request and the chunks).
 local turns_key, tail_key = KEYS[6], KEYS[7]
 local ABANDONED_US = 3600 * 1000000
 local RUNNING_US = 2 * 86400 * 1000000 -- longer than any turn may take
@@ -19,23 +19,28 @@ local function drop_turn(turns, position)
   table.remove(turns, position)
 end
 
--- Also what read_turns left out is gone after this.
-local function write_turns(head, turns)
-  local bytes, until_us, kept = 0, 0, {index = true}
+local function write_index(head, turns)
+  local bytes, until_us = 0, 0
   for _, turn in ipairs(turns) do
     bytes = bytes + turn.bytes
     until_us = math.max(until_us, tonumber(turn.expires))
-    kept['q:' .. turn.id], kept['r:' .. turn.id] = true, true
   end
+  if #turns > 0 then redis.call('HSET', turns_key, 'index', cjson.encode(turns)) end
+  write_head(head, {turn_bytes = whole(bytes), turns_us = whole(until_us)})
+end
+
+-- Also what read_turns left out is gone after this.
+local function write_turns(head, turns)
+  local kept = {index = true}
+  for _, turn in ipairs(turns) do kept['q:' .. turn.id], kept['r:' .. turn.id] = true, true end
   if #turns == 0 then
     redis.call('UNLINK', turns_key, tail_key)
   else
     for _, field in ipairs(redis.call('HKEYS', turns_key)) do
       if not kept[field] then redis.call('HDEL', turns_key, field) end
     end
-    redis.call('HSET', turns_key, 'index', cjson.encode(turns))
   end
-  write_head(head, {turn_bytes = whole(bytes), turns_us = whole(until_us)})
+  write_index(head, turns)
 end
 
 local function find_running(turns)

@@ -13,7 +13,7 @@ from service.sessions.redis_client import Attempt, RedisClient
 from service.sessions.redis_keys import Keyspace
 from service.sessions.redis_records import MICROSECONDS, StoredHead, decode_head, lease_fields, to_us
 from service.sessions.redis_scripts import TURN_APPEND, TURN_BEGIN, TURN_CANCEL, TURN_END, TURN_GET, Script
-from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart, turn_not_found
+from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart, started, turn_not_found
 
 
 class RedisTurns:
@@ -30,23 +30,33 @@ class RedisTurns:
         base_version = "" if start.base_version is None else start.base_version
         names = (start.turn_id, start.identity or "", start.digest, base_version)
         status, *rest = await self._under(lease, TURN_BEGIN, *names, max_records, start.request)
+        if status not in (b"conflict", b"begun"):
+            return _record_of(rest, lease.session_id)
+        stored = self._head(lease, rest[0])
         if status == b"conflict" and start.base_version is not None:
-            require_version(self._head(lease, rest[0]).head, start.base_version)
-        return _record_of(rest, lease.session_id)
+            require_version(stored.head, start.base_version)
+        await self._on_change(stored)
+        return started(start, stored.head.version)
 
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
         status, *rest = await self._under(lease, TURN_APPEND, turn_id, index, chunk)
         if status == b"gone":
             raise turn_not_found(turn_id)
-        return bool(rest[0] == b"1")
+        is_cancel_wanted, *head = rest
+        if head:
+            await self._on_change(self._head(lease, head[0]))
+        return bool(is_cancel_wanted == b"1")
 
     async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
-        _, *rest = await self._under(lease, TURN_END, ended.turn_id, status, ended.result, to_us(ended.ttl_s))
-        if rest:
-            await self._on_change(self._head(lease, rest[0]))
+        await self._end(lease, ended.turn_id, status, ended.result, to_us(ended.ttl_s))
 
     async def forget_turn(self, lease: Lease, turn_id: str) -> None:
-        await self._under(lease, TURN_END, turn_id, "", "", 0)
+        await self._end(lease, turn_id, "", b"", 0)
+
+    async def _end(self, lease: Lease, turn_id: str, status: str, result: bytes, ttl_us: int) -> None:
+        _, *rest = await self._under(lease, TURN_END, turn_id, status, result, ttl_us)
+        if rest:
+            await self._on_change(self._head(lease, rest[0]))
 
     async def get_turn(
         self,
@@ -66,7 +76,11 @@ class RedisTurns:
         status, *rest = await self._script(TURN_CANCEL, tenant, session_id)
         if status == b"not_found":
             raise not_found(session_id)
-        return None if status == b"none" else _record_of(rest, session_id)
+        if status == b"none":
+            return None
+        if status == b"cancelled":
+            await self._on_change(_require_head(rest[0], tenant, session_id))
+        return _record_of(rest[1:], session_id)
 
     async def _under(self, lease: Lease, script: Script, *args: Any) -> list[Any]:
         """What a script answers that writes under `lease`. Raises NotFound or LeaseLost."""
@@ -87,10 +101,14 @@ class RedisTurns:
 
     @staticmethod
     def _head(lease: Lease, answer: Any) -> StoredHead:
-        stored = decode_head(answer, tenant=lease.tenant, session_id=lease.session_id)
-        if stored is None:
-            raise not_found(lease.session_id)
-        return stored
+        return _require_head(answer, lease.tenant, lease.session_id)
+
+
+def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
+    stored = decode_head(answer, tenant=tenant, session_id=session_id)
+    if stored is None:
+        raise not_found(session_id)
+    return stored
 
 
 def _record_of(answer: list[Any], session_id: str) -> TurnRecord:

@@ -148,6 +148,46 @@ MIGRATIONS: tuple[str, ...] = (
         UPDATE usage SET num_bytes = num_bytes - length(old.snapshot) WHERE tenant = old.tenant;
     END;
     """,
+    # Usage: what running turns hold, and documents (JSON is ASCII: a letter is a byte).
+    """
+    ALTER TABLE turn_chunks ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
+    UPDATE turn_chunks SET tenant = (SELECT tenant FROM turns WHERE number = turn_number);
+    DROP TRIGGER usage_of_ended_turn;
+    DROP TRIGGER usage_of_deleted_turn;
+    CREATE TRIGGER usage_of_begun_turn AFTER INSERT ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF request, result ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.request) - length(old.request)
+            + coalesce(length(new.result), 0) - coalesce(length(old.result), 0) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.request) - coalesce(length(old.result), 0)
+            WHERE tenant = old.tenant;
+    END;
+    CREATE TRIGGER usage_of_new_chunk AFTER INSERT ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes + length(new.chunk) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_chunk AFTER DELETE ON turn_chunks BEGIN
+        UPDATE usage SET num_bytes = num_bytes - length(old.chunk) WHERE tenant = old.tenant;
+    END;
+    UPDATE usage SET num_bytes = num_bytes
+        + (SELECT coalesce(sum(length(request)), 0) FROM turns WHERE turns.tenant = usage.tenant)
+        + (SELECT coalesce(sum(length(chunk)), 0) FROM turn_chunks WHERE turn_chunks.tenant = usage.tenant);
+    CREATE TABLE record_usage (tenant TEXT NOT NULL PRIMARY KEY, num_bytes INTEGER NOT NULL);
+    INSERT INTO record_usage SELECT tenant, sum(length(document)) FROM records GROUP BY tenant;
+    CREATE TRIGGER usage_of_new_record AFTER INSERT ON records BEGIN
+        INSERT OR IGNORE INTO record_usage VALUES (new.tenant, 0);
+        UPDATE record_usage SET num_bytes = num_bytes + length(new.document) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_changed_record AFTER UPDATE OF document ON records BEGIN
+        UPDATE record_usage SET num_bytes = num_bytes + length(new.document) - length(old.document)
+            WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted_record AFTER DELETE ON records BEGIN
+        UPDATE record_usage SET num_bytes = num_bytes - length(old.document) WHERE tenant = old.tenant;
+    END;
+    """,
 )
 
 PRAGMAS = f"""

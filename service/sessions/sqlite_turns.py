@@ -21,6 +21,7 @@ from service.sessions.turn_records import (
     TurnRecord,
     TurnStart,
     TurnStatus,
+    started,
     turn_not_found,
 )
 
@@ -175,14 +176,7 @@ def _begin(
         "VALUES (?, ?, ?, ?, ?, ?, 'running', ?)",
         (*key, start.turn_id, start.identity, start.digest, head.version, start.request),
     )
-    return TurnRecord(
-        turn_id=start.turn_id,
-        identity=start.identity,
-        digest=start.digest,
-        base_version=head.version,
-        status="running",
-        request=start.request,
-    )
+    return started(start, head.version)
 
 
 def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, index: int, chunk: bytes) -> bool:
@@ -196,7 +190,7 @@ def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, ind
     if index > num_chunks:
         raise turn_not_found(turn_id)
     if index == num_chunks:
-        connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?)", (number, index, chunk))
+        connection.execute("INSERT INTO turn_chunks VALUES (?, ?, ?, ?)", (number, index, chunk, head.tenant))
     return bool(is_cancel_wanted)
 
 

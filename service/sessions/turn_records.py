@@ -112,5 +112,17 @@ class TurnStore(Protocol):
         ...
 
 
+def started(start: TurnStart, version: int) -> TurnRecord:
+    """The new record of a turn that continues `version`."""
+    return TurnRecord(
+        turn_id=start.turn_id,
+        identity=start.identity,
+        digest=start.digest,
+        base_version=version,
+        status="running",
+        request=start.request,
+    )
+
+
 def turn_not_found(turn_id: str) -> NotFound:
     return NotFound(f"turn {turn_id[:160]!r} does not run", code="turn_not_found")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -132,3 +133,25 @@ async def test_what_has_expired_is_swept_away(records: RecordStore, clock: Clock
     assert await records.remove_expired() in (1, 0)  # Redis has done it by itself
     assert await records.remove_expired() == 0
     assert await records.get(tenant="a", kind="item", record_id="kept") is not None
+
+
+async def test_what_documents_take_is_counted_and_given_back(records: RecordStore, clock: Clock | RedisClock) -> None:
+    assert await records.usage(tenant="a") == 0
+    await records.put(**KEY, document=DOCUMENT, expected_version=ABSENT)
+    await records.put(tenant="a", kind="item", record_id="i1", document={"t": "x" * 1000}, expected_version=ABSENT)
+    await records.put(tenant="b", kind="item", record_id="i1", document={"t": "x"}, expected_version=ABSENT)
+    sizes = len(json.dumps(DOCUMENT)), len(json.dumps({"t": "x" * 1000}))
+    assert await records.usage(tenant="a") == sum(sizes)
+    await records.put(**KEY, document={}, expected_version=1)
+    with pytest.raises(VersionConflict):
+        await records.put(**KEY, document=DOCUMENT, expected_version=1)
+    assert await records.usage(tenant="a") == 2 + sizes[1]
+    await records.put(**KEY, document={"n": 1}, expected_version=2, ttl_s=10.0)
+    clock.advance(11.0)
+    await records.remove_expired()
+    assert await records.usage(tenant="a") == sizes[1]
+    assert await records.delete(tenant="a", kind="item", record_id="i1")
+    assert await records.usage(tenant="a") == 0
+    assert await records.usage(tenant="b") == len(json.dumps({"t": "x"}))
+    await records.put(**KEY, document={"n": 1}, expected_version=ABSENT)
+    assert await records.usage(tenant="a") == len(json.dumps({"n": 1}))

@@ -387,6 +387,30 @@ async def test_D3_a_turn_that_could_not_be_kept_does_not_begin(keys_file: Path, 
         assert (await client.post("/v1/sessions/s2/generate", json=turn, headers=headers)).status_code == 200
 
 
+async def test_D3_documents_count_and_deleting_them_makes_room(keys_file: Path, acme: TestKey) -> None:
+    async with keyed(keys_file, acme, acme="max_stored_bytes = 8_000") as server:
+        client, headers = server.client, acme.headers
+        message = {"type": "message", "role": "user", "content": "x" * 3_000}
+        made = await client.post("/v1/conversations", json={"items": [message]}, headers=headers)
+        assert made.status_code == 200
+        path = f"/v1/conversations/{made.json()['id']}"
+        assert (await client.post(f"{path}/items", json={"items": [message]}, headers=headers)).status_code == 200
+        for request in ((f"{path}/items", {"items": [message]}), ("/v1/conversations", {"items": [message]})):
+            num_bytes = await server.services.records.usage(tenant="acme")
+            refused = await client.post(request[0], json=request[1], headers=headers)
+            assert (refused.status_code, error_of(refused)["code"]) == (429, "quota_exceeded")
+            assert f"and {num_bytes} are stored" in error_of(refused)["message"]
+            assert await server.services.records.usage(tenant="acme") == num_bytes  # nothing half-written
+        response = await client.post("/v1/responses", json={"input": "y" * 3_000}, headers=headers)
+        assert response.status_code == 200  # it begins below the limit
+        late = await client.post("/v1/responses", json={"input": "z"}, headers=headers)
+        assert (late.status_code, error_of(late)["code"]) == (429, "quota_exceeded")
+        assert (await client.delete(f"/v1/responses/{response.json()['id']}", headers=headers)).status_code == 200
+        assert (await client.delete(path, headers=headers)).status_code == 200
+        assert await server.services.records.usage(tenant="acme") == 0
+        assert (await server.services.store.usage(tenant="acme")).num_bytes == 0
+
+
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import stat
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from nsm_core.errors import (
     VersionConflict,
 )
 from nsm_core.state.snapshot import Snapshot
+from service.records.factory import records_beside
 from service.sessions import sqlite_schema
 from service.sessions.base import LogMark, SessionHead, TenantUsage
 from service.sessions.records import encode_ids
@@ -352,6 +354,35 @@ async def test_the_sessions_of_a_schema_1_file_go_on_in_this_build(path: Path) -
         assert await store.read_log(**KEY) == (*log, 1, 2, 3)
         await store.delete(**KEY)
         assert await store.usage(tenant="default") == TenantUsage(num_sessions=0, num_bytes=0)
+
+
+async def test_what_a_schema_5_file_holds_of_running_turns_and_documents_counts_from_now_on(path: Path) -> None:
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        old.create_function("crc32", 1, zlib.crc32)
+        old.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        old.execute("CREATE TABLE schema_versions (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL)")
+        for script in sqlite_schema.MIGRATIONS[:5]:
+            old.executescript(script)
+        old.execute("INSERT INTO schema_versions VALUES (5, 0)")
+        old.execute(
+            "INSERT INTO sessions (tenant, session_id, version, position, created_at, updated_at, model_fingerprint, "
+            "metadata, num_log_tokens, snapshot_bytes) VALUES ('default', 's1', 0, 0, 10.0, 20.0, 'm1', '{}', 0, 0)"
+        )
+        old.execute(
+            "INSERT INTO turns (tenant, session_id, turn_id, digest, base_version, status, request) "
+            "VALUES ('default', 's1', 't1', 'd', 0, 'running', x'0000')"
+        )
+        old.execute("INSERT INTO turn_chunks VALUES (1, 0, x'000000')")
+        old.execute("INSERT INTO records VALUES ('default', 'item', 'i1', 1, '{\"a\": 1}', NULL)")
+    async with opened(SqliteSessionStore(path)) as store:
+        records = records_beside(store)
+        assert await store.usage(tenant="default") == TenantUsage(num_sessions=1, num_bytes=5)
+        assert await records.usage(tenant="default") == len('{"a": 1}')
+        await store.delete(**KEY)
+        await records.delete(tenant="default", kind="item", record_id="i1")
+        assert await store.usage(tenant="default") == TenantUsage(num_sessions=0, num_bytes=0)
+        assert await records.usage(tenant="default") == 0
 
 
 async def test_P5_two_stores_on_one_file_share_its_leases(path: Path) -> None:
