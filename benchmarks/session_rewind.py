@@ -226,9 +226,10 @@ async def rewind(
         num_left = len(ids) - distance
         start = time.perf_counter()
         marks = await store.log_marks(**KEY)
-        finished = await read_up_to(
+        reading = await read_up_to(
             backend, store, ids[: num_left - 1], kept=held.kept, marks=marks, **KEY, request_id="rewind", deadline=1e12
         )
+        finished = reading.finished
         if finished.end_state is None:
             raise finished.error or RuntimeError("the log was not read")
         version = held.stored.head.version

@@ -15,7 +15,7 @@ from typing import Any
 from nsm_core.engine.request import EndState, GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.state.quantize import StateFormat
+from nsm_core.state.quantize import StateFormat, coarsest
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import ModelInfo
@@ -56,7 +56,8 @@ class TurnRequest:
 class Continuation:
     """A session at the start of a turn. Built by `resume`, which checks.
 
-    `snapshot` is None when the session has had none, or when `replay` stands in for it.
+    `snapshot` is None when the session has had none, or when `replay` stands in for it. `rounding`: the coarsest format
+    that the state, or one that it was computed from, has been stored in.
     """
 
     head: SessionHead
@@ -64,6 +65,7 @@ class Continuation:
     model: ModelInfo
     tokenizer: Tokenizer
     replay: Replay | None = None
+    rounding: StateFormat = StateFormat.FP32
 
     @property
     def rebuilt(self) -> RebuildReason | None:
@@ -154,6 +156,7 @@ class Continuation:
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             layout=parse_layout(self.model.state_layout),
             stored_dtype=form.dtype,
+            rounded_to=coarsest(form, self.rounding).dtype,
             position=end.position,
             pending_id=end.pending,
             sampler=SamplerState(seed=seed, generated_counts=end.generated_counts),
@@ -196,7 +199,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
     if header.layout != parse_layout(model.state_layout):
         raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
-    return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer)
+    return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, rounding=header.rounding)
 
 
 def require_version(head: SessionHead, expected_version: int | None) -> None:

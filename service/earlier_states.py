@@ -7,15 +7,25 @@ the one before it, and at last for the start of the log.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import Generation, InferenceBackend
 from service.prefill import read_again
 from service.sessions.base import LogMark, SessionStore
 from service.sessions.retention import KeptSnapshot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """How the reading ended, with the state; `rounding`: see Continuation."""
+
+    finished: Finished
+    rounding: StateFormat
 
 
 async def read_up_to(
@@ -30,7 +40,7 @@ async def read_up_to(
     request_id: str,
     deadline: float,
     on_start: Callable[[Generation], None] = lambda generation: None,
-) -> Finished:
+) -> Reading:
     """`read_again` of `ids`, the first of the session's log (at least one), less what a kept snapshot has read.
 
     `marks`: of that log, read with it. A kept snapshot must be at one of them: then it is of this log, and not of one
@@ -40,11 +50,15 @@ async def read_up_to(
     """
     ends = {mark.version: mark.num_log_tokens for mark in marks}
     own = [one for one in kept if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
-    start = await _nearest(backend, store, len(ids), kept=own, tenant=tenant, session_id=session_id)
+    nearest = await _nearest(backend, store, len(ids), kept=own, tenant=tenant, session_id=session_id)
+    start = None if nearest is None else _resume(nearest)
+    rounding = StateFormat.FP32 if nearest is None else nearest.header.rounding
     if start is not None and start.position == len(ids):
         end = EndState(state=start.state, position=len(ids), pending=None, new_ids=(), generated_counts={})
-        return Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)
-    return await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
+        finished = Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)
+        return Reading(finished, rounding)
+    finished = await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
+    return Reading(finished, rounding)
 
 
 async def _nearest(
@@ -55,7 +69,7 @@ async def _nearest(
     kept: Iterable[KeptSnapshot],
     tenant: str,
     session_id: str,
-) -> Resume | None:
+) -> Snapshot | None:
     for one in sorted(kept, key=lambda snapshot: snapshot.position, reverse=True):
         if one.position > num_tokens:
             continue
@@ -67,7 +81,7 @@ async def _nearest(
     return None
 
 
-def _decode(backend: InferenceBackend, raw: bytes, expected: tuple[str, str, int, int]) -> Resume | None:
+def _decode(backend: InferenceBackend, raw: bytes, expected: tuple[str, str, int, int]) -> Snapshot | None:
     """None unless it is the expected (tenant, session, version, position), made by the running model as it runs."""
     try:
         snapshot = Snapshot.decode(raw, is_verified=True)  # by the store
@@ -76,8 +90,12 @@ def _decode(backend: InferenceBackend, raw: bytes, expected: tuple[str, str, int
     header, model = snapshot.header, backend.model
     is_own = (header.tenant, header.session_id, header.version, header.position) == expected
     is_of_model = (header.model_fingerprint, header.numerics) == (model.fingerprint, model.numerics)
-    if not is_own or not is_of_model or header.layout != parse_layout(model.state_layout):
-        return None
+    is_usable = is_own and is_of_model and header.layout == parse_layout(model.state_layout)
+    return snapshot if is_usable else None
+
+
+def _resume(snapshot: Snapshot) -> Resume:
+    header = snapshot.header
     return Resume(
         state=snapshot.state, position=header.position, fingerprint=header.model_fingerprint, generated_counts={}
     )

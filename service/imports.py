@@ -115,6 +115,7 @@ async def _rebuild(
         numerics=model.numerics,
         layout=parse_layout(model.state_layout),
         stored_dtype=request.state_format.dtype,
+        rounded_to=request.state_format.dtype,
         created_at=time.time(),
     )
     return Snapshot(header, finished.end_state.state)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import InvalidRequest
+from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, require_version, resume
 from service.earlier_states import read_up_to
@@ -77,11 +78,11 @@ async def rewind_session(
         num_log_tokens = request.num_log_tokens(head, marks)
         log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
         seed, end = _seed_at(marks, num_log_tokens), None
-        if log_ids:
-            state, position, pending = await _state_after(backend, store, log_ids, marks, request, turn, held)
-            counts = sampled_counts(log_ids, marks)
-            end = EndState(state=state, position=position, pending=pending, new_ids=(), generated_counts=counts)
         start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+        if log_ids:
+            end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
+            end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
+            start = dataclasses.replace(start, rounding=rounding)
         return await held.rewind(
             expected_version=head.version,
             snapshot=None
@@ -103,10 +104,10 @@ async def _state_after(
     request: RewindRequest,
     turn: Turn,
     held: HeldLease,
-) -> tuple[bytes, int, int | None]:
-    """State, position and pending token."""
+) -> tuple[EndState, StateFormat]:
+    """The state with its pending token, and its `rounding`."""
     fed, pending = (log_ids[:-1], log_ids[-1]) if len(log_ids) > 1 else (log_ids, None)
-    finished = await read_up_to(
+    reading = await read_up_to(
         backend,
         store,
         fed,
@@ -118,12 +119,15 @@ async def _state_after(
         deadline=request.deadline,
         on_start=turn.attach,
     )
+    finished = reading.finished
     error = turn.error_of(finished)
     if error is not None:
         raise error
     if finished.end_state is None:
         raise RuntimeError("the engine ended a session's request without its state")
-    return finished.end_state.state, len(fed), pending
+    state = finished.end_state.state
+    end = EndState(state=state, position=len(fed), pending=pending, new_ids=(), generated_counts={})
+    return end, reading.rounding
 
 
 def _seed_at(marks: Sequence[LogMark], num_log_tokens: int) -> int:

@@ -38,6 +38,7 @@ async def describe_states(
         "model_fingerprint": backend.model.fingerprint,
         "numerics": backend.model.numerics if snapshot is None else snapshot.header.numerics,
         "dtype": None if snapshot is None else snapshot.header.stored_dtype,
+        "rounded_to": None if snapshot is None else snapshot.header.rounded_to,
         "position": report.position,
         "state_bytes": report.num_bytes,
         "detail": detail.value,

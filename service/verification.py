@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nsm_core.errors import EngineDead, NotFound, NsmError, NumericalError, SessionBusy, SnapshotCorrupt
-from nsm_core.state.snapshot import Snapshot, TensorLayout, parse_layout
+from nsm_core.state.layout import FLOAT, TensorLayout, parse_layout
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
 from service.copies import SessionCopy, read_copy
 from service.moving import SessionName
@@ -22,8 +25,13 @@ from service.prefill import read_again
 from service.replay import sampled_counts, seed_of
 from service.sessions.base import LogMark, SessionStore
 
-TOLERANCE = 2e-4  # what chunks, single steps and batches of one numerics class may differ by
+# What chunks, single steps and batches of one numerics class may differ by; where states were rounded when they were
+# stored, what that adds up to over the turns of a session, as a share of a whole tensor.
+TOLERANCES = {StateFormat.FP32: 2e-4, StateFormat.FP16: 1e-2, StateFormat.INT8: 1e-1}
 
+_SMALLEST = 1e-9  # of a length to divide by: a tensor of zeros is compared as it is
+
+FloatArray = NDArray[np.float64]
 Verdict = Literal["same", "empty", "diverged", "damaged", "other_model", "other_tokenizer", "busy", "gone"]
 
 
@@ -44,14 +52,16 @@ class Divergence:
 class Verified:
     """What was found of one session.
 
-    `num_log_tokens`: how many were read again. `difference`: the largest of any tensor's numbers, |stored - derived| /
-    max(1, |derived|). `numerics`: the class that made the state, where it is not the running one: then numbers may
-    differ by more. `damage`: what cannot be read, and why.
+    `num_log_tokens`: how many were read again. `rounding`: the coarsest format that the state, or one before it, was
+    stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
+    `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more.
+    `damage`: what cannot be read, and why.
     """
 
     name: SessionName
     verdict: Verdict
     num_log_tokens: int = 0
+    rounding: StateFormat | None = None
     difference: float = 0.0
     divergences: tuple[Divergence, ...] = ()
     numerics: str | None = None
@@ -59,13 +69,17 @@ class Verified:
 
 
 async def verify(
-    store: SessionStore, backend: InferenceBackend, names: Sequence[SessionName], *, tolerance: float = TOLERANCE
+    store: SessionStore,
+    backend: InferenceBackend,
+    names: Sequence[SessionName],
+    *,
+    tolerances: Mapping[StateFormat, float] = TOLERANCES,
 ) -> AsyncGenerator[Verified]:
     """One result for each name, in order. Raises StoreUnavailable or EngineDead."""
     for name in names:
         try:
             copy = await read_copy(store, tenant=name.tenant, session_id=name.session_id)
-            yield await _verify_copy(backend, name, copy, tolerance)
+            yield await _verify_copy(backend, name, copy, tolerances)
         except NotFound:
             yield Verified(name=name, verdict="gone")
         except (SnapshotCorrupt, NumericalError) as error:
@@ -89,29 +103,32 @@ async def _verify_marks(store: SessionStore, name: SessionName) -> Verified:
     return Verified(name=name, verdict="diverged", divergences=(Divergence("marks", detail),))
 
 
-async def _verify_copy(backend: InferenceBackend, name: SessionName, copy: SessionCopy, tolerance: float) -> Verified:
+async def _verify_copy(
+    backend: InferenceBackend, name: SessionName, copy: SessionCopy, tolerances: Mapping[StateFormat, float]
+) -> Verified:
     """Raises SnapshotCorrupt for bytes that are no snapshot, NumericalError for a log that the model cannot read."""
     if copy.snapshot is None:
         return Verified(name=name, verdict="empty")
     snapshot = await asyncio.to_thread(Snapshot.decode, copy.snapshot)
-    divergences, difference = _fields_that_differ(copy, snapshot), 0.0
+    divergences, difference, rounding = _fields_that_differ(copy, snapshot), 0.0, None
     foreign = _model_of(snapshot, backend)
     is_fitting = snapshot.header.layout == parse_layout(backend.model.state_layout)
     if foreign is None and not is_fitting:
         divergences.append(Divergence("layout", "is not that of the model's states"))
     if foreign is None and is_fitting and snapshot.header.position <= len(copy.log_ids):
         differences = await _tensors_that_differ(backend, name, copy, snapshot)
-        difference = max(differences.values())
+        difference, rounding = max(differences.values()), snapshot.header.rounding
         divergences += [
             Divergence(tensor, f"differs by {size:.3g}", size)
             for tensor, size in differences.items()
-            if not size <= tolerance
+            if not size <= tolerances[rounding]
         ]
     numerics = snapshot.header.numerics
     return Verified(
         name=name,
         verdict="diverged" if divergences else foreign or "same",
         num_log_tokens=len(copy.log_ids),
+        rounding=rounding,
         difference=difference,
         divergences=tuple(divergences),
         numerics=None if numerics == backend.model.numerics else numerics,
@@ -174,19 +191,35 @@ async def _tensors_that_differ(
     finished = await read_again(backend, fed, request_id=f"verify-{name.session_id}", deadline=math.inf)
     if finished.end_state is None:
         raise finished.error or EngineDead("the engine was stopped")
-    return await asyncio.to_thread(compare_states, snapshot.header.layout, snapshot.state, finished.end_state.state)
+    derived, header = finished.end_state.state, snapshot.header
+    is_rounded = header.rounding is not StateFormat.FP32
+    return await asyncio.to_thread(compare_states, header.layout, snapshot.state, derived, is_rounded=is_rounded)
 
 
-def compare_states(layout: Sequence[TensorLayout], stored: bytes, derived: bytes) -> dict[str, float]:
-    """By tensor the largest |stored - derived| / max(1, |derived|); infinite where one of them is no number."""
+def compare_states(
+    layout: Sequence[TensorLayout], stored: bytes, derived: bytes, *, is_rounded: bool = False
+) -> dict[str, float]:
+    """By tensor how far the two are apart; infinite where one of them is no number. Counts have to be equal: their
+    difference is at least 1 where they are not.
+
+    Of numbers, the largest |stored - derived| / max(1, |derived|). Where they were rounded when they were stored, each
+    of its turns added to the difference of a few, and what tells another text's state is the tensor as a whole: the
+    length of the difference over that of what was derived.
+    """
     differences, offset = {}, 0
     for tensor in layout:
         dtype = np.dtype(tensor.dtype).newbyteorder("<")
-        one, other = (
-            np.frombuffer(raw, dtype, count=math.prod(tensor.shape), offset=offset).astype(np.float64)
-            for raw in (stored, derived)
-        )
+        one, other = (np.frombuffer(raw, dtype, count=tensor.num_values, offset=offset) for raw in (stored, derived))
         offset += tensor.num_bytes
-        largest = float(np.max(np.abs(one - other) / np.maximum(1.0, np.abs(other))))
-        differences[tensor.name] = largest if math.isfinite(largest) else math.inf
+        size = _difference(one.astype(np.float64), other.astype(np.float64), tensor.dtype == FLOAT, is_rounded)
+        differences[tensor.name] = size if math.isfinite(size) else math.inf
     return differences
+
+
+def _difference(stored: FloatArray, derived: FloatArray, is_float: bool, is_rounded: bool) -> float:
+    apart = np.abs(stored - derived)
+    if not is_float:
+        return float(apart.max())
+    if is_rounded:
+        return float(np.linalg.norm(apart) / max(float(np.linalg.norm(derived)), _SMALLEST))
+    return float(np.max(apart / np.maximum(1.0, np.abs(derived))))

@@ -50,6 +50,11 @@ _WORD_BYTES = {StateFormat.FP32: 4, StateFormat.FP16: 2, StateFormat.INT8: 1}
 FORMATS = {form.dtype: form for form in StateFormat}
 
 
+def coarsest(*forms: StateFormat) -> StateFormat:
+    """The one that loses most."""
+    return min(forms, key=lambda form: form.word_bytes)
+
+
 def encode_state(layout: Sequence[TensorLayout], raw: bytes, form: StateFormat) -> bytes:
     """A running state's bytes (`StateSpec.pack`) as `form` stores them: tensor by tensor, and in int8 the scales of a
     tensor behind its numbers.

@@ -9,11 +9,12 @@ Byte formats 1 to 4, all integers little endian:
     16            8      S, length of the state as it stands here
     24            H      header: JSON, ASCII, sorted keys, no blanks
     24 + H        S      state: the layout's tensors in order, little endian, no padding;
-                         in formats 3 and 4 in the header's `stored_dtype`, see quantize.py;
+                         in formats 3 and 4 in the header's `stored_dtype`, see quantize.py,
+                         and with `rounded_to` in the header;
                          in formats 2 and 4 packed, see packing.py
     24 + H + S    32     blake2b-256 over everything before
 
-A state in float32 is in format 1 or 2, which builds that know no other dtype read; they refuse the others by number.
+A state that was never rounded is in format 1 or 2, which builds that know no others read; those refuse 3 and 4.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from nsm_core.state.layout import FLOAT
 from nsm_core.state.layout import TensorLayout as TensorLayout
 from nsm_core.state.layout import parse_layout as parse_layout
 from nsm_core.state.packing import pack, unpack
-from nsm_core.state.quantize import FORMATS, StateFormat, decode_state, encode_state, stored_bytes
+from nsm_core.state.quantize import FORMATS, StateFormat, coarsest, decode_state, encode_state, stored_bytes
 
 MAGIC = b"NSMSNAP\0"
 FORMAT_VERSION = 1
@@ -71,7 +72,8 @@ class SnapshotHeader:
 
     `position`: tokens fed to reach the state. `pending_id`: the token sampled but not yet fed, or None. `version`: the
     session's version this snapshot is; `parent`: the version it came from. `created_at`: unix seconds. `stored_dtype`:
-    what the state's numbers are at rest, whatever `layout` says that they are while it runs.
+    what the state's numbers are at rest, whatever `layout` says that they are while it runs; `rounded_to`: the coarsest
+    dtype that this state, or one that it was computed from, was at rest in. float32: it is what its log makes it.
     """
 
     model_fingerprint: str
@@ -79,6 +81,7 @@ class SnapshotHeader:
     tokenizer_fingerprint: str
     layout: tuple[TensorLayout, ...]
     stored_dtype: str = FLOAT
+    rounded_to: str = FLOAT
     position: int
     pending_id: int | None
     sampler: SamplerState
@@ -92,8 +95,12 @@ class SnapshotHeader:
         for name in ("model_fingerprint", "numerics", "tokenizer_fingerprint", "tenant", "session_id"):
             value = getattr(self, name)
             require(is_text(value), f"{name} {value!r}")
-        is_known = is_text(self.stored_dtype) and self.stored_dtype in FORMATS
-        require(is_known, f"stored dtype {self.stored_dtype!r}, this build reads {', '.join(FORMATS)}")
+        for name in ("stored_dtype", "rounded_to"):
+            value = getattr(self, name)
+            is_known = is_text(value) and value in FORMATS
+            require(is_known, f"{name} {value!r}, this build reads {', '.join(FORMATS)}")
+        is_noted = coarsest(self.stored_format, self.rounding) is self.rounding
+        require(is_noted, f"a state in {self.stored_dtype} that was rounded to {self.rounded_to}")
         require(is_int(self.position, 1, _MAX_COUNT), f"position {self.position!r}")
         valid_pending = self.pending_id is None or is_int(self.pending_id, 0, _MAX_TOKEN_ID)
         require(valid_pending, f"pending token {self.pending_id!r}")
@@ -115,9 +122,16 @@ class SnapshotHeader:
     def stored_format(self) -> StateFormat:
         return FORMATS[self.stored_dtype]
 
+    @property
+    def rounding(self) -> StateFormat:
+        """`rounded_to`; FP32 where there was none."""
+        return FORMATS[self.rounded_to]
+
     def to_json(self) -> bytes:
-        """Canonical: equal headers have equal bytes."""
+        """Canonical: equal headers have equal bytes. Without `rounded_to` where there was no rounding."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.rounding is StateFormat.FP32:
+            del fields["rounded_to"]
         fields["layout"] = [dataclasses.asdict(tensor) for tensor in self.layout]
         fields["sampler"] = {
             "seed": self.sampler.seed,
@@ -133,7 +147,8 @@ class SnapshotHeader:
         except (ValueError, RecursionError) as error:
             raise SnapshotCorrupt("snapshot refused: the header is not JSON") from error
         names = {field.name for field in dataclasses.fields(cls)}
-        require(isinstance(fields, dict) and set(fields) == names, "the header does not have the fields of its format")
+        is_complete = isinstance(fields, dict) and set(fields) | {"rounded_to"} == names
+        require(is_complete, "the header does not have the fields of its format")
         require(isinstance(fields["layout"], list), "the layout is not a list")
         fields["layout"] = parse_layout(fields["layout"])
         fields["sampler"] = _parse_sampler(fields["sampler"])
@@ -172,7 +187,7 @@ class Snapshot:
         """
         header, state = self._at_rest()
         packed = pack(state, word_bytes=header.stored_format.word_bytes) if is_packed else None
-        version = FORMAT_VERSION if header.stored_format is StateFormat.FP32 else ROUNDED_VERSION
+        version = FORMAT_VERSION if header.rounding is StateFormat.FP32 else ROUNDED_VERSION
         if packed is not None:
             version, state = version + PACKED, packed
         raw_header = header.to_json()
@@ -197,10 +212,8 @@ class Snapshot:
         header = SnapshotHeader.from_json(raw[_PREFIX.size : header_end])
         state, form = raw[header_end:-_CHECKSUM_BYTES], header.stored_format
         version = _PREFIX.unpack_from(raw)[1]
-        is_rounded = version >= ROUNDED_VERSION
-        require(
-            is_rounded == (form is not StateFormat.FP32), f"dtype {header.stored_dtype} in format version {version}"
-        )
+        is_fitting = (version >= ROUNDED_VERSION) == (header.rounding is not StateFormat.FP32)
+        require(is_fitting, f"a state that was rounded to {header.rounded_to} in format version {version}")
         if version in (FORMAT_VERSION + PACKED, ROUNDED_VERSION + PACKED):
             state = unpack(state, header.stored_bytes, word_bytes=form.word_bytes)
         return cls(header, decode_state(header.layout, state, form))

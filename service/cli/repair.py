@@ -18,6 +18,7 @@ from service.cli.stores import opened_store, store_settings
 from service.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from nsm_core.state.quantize import StateFormat
     from service.backends.base import InferenceBackend
     from service.migration import Migrated
     from service.moving import SessionName
@@ -58,8 +59,13 @@ def verify(
         int | None, typer.Option(min=1, help="Only so many, drawn at random.", show_default=False)
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Most that a number of a state may differ, over max(1, itself).")
-    ] = 2e-4,
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size.",
+            show_default="2e-4; 0.01 of one in fp16, 0.1 in int8",
+        ),
+    ] = None,
     model: options.Model = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
@@ -97,11 +103,12 @@ def migrate(
 class Report:
     """What `verify` found; of sessions that are as they should be, only how many and how close."""
 
-    def __init__(self, backend: InferenceBackend, tolerance: float) -> None:
+    def __init__(self, backend: InferenceBackend, tolerances: Mapping[StateFormat, float]) -> None:
         self.counts: Counter[str] = Counter()
         self._fingerprint = backend.model.fingerprint
-        self._tolerance = tolerance
-        self._difference = 0.0
+        self._tolerances = tolerances
+        self._compared: Counter[StateFormat] = Counter()
+        self._differences: dict[StateFormat, float] = {}  # the largest, of those that are the same
         self._num_tokens = 0
         self._odd: list[Verified] = []
 
@@ -112,27 +119,43 @@ class Report:
     def add(self, verified: Verified) -> None:
         self.counts[verified.verdict] += 1
         self._num_tokens += verified.num_log_tokens
-        if verified.verdict == "same":
-            self._difference = max(self._difference, verified.difference)
+        form = verified.rounding
+        if form is not None:
+            self._compared[form] += 1
+        if verified.verdict == "same" and form is not None:
+            self._differences[form] = max(self._differences.get(form, 0.0), verified.difference)
         elif verified.verdict != "empty":
             self._odd.append(verified)
 
     def tell(self) -> None:
         for verified in self._odd:
             print(harmless(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified)}"))
-        closest = f", differing by at most {self._difference:.2g}" if self.counts["same"] else ""
+        closest = "".join(
+            f", {_stored_in(form)}differing by at most {size:.2g}" for form, size in self._differences.items()
+        )
         print(f"verify: {_tally(self.counts, VERIFIED)}{closest}")
 
     def to_json(self) -> dict[str, Any]:
         return {
             "model_fingerprint": self._fingerprint,
-            "tolerance": self._tolerance,
             "num_sessions": self.num_sessions,
             "num_log_tokens": self._num_tokens,
             "counts": {verdict: self.counts[verdict] for verdict in VERIFIED},
-            "max_difference": self._difference,
+            "compared": {
+                form.value: {
+                    "num_sessions": self._compared[form],
+                    "tolerance": self._tolerances[form],
+                    "max_difference": self._differences.get(form),
+                }
+                for form in self._compared
+            },
             "sessions": [_to_json(verified) for verified in self._odd],
         }
+
+
+def _stored_in(form: StateFormat) -> str:
+    """A rounded state is compared in another way than one that was not."""
+    return "" if form.value == "fp32" else f"rounded to {form.value} and as a whole "
 
 
 def _title(name: SessionName) -> str:
@@ -152,6 +175,7 @@ def _to_json(verified: Verified) -> dict[str, Any]:
         "id": verified.name.session_id,
         "verdict": verified.verdict,
         "num_log_tokens": verified.num_log_tokens,
+        "rounded_to": None if verified.rounding is None else verified.rounding.value,
         "numerics": verified.numerics,
         "damage": None if verified.damage is None else str(verified.damage),
         "divergences": [
@@ -166,17 +190,20 @@ def _tally(counts: Mapping[str, int], words: Mapping[str, str]) -> str:
 
 
 async def _verify(
-    settings: Settings, ids: Sequence[str] | None, tenant: str | None, sample: int | None, tolerance: float
+    settings: Settings, ids: Sequence[str] | None, tenant: str | None, sample: int | None, tolerance: float | None
 ) -> Report:
+    from service.verification import TOLERANCES
     from service.verification import verify as run
+
+    tolerances = TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance)
 
     async with _opened(settings) as (store, backend):
         names = await _names(store, ids, tenant)
         if sample is not None and sample < len(names):
             names = random.sample(names, sample)
-        report = Report(backend, tolerance)
+        report = Report(backend, tolerances)
         with progress("verify", len(names)) as advance:
-            async with contextlib.aclosing(run(store, backend, names, tolerance=tolerance)) as steps:
+            async with contextlib.aclosing(run(store, backend, names, tolerances=tolerances)) as steps:
                 async for verified in steps:
                     report.add(verified)
                     advance(report.num_sessions)

@@ -41,6 +41,7 @@ def encode_entry(
         tokenizer_fingerprint=tokenizer.fingerprint,
         layout=parse_layout(model.state_layout),
         stored_dtype=form.dtype,
+        rounded_to=form.dtype,
         position=key.position,
         pending_id=None,
         sampler=NO_SAMPLER,

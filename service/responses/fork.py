@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
+from nsm_core.state.quantize import StateFormat
 from service.continuation import Continuation, resume
 from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
@@ -71,10 +72,10 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     log_ids = copy.log_ids[: place.num_log_tokens]
-    end = await _state_after(services, copy.head, marks, log_ids, deadline=deadline)
+    end, rounding = await _state_after(services, copy.head, marks, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
-    start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer)
+    start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
     snapshot = await start.encode_next(
         end, seed=seed_or_new(seed_of(marks)), created_at=time.time(), form=services.state_format
     )
@@ -91,8 +92,8 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
 
 async def _state_after(
     services: Services, head: SessionHead, marks: Sequence[LogMark], log_ids: tuple[int, ...], *, deadline: float
-) -> EndState:
-    """The state at the last of `marks`, whose log is `log_ids`."""
+) -> tuple[EndState, StateFormat]:
+    """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
     key = {"tenant": head.tenant, "session_id": head.session_id}
     version = marks[-1].version
     kept = [one for one in await services.store.list_kept(**key) if one.version <= version]
@@ -100,7 +101,7 @@ async def _state_after(
         raise not_found(head.session_id)
     is_kept = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
     num_fed = len(log_ids) if is_kept or len(log_ids) == 1 else len(log_ids) - 1
-    finished = await read_up_to(
+    reading = await read_up_to(
         services.backend,
         services.store,
         log_ids[:num_fed],
@@ -111,8 +112,10 @@ async def _state_after(
         request_id=f"fork-{uuid.uuid4().hex}",
         deadline=deadline,
     )
+    finished = reading.finished
     if finished.end_state is None:
         raise finished.error or NsmError("the session's log could not be read again")
     pending = log_ids[-1] if num_fed < len(log_ids) else None
     state = finished.end_state.state
-    return EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
+    end = EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
+    return end, reading.rounding

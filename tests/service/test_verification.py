@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nsm_core.errors import EngineDead
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, TensorLayout
 from nsm_core.tokenizer import Tokenizer
 from service.moving import SessionName, all_sessions
@@ -143,8 +144,22 @@ def test_differences_are_relative_for_large_numbers_and_absolute_for_small_ones(
     assert compare_states(layout, stored, derived) == {"a": float("inf"), "n": 0.0}
 
 
+def test_of_a_rounded_state_each_tensor_is_compared_as_a_whole_and_counts_have_to_be_equal() -> None:
+    layout = (TensorLayout("a", (2,), "float32"), TensorLayout("n", (), "int64"))
+    derived = np.array([3.0, 4.0], "<f4").tobytes() + (80_000).to_bytes(8, "little")
+    stored = np.array([3.3, 3.6], "<f4").tobytes() + (79_999).to_bytes(8, "little")
+    assert compare_states(layout, stored, derived, is_rounded=True) == {"a": pytest.approx(0.1), "n": 1.0}
+    assert compare_states(layout, stored, derived) == {"a": pytest.approx(0.1), "n": 1.0}
+    zeros = bytes(16)
+    assert compare_states(layout, zeros, zeros, is_rounded=True) == {"a": 0.0, "n": 0.0}
+    assert compare_states(layout, zeros, derived, is_rounded=True)["a"] == 1.0
+    nan = np.array([np.nan, 4.0], "<f4").tobytes() + (80_000).to_bytes(8, "little")
+    assert compare_states(layout, nan, derived, is_rounded=True) == {"a": float("inf"), "n": 0.0}
+
+
 async def test_the_tolerance_is_the_callers() -> None:
     store, backend = MemorySessionStore(), FakeBackend()
+    tolerances = dict.fromkeys(StateFormat, float("inf"))
     await tell(store, backend, changes={"state": state_after(tuple(range(14)))})
-    (found,) = [found async for found in verify(store, backend, [NAME], tolerance=float("inf"))]
+    (found,) = [found async for found in verify(store, backend, [NAME], tolerances=tolerances)]
     assert dataclasses.replace(found, difference=0.0).verdict == "same"

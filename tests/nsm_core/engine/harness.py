@@ -36,9 +36,10 @@ class RandomModel(NsmModel):
     head of its own (with tied embeddings a random model repeats one token for ever).
     """
 
-    def __init__(self, vocab_size: int = 512, seed: int = 1) -> None:
+    def __init__(self, vocab_size: int = 512, seed: int = 1, *, layer_pattern: str = "N") -> None:
         super().__init__(
             ModelConfig(
+                layer_pattern=layer_pattern,
                 vocab_size=vocab_size,
                 d_model=32,
                 num_layers=2,
@@ -46,6 +47,9 @@ class RandomModel(NsmModel):
                 num_memory_slots=8,
                 write_top_k=2,
                 mlp_hidden=64,
+                num_kv_heads=1,
+                window=24,
+                max_context=64,
             )
         )
         self.requires_grad_(False)

@@ -155,12 +155,19 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
         (seal(header_json(session_id=5)), "session_id"),
         (
             seal(header_json(stored_dtype="bfloat16")),
-            "stored dtype 'bfloat16', this build reads float32, float16, int8",
+            "stored_dtype 'bfloat16', this build reads float32, float16, int8",
         ),
-        (seal(header_json(stored_dtype=[])), "stored dtype"),
-        (seal(header_json(stored_dtype="int8")), "dtype int8 in format version 1"),
-        (seal(header_json(), version=3), "dtype float32 in format version 3"),
-        (seal(header_json(stored_dtype="float16"), version=3), "the layout has 16 bytes, the state 24"),
+        (seal(header_json(stored_dtype=[])), "stored_dtype"),
+        (seal(header_json(stored_dtype="int8"), version=3), "a state in int8 that was rounded to float32"),
+        (
+            seal(header_json(stored_dtype="int8", rounded_to="float16"), version=3),
+            "in int8 that was rounded to float16",
+        ),
+        (seal(header_json(rounded_to="float32")), "canonical"),
+        (seal(header_json(rounded_to=4)), "rounded_to 4"),
+        (seal(header_json(rounded_to="int8")), "rounded to int8 in format version 1"),
+        (seal(header_json(), version=3), "rounded to float32 in format version 3"),
+        (seal(header_json(stored_dtype="float16", rounded_to="float16"), version=3), "has 16 bytes, the state 24"),
         (seal(header_json(created_at=-1.0)), "date"),
         (seal(header_json(layout={})), "layout"),
         (seal(header_json(layout=[["position", [], "int64"]])), "layout"),
@@ -234,7 +241,9 @@ LOSSY = ("float16", "int8")
 def rounded_snapshot(dtype: str, *, scale: float = 1.0) -> Snapshot:
     numbers = (scale * np.random.default_rng(0).standard_normal(8 * 128)).astype("<f4")
     numbers[:512] = scale  # slots that nobody wrote to
-    return Snapshot(make_header(layout=SLOTS, stored_dtype=dtype), struct.pack("<q", 41) + numbers.tobytes())
+    return Snapshot(
+        make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype), struct.pack("<q", 41) + numbers.tobytes()
+    )
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -243,7 +252,7 @@ def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str, is_packed
     raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
     assert raw[8] == (1 if dtype == "float32" else 3) + is_packed
     snapshot = Snapshot.decode(raw)
-    assert snapshot.header == make_header(layout=SLOTS, stored_dtype=dtype)
+    assert snapshot.header == make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
     assert snapshot.encode(is_packed=is_packed) == raw
     assert Snapshot.decode(snapshot.encode(is_packed=not is_packed)) == snapshot
     exact, rounded = (np.frombuffer(one.state, "<f4", offset=8) for one in (rounded_snapshot(dtype), snapshot))
@@ -274,7 +283,7 @@ def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str, is_pack
 
 @given(st.sampled_from(LOSSY), st.integers(1, 4), st.binary(max_size=1200))
 def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, version: int, state: bytes) -> None:
-    header = make_header(layout=SLOTS, stored_dtype=dtype)
+    header = make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
     try:
         snapshot = Snapshot.decode(seal(header.to_json(), state, version=version))
     except SnapshotCorrupt:
@@ -287,5 +296,13 @@ def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, version: int, state
 def test_numbers_that_do_not_fit_are_stored_in_float32(dtype: str) -> None:
     snapshot = rounded_snapshot(dtype, scale=1e9)
     decoded = Snapshot.decode(snapshot.encode())
-    assert decoded.header == make_header(layout=SLOTS)
+    assert decoded.header == make_header(layout=SLOTS, rounded_to=dtype)
     assert decoded.state == snapshot.state
+
+
+def test_a_state_that_was_rounded_once_says_so_in_whatever_dtype_it_is_stored_later() -> None:
+    snapshot = dataclasses.replace(rounded_snapshot("int8"), header=make_header(layout=SLOTS, rounded_to="int8"))
+    for is_packed in (False, True):
+        raw = snapshot.encode(is_packed=is_packed)
+        assert raw[8] == 3 + is_packed
+        assert Snapshot.decode(raw) == snapshot

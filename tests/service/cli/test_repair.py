@@ -50,10 +50,30 @@ def test_a_divergence_is_told_by_session_and_tensor(nsm: Nsm, data_dir: Path, mo
     (found,) = session["divergences"]
     assert (session["id"], session["verdict"], session["tenant"]) == (changed, "diverged", "default")
     assert 0.1 < found["difference"] < 0.51
-    assert report["max_difference"] < 2e-4
+    (compared,) = report["compared"].items()
+    assert (compared[0], compared[1]["num_sessions"], compared[1]["tolerance"]) == ("fp32", 2, 2e-4)
+    assert compared[1]["max_difference"] < 2e-4
     assert nsm("sessions", "verify", whole).exit_code == 0
     assert nsm("sessions", "verify", changed, "--tolerance", 1).exit_code == 0
     assert_one_line(nsm("sessions", "verify", "no-such"), "session 'no-such' does not exist")
+
+
+def test_rounded_states_are_compared_as_what_they_are(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk(nsm, "Hello\nAgain\nAnd once more")
+    monkeypatch.setenv("NSM_STATE_DTYPE", "int8")
+    session_id = talk(nsm, "Hello\nAgain\nAnd once more")
+    assert "dtype int8" in nsm("sessions", "states", session_id).stdout
+    result = nsm("sessions", "verify", "--tolerance", 1)  # of so few slots each is a large part of the whole
+    assert result.exit_code == 0
+    closest = r"differing by at most (\S+)"
+    found = re.fullmatch(
+        rf"verify: 2 same, {closest}, rounded to int8 and as a whole {closest}\n", result.stdout
+    ) or re.fullmatch(rf"verify: 2 same, rounded to int8 and as a whole {closest}, {closest}\n", result.stdout)
+    assert found is not None
+    assert sorted(float(size) > 1e-3 for size in found.groups()) == [False, True]
+    assert nsm("sessions", "verify", session_id, "--tolerance", "1e-5").exit_code == 1
+    report = json.loads(nsm("sessions", "verify", session_id, "--json").stdout)
+    assert list(report["compared"]) == ["int8"]
 
 
 def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Path) -> None:

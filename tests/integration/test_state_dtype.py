@@ -1,0 +1,263 @@
+"""Sessions whose states are rounded when they are stored, over HTTP, on models of every kind of layer.
+
+What is promised: what was stored is what every replica goes on from, to the same text, whatever it rounds to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nsm_core.config import EngineConfig
+from nsm_core.model.loader import LoadedModel
+from nsm_core.state.quantize import FORMATS, StateFormat
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
+from service.moving import all_sessions, backup, restore
+from service.sessions.base import SessionStore
+from service.sessions.memory import MemorySessionStore
+from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_url import parse_redis_url
+from service.sessions.sqlite import SqliteSessionStore
+from service.verification import Verified, verify
+from tests.gateway import Gateway, gateway
+from tests.nsm_core.engine.harness import RandomModel
+from tests.service.test_prefix_resume import Unreliable
+
+KEY = {"tenant": "default", "session_id": "s1"}
+PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}
+DTYPES = [form.value for form in StateFormat]
+LONG = list(range(1, 301))  # a turn that is worth an older snapshot
+OpenStore = Callable[[], SessionStore]
+
+
+def make_backend(tokenizer: Tokenizer, pattern: str = "N") -> LocalBackend:
+    model = RandomModel(tokenizer.vocab_size, layer_pattern=pattern)
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=model.config,
+        fingerprint=f"random-{pattern}",
+        numerics="cpu/fp32/test",
+        name="random",
+        created=1_700_000_000,
+        num_parameters=1,
+        weight_format="fp32",
+    )
+    # one row a step: neighbours would change the last bits
+    return LocalBackend(loaded, EngineConfig(max_slots=1, token_budget=64))
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
+    """Each call is another replica's way to the same sessions."""
+    if request.param == "sqlite":
+        return lambda: SqliteSessionStore(tmp_path / "sessions.db")
+    url = request.getfixturevalue("redis_single").own_url()
+    return lambda: RedisSessionStore(parse_redis_url(url))
+
+
+def ok(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def create(house: Gateway, session_id: str = "s1") -> None:
+    ok(await house.client.post("/v1/sessions", json={"id": session_id}))
+
+
+async def say(house: Gateway, ids: list[int], session_id: str = "s1", **fields: Any) -> str:
+    body = {"input": ids, "max_tokens": 8, "temperature": 1.0, **fields}
+    answer = ok(await house.client.post(f"/v1/sessions/{session_id}/generate", json=body))
+    return str(answer["choices"][0]["text"])
+
+
+async def raw_of(store: SessionStore, session_id: str = "s1") -> bytes:
+    stored = await store.load(tenant="default", session_id=session_id)
+    assert stored.snapshot is not None
+    return stored.snapshot
+
+
+async def verified_by(house: Gateway) -> list[Verified]:
+    store = house.services.store
+    return [found async for found in verify(store, house.services.backend, await all_sessions(store))]
+
+
+@contextlib.asynccontextmanager
+async def replica(
+    tokenizer: Tokenizer, store: SessionStore | None, dtype: str, pattern: str = "N", **settings: Any
+) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend(tokenizer, pattern), store=store, state_dtype=dtype, **settings) as house:
+        yield house
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_P4_turns_on_two_replicas_are_those_of_one(
+    tiny_tokenizer: Tokenizer, open_store: OpenStore, dtype: str, pattern: str
+) -> None:
+    async with replica(tiny_tokenizer, None, dtype, pattern) as one:
+        await create(one)
+        texts = [await say(one, [5, 6, turn], seed=7) for turn in range(4)]
+        states = await raw_of(one.services.store)
+    async with (
+        replica(tiny_tokenizer, open_store(), dtype, pattern) as first,
+        replica(tiny_tokenizer, open_store(), dtype, pattern) as second,
+    ):
+        await create(first)
+        assert [await say((first, second)[turn % 2], [5, 6, turn], seed=7) for turn in range(4)] == texts
+        raw, head = await raw_of(first.services.store), await first.services.store.get(**KEY)
+        snapshot = Snapshot.decode(raw)
+        assert snapshot.header.stored_format.value == snapshot.header.rounding.value == dtype
+        assert snapshot.state == Snapshot.decode(states).state
+        assert head.snapshot_bytes == len(raw)
+        told = ok(await second.client.get("/v1/sessions/s1/states"))
+        assert (FORMATS[told["dtype"]], FORMATS[told["rounded_to"]]) == (dtype, dtype)
+        (found,) = await verified_by(second)
+        assert (found.divergences, found.rounding) == ((), dtype)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share(
+    tiny_tokenizer: Tokenizer, pattern: str
+) -> None:
+    sizes = {}
+    for dtype in DTYPES:
+        async with replica(tiny_tokenizer, None, dtype, pattern) as house:
+            await create(house)
+            await say(house, [5, 6])
+            await say(house, [7])
+            store, raw = house.services.store, await raw_of(house.services.store)
+            sizes[dtype] = len(raw) - (len(Snapshot.decode(raw).header.to_json()) + 56)
+            full = house.services.backend.model.state_bytes
+            usage = await store.usage(tenant="default")
+            results = usage.num_bytes - len(raw) - 4 * (await store.get(**KEY)).num_log_tokens
+            assert 0 < results < 4_000
+            assert ok(await house.client.get("/v1/models"))["data"][0]["state_dtype"] == dtype
+    assert sizes["fp32"] == full
+    assert sizes["fp16"] == full // 2 + 4  # the position stays as it is
+    assert sizes["int8"] < 0.33 * full
+
+
+async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored(tiny_tokenizer: Tokenizer) -> None:
+    store = MemorySessionStore()
+    async with contextlib.AsyncExitStack() as stack:
+        houses = {
+            dtype: await stack.enter_async_context(replica(tiny_tokenizer, store, dtype, "NW")) for dtype in DTYPES
+        }
+        await create(houses["int8"])
+        await say(houses["int8"], [5, 6], seed=3)
+        for dtype, house in houses.items():
+            ok(await house.client.post("/v1/sessions/s1/fork", json={"id": dtype}))
+            assert Snapshot.decode(await raw_of(store, dtype)).state == Snapshot.decode(await raw_of(store)).state
+        assert len({await say(house, [9], dtype) for dtype, house in houses.items()}) == 1
+        for dtype in DTYPES:
+            header = Snapshot.decode(await raw_of(store, dtype)).header
+            assert (header.stored_format, header.rounding) == (dtype, "int8")
+        assert all(not found.divergences for found in await verified_by(houses["fp32"]))
+
+
+async def test_what_is_read_from_the_start_of_its_log_is_exact_again(tiny_tokenizer: Tokenizer) -> None:
+    store = MemorySessionStore()
+    async with replica(tiny_tokenizer, store, "int8") as lossy, replica(tiny_tokenizer, store, "fp32") as exact:
+        await create(lossy)
+        for turn in range(3):
+            await say(lossy, [5, turn], seed=3)
+        ok(await exact.client.post("/v1/sessions/s1/rewind", json={"to_version": 2}))
+        header = Snapshot.decode(await raw_of(store)).header
+        assert (header.stored_format, header.rounding) == ("fp32", "fp32")
+        (found,) = await verified_by(exact)
+        assert (found.verdict, found.rounding) == ("same", "fp32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_where_it_began(
+    tiny_tokenizer: Tokenizer, open_store: OpenStore, dtype: str
+) -> None:
+    async with replica(tiny_tokenizer, open_store(), dtype, kept_snapshots=8) as house:
+        await create(house)
+        states = []
+        for turn in range(3):
+            await say(house, LONG, seed=turn)
+            states.append(Snapshot.decode(await raw_of(house.services.store)).state)
+        store = house.services.store
+        kept = await store.list_kept(**KEY)
+        assert [one.version for one in kept] == [1, 2]
+        for one in kept:
+            raw = await store.load_kept(**KEY, version=one.version)
+            assert raw is not None
+            assert Snapshot.decode(raw).header.stored_format == dtype
+            assert Snapshot.decode(raw).state == states[one.version - 1]
+    async with replica(tiny_tokenizer, open_store(), "fp32", kept_snapshots=8) as other:
+        ok(await other.client.post("/v1/sessions/s1/rewind", json={"to_position": kept[1].position + 5}))
+        header = Snapshot.decode(await raw_of(other.services.store)).header
+        assert (header.stored_format, header.rounding) == ("fp32", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_a_file_and_a_backup_hold_the_state_as_it_was_rounded(
+    tiny_tokenizer: Tokenizer, tmp_path: Path, dtype: str
+) -> None:
+    async with replica(tiny_tokenizer, None, dtype, "NW") as house, replica(tiny_tokenizer, None, "fp32", "NW") as away:
+        await create(house)
+        await say(house, [5, 6], seed=3)
+        raw = await raw_of(house.services.store)
+        exported = await house.client.get("/v1/sessions/s1/export")
+        ok(await away.client.post("/v1/sessions/import", content=exported.content))
+        assert await raw_of(away.services.store) == raw
+        restored, store = MemorySessionStore(), house.services.store
+        written = [moved.outcome async for moved in backup(store, await all_sessions(store), tmp_path / "backup")]
+        with (tmp_path / "backup").open("rb") as file:
+            assert [moved.outcome async for moved in restore(restored, file)] == written == ["written"]
+        assert await raw_of(restored) == raw
+        assert await say(away, [9]) == await say(house, [9])
+
+
+async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_tokenizer: Tokenizer) -> None:
+    async with replica(tiny_tokenizer, None, "int8") as house, replica(tiny_tokenizer, None, "fp16", "NW") as away:
+        await create(house)
+        await say(house, [5, 6])
+        exported = await house.client.get("/v1/sessions/s1/export")
+        ok(await away.client.post("/v1/sessions/import?rebuild=true", content=exported.content))
+        header = Snapshot.decode(await raw_of(away.services.store)).header
+        assert (header.stored_format, header.rounding) == ("fp16", "fp16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_R3_a_lost_state_is_made_again_and_rounded_once(tiny_tokenizer: Tokenizer, dtype: str) -> None:
+    store = MemorySessionStore()
+    async with replica(tiny_tokenizer, store, dtype) as house:
+        await create(house)
+        for turn in range(3):
+            await say(house, [5, turn], seed=3)
+        store._records["default", "s1"].snapshot = b"damaged"
+        answer = ok(await house.client.post("/v1/sessions/s1/generate", json={"input": [4], "max_tokens": 1}))
+        assert answer["session"]["rebuilt"] == "corrupt"
+        (found,) = await verified_by(house)
+        assert (found.verdict, found.rounding) == ("same", dtype)
+        assert found.difference < {"fp32": 2e-4, "fp16": 1e-3, "int8": 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_a_stored_beginning_is_the_same_before_and_after_it_is_written(
+    tiny_tokenizer: Tokenizer, dtype: str
+) -> None:
+    prefixes = Unreliable()
+    async with replica(tiny_tokenizer, None, dtype, "NW", prefixes=prefixes) as house:
+        prompt = list(range(1, 101))
+        body = {"prompt": [*prompt, 7, 8], "max_tokens": 8, "logprobs": 2, "temperature": 0.0}
+        prefixes.gate.clear()
+        ok(await house.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
+        waiting = ok(await house.client.post("/v1/completions", json=body))
+        prefixes.gate.set()
+        await house.services.prefix_resume.drain()
+        stored = ok(await house.client.post("/v1/completions", json=body))
+        for answer in (waiting, stored):
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
+        assert waiting["choices"] == stored["choices"]
