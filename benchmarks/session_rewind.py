@@ -33,6 +33,7 @@ from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Re
 from nsm_core.evaluation.provenance import source_commit
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.training.data_files import read_documents
 from service.backends.local import LocalBackend
@@ -50,10 +51,11 @@ WITHOUT = 1_600  # without older snapshots each takes the same
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A store, and what measures the session in it."""
+    """A store, and what measures the session in it; `form`: how states are stored."""
 
     store: SessionStore
     max_kept: int
+    form: StateFormat = StateFormat.FP32
     redis: Redis | None = None
     path: Path | None = None
 
@@ -130,28 +132,31 @@ def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.asynccontextmanager
-async def file_place(directory: Path, max_kept: int) -> AsyncIterator[Place]:
+async def file_place(directory: Path, max_kept: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
     path = directory / f"kept-{max_kept}" / "sessions.db"
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        yield Place(store, max_kept, path=path)
+        yield Place(store, max_kept, form, path=path)
     finally:
         await store.close()
 
 
 @contextlib.asynccontextmanager
-async def redis_place(directory: Path, max_kept: int) -> AsyncIterator[Place]:
+async def redis_place(directory: Path, max_kept: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
     data = directory / f"redis-{max_kept}"
-    data.mkdir()
+    data.mkdir(parents=True)
     async with redis_store(data, "everysec") as (store, client):
-        yield Place(store, max_kept, redis=client)
+        yield Place(store, max_kept, form, redis=client)
 
 
 async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, ...], args: argparse.Namespace) -> None:
     """The same session in every place, turn by turn: each as a committed turn leaves it."""
     metrics = Metrics(backend)
-    leases = [Leases(place.store, lease_s=60.0, metrics=metrics, max_kept=place.max_kept) for place in places]
+    leases = [
+        Leases(place.store, lease_s=60.0, metrics=metrics, max_kept=place.max_kept, state_format=place.form)
+        for place in places
+    ]
     for place in places:
         await place.store.create(**KEY, model_fingerprint=backend.model.fingerprint, metadata={})
     part = PART_TURNS * args.turn_tokens
@@ -183,7 +188,8 @@ def resume_from(backend: LocalBackend, event: PromptState) -> Resume:
 
 async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new_ids: tuple[int, ...]) -> None:
     version = held.stored.head.version
-    raw = snapshot_of(backend, event.state, position=event.position, version=version + 1).encode()
+    form = held.state_format
+    raw = snapshot_of(backend, event.state, position=event.position, version=version + 1, form=form).encode()
     await held.commit(
         expected_version=version,
         snapshot=raw,
@@ -195,12 +201,16 @@ async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new
     )
 
 
-def snapshot_of(backend: LocalBackend, state: bytes, *, position: int, version: int) -> Snapshot:
+def snapshot_of(
+    backend: LocalBackend, state: bytes, *, position: int, version: int, form: StateFormat = StateFormat.FP32
+) -> Snapshot:
     header = SnapshotHeader(
         model_fingerprint=backend.model.fingerprint,
         numerics=backend.model.numerics,
         tokenizer_fingerprint=backend.tokenizer.fingerprint,
         layout=parse_layout(backend.model.state_layout),
+        stored_dtype=form.dtype,
+        rounded_to=form.dtype,
         position=position,
         pending_id=None,
         sampler=SamplerState(seed=0, generated_counts={}),

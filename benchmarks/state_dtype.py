@@ -1,0 +1,239 @@
+"""What NSM_STATE_DTYPE saves and costs: `python -m benchmarks.state_dtype --redis`. Tables, then one line of JSON.
+
+The bundled model (or `--model`), text of data/books-sample, for each dtype of stored states:
+
+- a snapshot: its bytes against those of the raw state, as a head's newest one and packed as an older one; the time to
+  encode and to decode it, the checksum included;
+- a session of `--turns` turns with its log and `--kept` older snapshots: bytes in SQLite (file size) and Redis (MEMORY
+  USAGE of its keys), against the raw state;
+- divergence: the next `--next` tokens of the text, read on from a state that was parked once after `--turn-tokens`
+  tokens, and from one that was parked after each of `--parks` turns, against the run that never was. Differences of
+  logits, KL divergence of the next token's distribution (nats), share of tokens whose likeliest next token is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.session_rewind import KEY, book_ids, file_place, redis_place, snapshot_of, tell
+from nsm_core.config import EngineConfig
+from nsm_core.evaluation.parking import parked_state
+from nsm_core.evaluation.provenance import command_line, source_commit
+from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.nsm import NsmModel
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.state.spec import State
+from service.backends.local import LocalBackend
+
+NUM_TIMED = 20
+
+
+async def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    loaded = load_checkpoint(args.model)
+    backend = LocalBackend(loaded, EngineConfig())
+    await backend.start()
+    try:
+        ids = book_ids(backend, max(args.turns * args.turn_tokens, args.texts * text_len(args)))
+        snapshots = measure_snapshots(loaded, backend, ids, args)
+        with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+            sessions = await measure_sessions(backend, Path(directory), ids[: args.turns * args.turn_tokens], args)
+    finally:
+        await backend.stop()
+    divergence = measure_divergence(loaded.model, ids, args)
+    show(snapshots, sessions, divergence, backend.model.state_bytes)
+    fields = {
+        "benchmark": "state_dtype",
+        "command": command_line(),
+        "commit": source_commit(),
+        "model": loaded.name,
+        "layers": loaded.config.layer_pattern,
+        "device": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "state_bytes": backend.model.state_bytes,
+        "snapshots": snapshots,
+        "sessions": sessions,
+        "divergence": divergence,
+    }
+    print(json.dumps(fields))
+
+
+def measure_snapshots(
+    loaded: LoadedModel, backend: LocalBackend, ids: tuple[int, ...], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Of the state after one of the texts; medians."""
+    num_tokens = text_len(args)
+    with torch.inference_mode():
+        _, state = loaded.model(torch.tensor([ids[:num_tokens]]), loaded.model.initial_state(1))
+    raw, rows = loaded.model.state_spec.pack(state), []
+    for form in StateFormat:
+        snapshot = snapshot_of(backend, raw, position=num_tokens, version=1, form=form)
+        stored, packed = snapshot.encode(), snapshot.encode(is_packed=True)
+        rows.append(
+            {
+                "dtype": form.value,
+                "bytes": len(stored),
+                "packed_bytes": len(packed),
+                "encode_ms": median_ms(snapshot.encode),
+                "decode_ms": median_ms(functools.partial(Snapshot.decode, stored)),
+                "pack_ms": median_ms(functools.partial(snapshot.encode, is_packed=True)),
+                "unpack_ms": median_ms(functools.partial(Snapshot.decode, packed)),
+            }
+        )
+    return rows
+
+
+def median_ms(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(NUM_TIMED):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return round(1000 * statistics.median(times), 2)
+
+
+async def measure_sessions(
+    backend: LocalBackend, directory: Path, ids: tuple[int, ...], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The same session in every store, dtype and number of older snapshots."""
+    kinds = [("sqlite", file_place)] + ([("redis", redis_place)] if args.redis else [])
+    async with contextlib.AsyncExitStack() as stack:
+        places = {}
+        for form in StateFormat:
+            for kept in args.kept:
+                for kind, place in kinds:
+                    opened = place(directory / form.value, kept, form)
+                    places[form, kept, kind] = await stack.enter_async_context(opened)
+        await tell(backend, list(places.values()), ids, args)
+        rows: list[dict[str, Any]] = []
+        for form in StateFormat:
+            for kept in args.kept:
+                store = places[form, kept, "sqlite"].store
+                row = {
+                    "dtype": form.value,
+                    "kept": kept,
+                    "stored_bytes": (await store.usage(tenant=KEY["tenant"])).num_bytes,
+                }
+                rows.append(row | {f"{kind}_bytes": await places[form, kept, kind].num_bytes() for kind, _ in kinds})
+    return rows
+
+
+def measure_divergence(model: NsmModel, ids: tuple[int, ...], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Means over the texts, and the largest of all."""
+    found: dict[tuple[int, StateFormat], list[dict[str, float]]] = {}
+    for number in range(args.texts):
+        text = torch.tensor([ids[number * text_len(args) : (number + 1) * text_len(args)]])
+        with torch.inference_mode():
+            for parks, form, exact, parked in parked_runs(model, text, args):
+                found.setdefault((parks, form), []).append(differences(exact, parked))
+    return [
+        {"dtype": form.value, "parks": parks, "tokens": args.texts * args.next}
+        | {name: (max if name.startswith("max") else statistics.fmean)(row[name] for row in rows) for name in rows[0]}
+        for (parks, form), rows in found.items()
+    ]
+
+
+def parked_runs(
+    model: NsmModel, text: Tensor, args: argparse.Namespace
+) -> Iterator[tuple[int, StateFormat, Tensor, Tensor]]:
+    """After the first park and after the last: how many there were, and the logits [N, V] of what follows, of the run
+    that was never parked and of the one that was.
+    """
+    state = model.initial_state(1)
+    parked = {form: state for form in StateFormat if form is not StateFormat.FP32}
+    for turn in range(1, args.parks + 1):
+        part = text[:, (turn - 1) * args.turn_tokens : turn * args.turn_tokens]
+        _, state = model(part, state)
+        for form, before in parked.items():
+            _, after = model(part, before)
+            parked[form] = parked_state(model.state_spec, after, form)
+        if turn in (1, args.parks):
+            following = text[:, turn * args.turn_tokens :][:, : args.next]
+            exact = logits_of(model, following, state)
+            for form, after in parked.items():
+                yield turn, form, exact, logits_of(model, following, after)
+
+
+def logits_of(model: NsmModel, ids: Tensor, state: State) -> Tensor:
+    hidden, _ = model(ids, state)
+    return model.logits(hidden)[0].double()
+
+
+def differences(exact: Tensor, parked: Tensor) -> dict[str, float]:
+    apart = (exact - parked).abs()
+    kl = F.kl_div(parked.log_softmax(-1), exact.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    return {
+        "max_logit": float(apart.max()),
+        "mean_logit": float(apart.mean()),
+        "kl": float(kl.mean()),
+        "max_kl": float(kl.max()),
+        "other_greedy": float((exact.argmax(-1) != parked.argmax(-1)).double().mean()),
+    }
+
+
+def text_len(args: argparse.Namespace) -> int:
+    """Tokens of one text: all turns, and those that follow."""
+    return int(args.parks * args.turn_tokens + args.next)
+
+
+def show(
+    snapshots: list[dict[str, Any]],
+    sessions: list[dict[str, Any]],
+    divergence: list[dict[str, Any]],
+    state_bytes: int,
+) -> None:
+    print(f"a raw state has {state_bytes} bytes; sizes are shares of that\n")
+    print(f"{'a snapshot':<12} {'stored':>8} {'packed':>8} {'encode, decode, ms':>20} {'packed, ms':>16}")
+    for row in snapshots:
+        sizes = f"{row['bytes'] / state_bytes:>8.3f} {row['packed_bytes'] / state_bytes:>8.3f}"
+        times = f"{row['encode_ms']:>12.1f} {row['decode_ms']:>7.1f} {row['pack_ms']:>8.1f} {row['unpack_ms']:>7.1f}"
+        print(f"{row['dtype']:<12} {sizes} {times}")
+    print(f"\n{'a session':<12} {'kept':>8} {'stored':>8} {'sqlite':>8} {'redis':>8}")
+    for row in sessions:
+        cells = [row.get(f"{kind}_bytes") for kind in ("stored", "sqlite", "redis")]
+        shares = " ".join(f"{'-' if cell is None else format(cell / state_bytes, '.2f'):>8}" for cell in cells)
+        print(f"{row['dtype']:<12} {row['kept']:>8} {shares}")
+    print(f"\n{'divergence':<12} {'parks':>8} {'max, mean |logit|':>20} {'mean, max KL':>20} {'other token':>12}")
+    for row in divergence:
+        logits = f"{row['max_logit']:>12.4f} {row['mean_logit']:>7.4f}"
+        kl = f"{row['kl']:>11.2e} {row['max_kl']:>8.2e}"
+        print(f"{row['dtype']:<12} {row['parks']:>8} {logits} {kl} {row['other_greedy']:>12.4f}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None, help="a model directory (default: the bundled one)")
+    parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
+    parser.add_argument("--turns", type=int, default=1_000)
+    parser.add_argument("--turn-tokens", type=int, default=80)
+    parser.add_argument("--kept", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--texts", type=int, default=16)
+    parser.add_argument("--parks", type=int, default=50)
+    parser.add_argument("--next", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--redis", action="store_true", help="also in a Redis that is started here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
