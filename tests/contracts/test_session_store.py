@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
+from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import Snapshot
 from service.sessions.base import Lease, LogMark, SessionHead, SessionStore, TenantUsage
 from tests.snapshots import make_snapshot
@@ -197,6 +199,20 @@ async def test_what_is_loaded_is_what_was_encoded(store: SessionStore) -> None:
     stored = await store.load(tenant="a", session_id="s1")
     assert stored.snapshot is not None
     assert Snapshot.decode(stored.snapshot) == snapshot
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+async def test_a_state_in_any_dtype_is_kept_as_it_is_and_counts_what_it_takes(
+    store: SessionStore, dtype: str, is_packed: bool
+) -> None:
+    zeros = make_snapshot(num_floats=64, stored_dtype=dtype, rounded_to=dtype)
+    raw = dataclasses.replace(zeros, state=bytes(252) + b"\0\0\0A").encode(is_packed=is_packed)
+    before = (await store.usage(tenant="a")).num_bytes
+    head = await commit(store, await create(store), snapshot=raw)
+    assert (await store.load(**KEY)).snapshot == (await acquire(store)).stored.snapshot == raw
+    assert head.snapshot_bytes == len(raw)
+    assert (await store.usage(tenant="a")).num_bytes - before == len(raw) + 4 * head.num_log_tokens
 
 
 async def test_the_log_tells_where_each_turn_ended_and_what_was_sampled(store: SessionStore) -> None:

@@ -5,6 +5,7 @@ What is promised: what was stored is what every replica goes on from, to the sam
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -84,6 +85,15 @@ async def raw_of(store: SessionStore, session_id: str = "s1") -> bytes:
     return stored.snapshot
 
 
+async def written(store: SessionStore, identity: str) -> None:
+    """Until some of the turn's tokens are in its record."""
+    while True:
+        record = await store.get_turn(**KEY, identity=identity)
+        if record is not None and record.chunks:
+            return
+        await asyncio.sleep(0.005)
+
+
 async def verified_by(house: Gateway) -> list[Verified]:
     store = house.services.store
     return [found async for found in verify(store, house.services.backend, await all_sessions(store))]
@@ -161,6 +171,27 @@ async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored
             header = Snapshot.decode(await raw_of(store, dtype)).header
             assert (header.stored_format, header.rounding) == (dtype, "int8")
         assert all(not found.divergences for found in await verified_by(houses["fp32"]))
+
+
+async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(tiny_tokenizer: Tokenizer) -> None:
+    store, body = MemorySessionStore(), {"input": [9], "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
+    async with replica(tiny_tokenizer, store, "int8") as lost, replica(tiny_tokenizer, store, "fp32") as other:
+        await create(lost)
+        await say(lost, [5, 6], seed=3)
+        ok(await lost.client.post("/v1/sessions/s1/fork", json={"id": "s2"}))
+        unbroken = ok(await lost.client.post("/v1/sessions/s2/generate", json=body))
+        turn = {"json": body, "headers": {"Idempotency-Key": "k"}}
+        running = asyncio.create_task(lost.client.post("/v1/sessions/s1/generate", **turn))
+        await written(store, "key:k")
+        for task in tuple(lost.services.turns._tasks):
+            task.cancel()
+        await running
+        answer = await other.client.post("/v1/sessions/s1/generate", **turn)
+        assert answer.headers["idempotent-replayed"] == "true"
+        assert other.metric("nsm_turn_takeover_total") == 1
+        assert ok(answer)["choices"] == unbroken["choices"]
+        header = Snapshot.decode(await raw_of(store)).header
+        assert (header.stored_format, header.rounding) == ("fp32", "int8")
 
 
 async def test_what_is_read_from_the_start_of_its_log_is_exact_again(tiny_tokenizer: Tokenizer) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.layout import parse_layout
+from nsm_core.state.quantize import StateFormat, rounded_state
 from service.prefixes.base import PrefixKey
 from service.prefixes.entry import decode_entry, encode_entry
 from service.prefixes.keys import PromptDigests
@@ -43,6 +46,19 @@ def decoded(entry: bytes) -> bytes:
 
 def test_an_entry_gives_its_state_back() -> None:
     assert decoded(encoded()) == state_after(IDS)
+
+
+FLOATS = ({"name": "slots", "shape": [2, 64], "dtype": "float32"},)
+
+
+@pytest.mark.parametrize("form", StateFormat)
+def test_an_entry_is_used_whatever_its_writer_rounded_it_to(form: StateFormat) -> None:
+    model = dataclasses.replace(BACKEND.model, state_layout=FLOATS)
+    state = np.linspace(-1.0, 1.0, 128, dtype="<f4").tobytes()
+    entry = encoded(state=state, model=model, form=form)
+    read = decode_entry(entry, tenant="a", key=KEY, raw_ids=DIGESTS.raw, model=model, tokenizer=BACKEND.tokenizer)
+    assert read.state == rounded_state(parse_layout(FLOATS), state, form)
+    assert (read.state == state) == (form is StateFormat.FP32)
 
 
 OTHERS = {
