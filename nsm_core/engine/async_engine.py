@@ -47,6 +47,16 @@ class GenerationHandle:
             if isinstance(event, Finished):
                 return
 
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events for a reader to whom each answer costs: all that are there when it comes for more."""
+        is_over = False
+        while not is_over:
+            batch = [await self._events.get()]
+            while not self._events.empty():
+                batch.append(self._events.get_nowait())
+            is_over = isinstance(batch[-1], Finished)
+            yield batch
+
     def cancel(self) -> None:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
         self._inbox.put(_Cancel(self.request.request_id))

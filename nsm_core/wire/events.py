@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
@@ -30,22 +30,44 @@ from nsm_core.wire.tensors import (
 
 
 class EventEncoder:
-    """The worker's side, for one call. `num_prompt`: tokens of the request's prompt, a pending one included."""
+    """The worker's side, for one call.
 
-    def __init__(self, call: GenerateCall, *, fingerprint: str, num_prompt: int) -> None:
+    `num_prompt`: tokens of the request's prompt, a pending one included. `name_state` gives a state's id, and may keep
+    the state.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        *,
+        fingerprint: str,
+        num_prompt: int,
+        name_state: Callable[[bytes], str] = state_id,
+    ) -> None:
         self._call = call
         self._fingerprint = fingerprint
         self._num_prompt = num_prompt
+        self._name_state = name_state
 
-    def encode(self, event: Event) -> dict[str, Any]:
-        """One event of a stream; `Finished.error` is not part of it, see `errors.py`."""
-        if isinstance(event, TokenEvent):
-            tensors = {TEXT_OUTPUT: text_array(event.text), TOKEN_IDS: ids_array((event.token_id,))}
-            return tensors if event.logprob is None else {**tensors, DETAILS: _logprob_details([event.logprob])}
+    def encode_tokens(self, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+        """Successive tokens of a stream as one answer: a worker that is behind sends fewer, longer ones."""
+        tensors = {
+            TEXT_OUTPUT: text_array("".join(token.text for token in tokens)),
+            TOKEN_IDS: ids_array([token.token_id for token in tokens]),
+        }
+        details: dict[str, Any] = {}
+        if len(tokens) > 1:
+            details["texts"] = [token.text for token in tokens]
+        if tokens[0].logprob is not None:
+            details["logprobs"] = [_logprob_json(token.logprob) for token in tokens]
+        return {**tensors, DETAILS: json_array(details)} if details else tensors
+
+    def encode(self, event: PromptScored | PromptState | Finished) -> dict[str, Any]:
+        """One event of a stream that is no token; `Finished.error` is not part of it, see `errors.py`."""
         if isinstance(event, PromptScored):
             return _beside({"prompt_logprobs": [_logprob_json(score) for score in event.logprobs]})
         if isinstance(event, PromptState):
-            details = {"prompt_position": event.position, "state_id": state_id(event.state)}
+            details = {"prompt_position": event.position, "state_id": self._name_state(event.state)}
             return {**_beside(details), STATE: bytes_array(event.state)}
         return self._encode_end(event, self._end_details(event))
 
@@ -90,7 +112,7 @@ class EventEncoder:
                 fingerprint=self._fingerprint,
                 generated_counts=end.generated_counts,
                 pending=end.pending,
-                state_id=state_id(end.state),
+                state_id=self._name_state(end.state),
             )
             # the prompt need not travel back
             details |= {"resume": encode_resume(point), "kept_ids": end.new_ids[self._num_prompt :]}
@@ -110,8 +132,8 @@ class EventDecoder:
         """Tokens sampled so far, `sampled_ids` included."""
         return self._num_tokens
 
-    def decode(self, tensors: Tensors) -> Event:
-        """One event. Raises EngineDead for what a worker of this contract does not send.
+    def decode(self, tensors: Tensors) -> tuple[Event, ...]:
+        """The events of one answer, at least one. Raises EngineDead for what a worker of this contract does not send.
 
         An end state comes only with its bytes (`return_state`).
         """
@@ -121,20 +143,24 @@ class EventDecoder:
                 refuse(TEXT_OUTPUT, "in every event", sorted(tensors))
             return self._decode(text, read_json(tensors, DETAILS) or {}, tensors)
 
-    def _decode(self, text: str, details: dict[str, Any], tensors: Tensors) -> Event:
+    def _decode(self, text: str, details: dict[str, Any], tensors: Tensors) -> tuple[Event, ...]:
         reason = read_text(tensors, FINISH_REASON)
         if reason is not None:
-            return self._decode_end(FinishReason(reason), text, details, read_bytes(tensors, STATE))
+            return (self._decode_end(FinishReason(reason), text, details, read_bytes(tensors, STATE)),)
         if "prompt_logprobs" in details:
-            return PromptScored(logprobs=tuple(_read_logprob(score) for score in details["prompt_logprobs"]))
+            return (PromptScored(logprobs=tuple(_read_logprob(score) for score in details["prompt_logprobs"])),)
         if "prompt_position" in details:
-            return PromptState(position=details["prompt_position"], state=_required(read_bytes(tensors, STATE)))
-        ids = read_ids(tensors, TOKEN_IDS) or ()
-        if len(ids) != 1:
-            refuse(TOKEN_IDS, "one id in an event of a stream", ids)
-        self._num_tokens += 1
-        logprob = _read_logprob(details["logprobs"][0]) if "logprobs" in details else None
-        return TokenEvent(index=self._num_tokens, token_id=ids[0], text=text, logprob=logprob)
+            return (PromptState(position=details["prompt_position"], state=_required(read_bytes(tensors, STATE))),)
+        return tuple(self._decode_tokens(read_ids(tensors, TOKEN_IDS) or (), text, details))
+
+    def _decode_tokens(self, ids: Sequence[int], text: str, details: dict[str, Any]) -> Iterator[TokenEvent]:
+        if not ids:
+            refuse(TOKEN_IDS, "given where there is nothing else", sorted(details))
+        texts = details["texts"] if len(ids) > 1 else [text]
+        scores = details.get("logprobs", [None] * len(ids))
+        for token_id, piece, score in zip(ids, texts, scores, strict=True):
+            self._num_tokens += 1
+            yield TokenEvent(index=self._num_tokens, token_id=token_id, text=piece, logprob=_read_logprob(score))
 
     def _decode_end(self, reason: FinishReason, text: str, details: dict[str, Any], state: bytes | None) -> Finished:
         end = None
@@ -162,10 +188,6 @@ class EventDecoder:
 def _beside(details: dict[str, Any]) -> dict[str, Any]:
     """An event without text of its own."""
     return {TEXT_OUTPUT: text_array(""), DETAILS: json_array(details)}
-
-
-def _logprob_details(scores: Sequence[TokenLogprob]) -> Any:
-    return json_array({"logprobs": [_logprob_json(score) for score in scores]})
 
 
 def _logprob_json(score: TokenLogprob | None) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
+from nsm_core.engine.request import EndState, Finished, FinishReason, PromptScored, PromptState, TokenEvent
 from nsm_core.errors import EngineDead
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.wire.calls import GenerateCall, state_id
@@ -53,11 +53,17 @@ def encoder(call: GenerateCall = CALL) -> EventEncoder:
     return EventEncoder(call, fingerprint="f", num_prompt=len(PROMPT))
 
 
-@given(st.lists(prompts_scored | prompt_states, max_size=2), tokens, finishes)
-def test_the_events_of_a_stream_arrive_as_they_were(before: list[Event], tokens: list[Event], end: Finished) -> None:
-    events = [*before, *tokens, end]
+@given(st.lists(prompts_scored | prompt_states, max_size=2), tokens, finishes, st.booleans())
+def test_the_events_of_a_stream_arrive_as_they_were(
+    before: list[PromptScored | PromptState], tokens: list[TokenEvent], end: Finished, is_behind: bool
+) -> None:
     sender, receiver = encoder(), EventDecoder(CALL)
-    assert [receiver.decode(received(sender.encode(event))) for event in events] == events
+    have_scores = len({token.logprob is None for token in tokens}) < 2  # all or none, as the engine does it
+    groups = [tokens] if is_behind and tokens and have_scores else [[token] for token in tokens]
+    answers = [*map(sender.encode, before), *map(sender.encode_tokens, groups), sender.encode(end)]
+    arrived = [receiver.decode(received(answer)) for answer in answers]
+    assert all(arrived)
+    assert [event for events in arrived for event in events] == [*before, *tokens, end]
     assert receiver.num_tokens == len(SAMPLED) + len(tokens)
 
 
@@ -82,7 +88,7 @@ def test_bytes_of_a_state_go_out_only_when_asked_for(end: Finished) -> None:
 
 
 @given(st.lists(prompts_scored, max_size=1), tokens, finishes)
-def test_one_answer_holds_the_whole_text(before: list[Event], tokens: list[TokenEvent], end: Finished) -> None:
+def test_one_answer_holds_the_whole_text(before: list[PromptScored], tokens: list[TokenEvent], end: Finished) -> None:
     tensors = received(encoder().encode_whole([*before, *tokens, end]))
     assert tensors["text_output"][0].decode() == "".join(token.text for token in tokens) + end.text
     assert tensors["finish_reason"][0].decode() == end.reason
@@ -108,7 +114,9 @@ def text(value: str) -> np.ndarray[Any, Any]:
     [
         {},
         {"text_output": text("a")},
-        {"text_output": text("a"), "token_ids": np.array([1, 2], dtype=np.int32)},
+        {"text_output": text("a"), "details": text("{}")},
+        {"text_output": text("ab"), "token_ids": np.array([1, 2], dtype=np.int32)},
+        {"text_output": text("ab"), "token_ids": np.array([1, 2], dtype=np.int32), "details": text('{"texts":["a"]}')},
         {"text_output": text("a"), "finish_reason": text("bored")},
         {"text_output": text("a"), "finish_reason": text("stop"), "details": text("{}")},
         {"text_output": text("a"), "details": text('{"prompt_position": 3}')},
