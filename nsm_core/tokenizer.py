@@ -83,6 +83,16 @@ class Tokenizer:
             raise CheckpointError(f"cannot read tokenizer {file}: {error}") from error
 
     @classmethod
+    def from_json(cls, text: str) -> Tokenizer:
+        """The inverse of `to_json`; raises CheckpointError."""
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text))
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"cannot read a tokenizer: {error}") from error
+
+    @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         """Learns merges from `texts`; the vocabulary holds all 256 bytes and one special token (id 0)."""
         inner = tokenizers.Tokenizer(models.BPE())
@@ -99,7 +109,11 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Writes `tokenizer.json`."""
-        path.write_text(self._inner.to_str(pretty=False) + "\n", "utf-8")
+        path.write_text(self.to_json() + "\n", "utf-8")
+
+    def to_json(self) -> str:
+        """What a `tokenizer.json` holds, on one line."""
+        return str(self._inner.to_str(pretty=False))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without a start token. Raises InvalidRequest for invalid Unicode (unpaired surrogates)."""

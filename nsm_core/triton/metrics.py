@@ -1,0 +1,50 @@
+"""The worker's figures as Triton's custom metrics, at Triton's own /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsm_core.wire.description import WorkerStatus
+
+# name -> (description, where in the status); counters rise for ever
+GAUGES = {
+    "nsm_worker_requests_running": ("Requests that hold a slot", "engine.num_running"),
+    "nsm_worker_requests_waiting": ("Requests in the queue", "engine.num_waiting"),
+    "nsm_worker_slots": ("Rows of the state pool", "engine.max_slots"),
+    "nsm_worker_kept_states": ("States that wait for their next turn", "states.num_states"),
+    "nsm_worker_kept_state_bytes": ("Bytes of the states that wait for their next turn", "states.num_bytes"),
+}
+COUNTERS = {
+    "nsm_worker_steps_total": ("Steps of the engine", "engine.num_steps"),
+    "nsm_worker_tokens_computed_total": ("Prompt tokens that the model read", "engine.tokens_computed"),
+    "nsm_worker_tokens_resumed_total": ("Prompt tokens covered by a resumed state", "engine.tokens_resumed"),
+    "nsm_worker_tokens_generated_total": ("Tokens sampled", "engine.tokens_generated"),
+    "nsm_worker_state_hits_total": ("States asked for by id that were kept here", "states.num_hits"),
+    "nsm_worker_state_misses_total": ("States asked for by id that were not", "states.num_misses"),
+    "nsm_worker_states_evicted_total": ("States given up for newer ones", "states.num_evicted"),
+}
+
+
+class TritonMetrics:
+    """`pb_utils`: the module `triton_python_backend_utils`. `labels` tell the instances of a model apart."""
+
+    def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
+        kinds = pb_utils.MetricFamily
+        self._families = []  # a metric lives as long as its family
+        self._metrics: list[tuple[Any, str]] = []
+        for kind, table in ((kinds.GAUGE, GAUGES), (kinds.COUNTER, COUNTERS)):
+            for name, (description, source) in table.items():
+                family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+                self._families.append(family)
+                self._metrics.append((family.Metric(labels=labels), source))
+
+    def publish(self, status: WorkerStatus) -> None:
+        """Each metric that changed costs a round trip through shared memory."""
+        for index, (metric, source) in enumerate(self._metrics):
+            part, _, field = source.partition(".")
+            value = float(getattr(getattr(status, part), field))
+            change = value - metric.value()
+            if change and index < len(GAUGES):
+                metric.set(value)
+            elif change:
+                metric.increment(change)

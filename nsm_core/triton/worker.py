@@ -1,0 +1,208 @@
+"""An engine, and an event loop on a thread of its own: calls come from any thread, answers go to their responders."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
+from nsm_core.engine.engine import Engine
+from nsm_core.errors import EngineDead, InvalidRequest, NsmError
+from nsm_core.model.loader import LoadedModel
+from nsm_core.sampling.params import SEED_BITS
+from nsm_core.state.inspection import inspect_state
+from nsm_core.triton.config import MIB, WorkerConfig
+from nsm_core.triton.forwarding import forward_stream, forward_whole
+from nsm_core.triton.responder import Responder
+from nsm_core.triton.state_cache import StateCache
+from nsm_core.wire.call_tensors import decode_call
+from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, InspectCall, request_of, state_id
+from nsm_core.wire.description import WorkerDescription, WorkerStatus, encode_description, encode_report, encode_status
+from nsm_core.wire.errors import Failure, StateMissing
+from nsm_core.wire.events import EventEncoder
+from nsm_core.wire.tensors import INPUT_IDS, STATE, TEXT_INPUT, Tensors, refuse
+
+logger = logging.getLogger("nsm.triton")
+
+DRAIN_TURN_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Open:
+    """A request in the engine, for whoever watches its client."""
+
+    handle: GenerationHandle
+    responder: Responder
+
+
+class Worker:
+    """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each, from one thread."""
+
+    def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
+        self._loaded = loaded
+        self._config = config
+        self._engine = AsyncEngine(
+            Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config.engine)
+        )
+        self._states = StateCache(config.kept_states_mb * MIB)
+        self._open: dict[str, _Open] = {}  # the loop's
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._is_draining = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nsm-worker", daemon=True)
+
+    def start(self) -> None:
+        """Ready for calls when it returns."""
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
+
+    def stop(self) -> None:
+        """New calls are refused; those that run may go on for `drain_s`, then they end with `abort`."""
+        self._is_draining = True
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def accept(self, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
+        """Takes a call and returns at once; whatever becomes of it goes to the responder. Any thread.
+
+        The tensors must be the worker's own: they are read later.
+        """
+        self._loop.call_soon_threadsafe(self._spawn, tensors, parameters, responder)
+
+    def cancel_abandoned(self) -> None:
+        """Ends the requests whose clients have left. Blocks for a moment per request; any thread but the loop's."""
+        for request in list(self._open.values()):
+            if request.responder.is_cancelled():
+                request.handle.cancel()
+
+    def status(self) -> WorkerStatus:
+        """Any thread."""
+        return WorkerStatus(
+            is_ready=self._engine.is_ready() and not self._is_draining,
+            engine=self._engine.stats(),
+            states=self._states.stats(),
+        )
+
+    def _spawn(self, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
+        task = self._loop.create_task(self._answer(tensors, parameters, responder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
+        """A call's whole life. However it ends, its client gets one last answer."""
+        try:
+            call = decode_call(tensors, parameters, draw_seed=lambda: secrets.randbits(SEED_BITS))
+            if isinstance(call, GenerateCall):
+                await self._generate(call, responder)
+            else:
+                responder.send(await self._tell(call), is_last=True)
+        except (NsmError, StateMissing) as error:
+            responder.fail(Failure(error=error))
+        except Exception as error:
+            logger.exception("a call failed")
+            responder.fail(Failure(error=error))
+
+    async def _tell(self, call: Call) -> dict[str, Any]:
+        if isinstance(call, DescribeCall):
+            return encode_description(self._describe())
+        if isinstance(call, InspectCall):
+            model, state = self._loaded.model, call.state
+            report = await asyncio.to_thread(
+                lambda: inspect_state(
+                    model.state_spec, state, model.initial_state(1), detail=call.detail, layer=call.layer
+                )
+            )
+            return encode_report(report)
+        return encode_status(self.status())
+
+    def _describe(self) -> WorkerDescription:
+        loaded, spec = self._loaded, self._loaded.model.state_spec
+        return WorkerDescription(
+            name=loaded.name,
+            fingerprint=loaded.fingerprint,
+            numerics=loaded.numerics,
+            created=loaded.created,
+            vocab_size=loaded.tokenizer.vocab_size,
+            num_parameters=loaded.num_parameters,
+            state_bytes=spec.num_bytes,
+            state_layout=tuple(spec.layout()),
+            chat_template=loaded.config.chat_template,
+            tokenizer=loaded.tokenizer.to_json(),
+            max_slots=self._config.max_slots,
+            queue_limit=self._config.queue_limit,
+        )
+
+    async def _generate(self, call: GenerateCall, responder: Responder) -> None:
+        if self._is_draining:
+            raise EngineDead("the worker is stopping")
+        request = request_of(
+            call,
+            str(next(self._numbers)),
+            prompt_ids=await self._prompt_ids(call),
+            state=self._state_of(call),
+            now=time.monotonic(),
+        )
+        encoder = EventEncoder(
+            call,
+            fingerprint=self._loaded.fingerprint,
+            num_prompt=len(request.prompt_ids),
+            name_state=self._keep if call.keep_state else state_id,
+        )
+        handle = self._engine.submit(request)
+        self._open[request.request_id] = _Open(handle, responder)
+        try:
+            forward = forward_stream if call.stream else forward_whole
+            await forward(handle, encoder, responder)
+        finally:
+            handle.cancel()  # of no effect unless sending failed
+            del self._open[request.request_id]
+
+    async def _prompt_ids(self, call: GenerateCall) -> tuple[int, ...]:
+        """A fresh text is read behind the end-of-text token."""
+        limit = self._config.max_prompt_tokens
+        ids, name = call.prompt_ids, INPUT_IDS
+        if call.text is not None:
+            tokenizer, name = self._loaded.tokenizer, TEXT_INPUT
+            start = () if call.resume is not None else (tokenizer.end_of_text_id,)
+            # a long text takes long, and the loop serves every stream
+            ids = (*start, *(await asyncio.to_thread(tokenizer.encode, call.text)))
+        if ids is None:
+            raise InvalidRequest("a call has a text or token ids", param=TEXT_INPUT)
+        if len(ids) > limit:
+            refuse(name, f"at most {limit} tokens", f"{len(ids)} tokens")
+        return ids
+
+    def _state_of(self, call: GenerateCall) -> bytes | None:
+        """The bytes of the state to resume: those that came, or those kept. Raises StateMissing."""
+        wanted = None if call.resume is None else call.resume.state_id
+        if call.state is None:
+            state = None if wanted is None else self._states.get(wanted)
+            if wanted is not None and state is None:
+                raise StateMissing(f"no state {wanted} is kept here: send its bytes")
+            return state
+        if wanted is not None and self._keep(call.state) != wanted:
+            refuse("resume.state_id", f"the SHA-256 of {STATE}", wanted)
+        return call.state
+
+    def _keep(self, state: bytes) -> str:
+        name = state_id(state)
+        self._states.put(name, state)
+        return name
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self._config.drain_s
+        while self._tasks and time.monotonic() < deadline:
+            await asyncio.wait(self._tasks, timeout=DRAIN_TURN_S)
+        await self._engine.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)  # their last answers
