@@ -36,8 +36,9 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports --no-logo
 
 .PHONY: packages
-packages:
+packages: $(READY)
 	@scripts/test-packages
+	@scripts/triton-server "$(VENV)"
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
@@ -54,6 +55,10 @@ lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LO
 		--no-emit-package torch \
 		--custom-compile-command 'make lock' --quiet --output-file requirements.lock $(LOCK_ARGS)
 	@sed -i.old "s/^\(triton==[^ ]*\) /\1 ; sys_platform == 'linux' /" requirements.lock && rm requirements.lock.old
+
+.PHONY: triton
+triton: $(READY)  ## install the Triton server of `nsm triton serve` into .venv/triton
+	@scripts/triton-server "$(VENV)"
 
 .PHONY: clean
 clean:  ## remove caches and build products

@@ -18,8 +18,9 @@ import torch
 from nsm_core.tokenizer import Tokenizer
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
+from tests.triton_servers import has_triton
 
-pytest_plugins = ["tests.redis_servers"]
+pytest_plugins = ["tests.redis_servers", "tests.triton_servers"]
 
 EXCUSED = {"gpu", "tmpfs"}  # markers of tests that --no-skips lets a machine skip: no package would help
 CAP_SYS_ADMIN = 21
@@ -72,6 +73,8 @@ def _missing() -> dict[str, str]:
         missing["gpu"] = "no CUDA device"
     if shutil.which("redis-server") is None:
         missing["redis"] = "no redis-server; Debian has it in the package redis-server"
+    if not has_triton():
+        missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not _may_mount():
         missing["tmpfs"] = "not allowed to mount a file system"
     return missing

@@ -55,7 +55,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def _die_with_the_tests() -> None:
+def die_with_the_tests() -> None:
     """In the new process: a test run that is killed leaves no servers behind (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,7 +85,7 @@ class RedisServer:
     def start(self) -> None:
         command = ["redis-server", str(self.directory / "redis.conf")]
         command = [*command, "--sentinel"] if self.is_sentinel else command
-        self.process = subprocess.Popen(command, preexec_fn=_die_with_the_tests)
+        self.process = subprocess.Popen(command, preexec_fn=die_with_the_tests)
         with self.client() as client:
             wait_until(lambda: self._answers(client), "the start of redis-server")
 

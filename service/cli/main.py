@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import keys, repair, sessions, states, transfer
+from service.cli import keys, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.generate import generate
@@ -51,6 +51,7 @@ for command in (states.states, transfer.backup, transfer.restore, transfer.copy,
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(keys.app, name="keys")
+app.add_typer(triton.app, name="triton")
 app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
 app.command()(info)

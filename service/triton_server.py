@@ -1,0 +1,133 @@
+"""A real Triton server on this project's model repository, for development and tests; production uses the vendor's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from nsm_core.errors import ConfigError
+from nsm_core.triton.config import PARAMETERS
+
+REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_PREFIX = "nsm_triton"
+
+
+def default_home() -> Path:
+    """Where `scripts/triton-server` installs: inside this interpreter's environment."""
+    return Path(sys.prefix) / "triton"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TritonServer:
+    """One server. `home`: its environment; `repository`: a model repository, see `write_repository`."""
+
+    home: Path
+    repository: Path = REPOSITORY
+    host: str = "127.0.0.1"
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    drain_s: float = 30.0
+
+    @property
+    def region_prefix(self) -> str:
+        """Of its shared memory: servers on one machine must not share it, and a later one cleans up behind it."""
+        return f"{SHARED_MEMORY_PREFIX}_{self.grpc_port}_"
+
+    def command(self) -> list[str]:
+        """Raises ConfigError where no server is installed."""
+        server = self._packages() / "pytriton" / "tritonserver"
+        program = server / "bin" / "tritonserver"
+        if not program.exists():
+            raise ConfigError(f"there is no Triton server in {self.home}: scripts/triton-server installs one")
+        return [
+            str(program),
+            f"--model-repository={self.repository}",
+            f"--backend-directory={server / 'backends'}",
+            f"--backend-config=python,shm-region-prefix-name={self.region_prefix}",
+            "--disable-auto-complete-config",
+            f"--http-address={self.host}",
+            f"--http-port={self.http_port}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-address={self.host}",
+            f"--metrics-port={self.metrics_port}",
+            f"--exit-timeout-secs={round(self.drain_s)}",
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """The backend's process finds its Python by PATH, and the interpreter's library by LD_LIBRARY_PATH."""
+        libraries = [str(sysconfig.get_config_var("LIBDIR") or ""), os.environ.get("LD_LIBRARY_PATH", "")]
+        return {
+            **os.environ,
+            "PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+            "LD_LIBRARY_PATH": os.pathsep.join(path for path in libraries if path),
+        }
+
+    def clean_up(self) -> None:
+        """Frees the shared memory that a server on this port left behind when it was killed."""
+        for region in SHARED_MEMORY.glob(f"{self.region_prefix}*"):
+            with contextlib.suppress(FileNotFoundError):
+                region.unlink()
+
+    def _packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.home), "platbase": str(self.home)}))
+
+
+def write_repository(target: Path, parameters: Mapping[str, str], *, source: Path = REPOSITORY) -> None:
+    """Copies a model repository with other values for some parameters of the model `nsm`. Raises ConfigError."""
+    if not (source / "nsm" / "config.pbtxt").exists():
+        raise ConfigError(f"{source} holds no model nsm: run this from a checkout")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    config = target / "nsm" / "config.pbtxt"
+    text = config.read_text("utf-8")
+    for name, value in parameters.items():
+        text = _with_parameter(text, name, value)
+    config.write_text(text, "utf-8")
+
+
+def _with_parameter(text: str, name: str, value: str) -> str:
+    if name not in PARAMETERS:
+        raise ConfigError(f"unknown parameter {name}; known: {', '.join(PARAMETERS)}")
+    try:
+        PARAMETERS[name](value)
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}, got {value!r}") from error
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    place = re.compile(rf'(key: "{name}" value {{ string_value: )"[^"]*"')
+    return place.sub(lambda found: f'{found[1]}"{quoted}"', text)
+
+
+def run(server: TritonServer, parameters: Mapping[str, str]) -> int:
+    """Runs the server, with its own copy of the repository, until it ends; SIGTERM and Ctrl-C end it in good order.
+
+    Returns its exit status. Raises ConfigError.
+    """
+    with tempfile.TemporaryDirectory(prefix="nsm-triton-") as directory:
+        server = dataclasses.replace(server, repository=Path(directory))
+        command, environment = server.command(), server.environment()
+        write_repository(server.repository, parameters)
+        server.clean_up()
+        with subprocess.Popen(command, env=environment) as process:
+            _pass_on_signals(process)
+            status = process.wait()
+        server.clean_up()
+    return status
+
+
+def _pass_on_signals(process: subprocess.Popen[bytes]) -> None:
+    """To the server, which answers by draining; this process waits for it."""
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    # Ctrl-C reaches every process of the terminal's group by itself
+    signal.signal(signal.SIGINT, lambda *_: None)
