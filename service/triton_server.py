@@ -28,6 +28,11 @@ def default_home() -> Path:
     return Path(sys.prefix) / "triton"
 
 
+def is_installed() -> bool:
+    """Whether `scripts/triton-server` did its work there."""
+    return (default_home() / ".ready").exists()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TritonServer:
     """One server. `home`: its environment; `repository`: a model repository, see `write_repository`."""

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from nsm_core.tokenizer import Tokenizer
+from service.triton_server import is_installed
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
-from tests.triton_servers import has_triton
 
 pytest_plugins = ["tests.redis_servers", "tests.triton_servers"]
 
@@ -73,7 +73,7 @@ def _missing() -> dict[str, str]:
         missing["gpu"] = "no CUDA device"
     if shutil.which("redis-server") is None:
         missing["redis"] = "no redis-server; Debian has it in the package redis-server"
-    if not has_triton():
+    if not is_installed():
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not _may_mount():
         missing["tmpfs"] = "not allowed to mount a file system"

@@ -38,10 +38,6 @@ MAX_SLOTS, QUEUE_LIMIT = 8, 40
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
 
 
-def has_triton() -> bool:
-    return (default_home() / ".ready").exists()
-
-
 def save_tiny_model(directory: Path, tokenizer: Tokenizer) -> Path:
     """Random weights everywhere: a fresh model has zeros where its state would come to matter."""
     config = ModelConfig(
