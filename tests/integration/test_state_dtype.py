@@ -149,7 +149,9 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
             usage = await store.usage(tenant="default")
             results = usage.num_bytes - len(raw) - 4 * (await store.get(**KEY)).num_log_tokens
             assert 0 < results < 4_000
-            assert ok(await house.client.get("/v1/models"))["data"][0]["state_dtype"] == dtype
+            told = ok(await house.client.get("/v1/models"))["data"][0]
+            assert told["state_dtype"] == dtype
+            assert told["system_fingerprint"].endswith("test" if dtype == "fp32" else f"test_{dtype}")
     assert sizes["fp32"] == full
     assert sizes["fp16"] == full // 2 + 4  # the position stays as it is
     assert sizes["int8"] < 0.33 * full
