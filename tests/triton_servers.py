@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,13 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = STA
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} did not happen within {seconds:g} s")
         time.sleep(0.05)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], *, seconds: float = 10.0) -> None:
+    """Asks again and again."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110  # nobody in another process sets an event
+            await asyncio.sleep(0.02)
 
 
 @dataclasses.dataclass
