@@ -4,8 +4,8 @@ The bundled model (or `--model`), text of data/books-sample, for each dtype of s
 
 - a snapshot: its bytes against those of the raw state, as a head's newest one and packed as an older one; the time to
   encode and to decode it, the checksum included;
-- a session of `--turns` turns with its log and `--kept` older snapshots: bytes in SQLite (file size) and Redis (MEMORY
-  USAGE of its keys), against the raw state;
+- a session of `--turns` turns with its log and `--kept` older snapshots: what it stores, and what that takes in SQLite
+  (file size) or Redis (MEMORY USAGE of its keys), against the raw state;
 - divergence: the next `--next` tokens of the text, read on from a state that was parked once after `--turn-tokens`
   tokens, and from one that was parked after each of `--parks` turns, against the run that never was. Differences of
   logits, KL divergence of the next token's distribution (nats), share of tokens whose likeliest next token is another.
@@ -115,27 +115,25 @@ def median_ms(call: Callable[[], object]) -> float:
 async def measure_sessions(
     backend: LocalBackend, directory: Path, ids: tuple[int, ...], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The same session in every store, dtype and number of older snapshots."""
-    kinds = [("sqlite", file_place)] + ([("redis", redis_place)] if args.redis else [])
+    """The same session in every dtype and with every number of older snapshots, each in a store of its own."""
+    open_place = redis_place if args.redis else file_place
     async with contextlib.AsyncExitStack() as stack:
-        places = {}
-        for form in StateFormat:
-            for kept in args.kept:
-                for kind, place in kinds:
-                    opened = place(directory / form.value, kept, form)
-                    places[form, kept, kind] = await stack.enter_async_context(opened)
-        await tell(backend, list(places.values()), ids, args)
-        rows: list[dict[str, Any]] = []
-        for form in StateFormat:
-            for kept in args.kept:
-                store = places[form, kept, "sqlite"].store
-                row = {
-                    "dtype": form.value,
-                    "kept": kept,
-                    "stored_bytes": (await store.usage(tenant=KEY["tenant"])).num_bytes,
-                }
-                rows.append(row | {f"{kind}_bytes": await places[form, kept, kind].num_bytes() for kind, _ in kinds})
-    return rows
+        places = [
+            await stack.enter_async_context(open_place(directory / form.value, kept, form))
+            for form in StateFormat
+            for kept in args.kept
+        ]
+        await tell(backend, places, ids, args)
+        return [
+            {
+                "dtype": place.form.value,
+                "kept": place.max_kept,
+                "store": "redis" if args.redis else "sqlite",
+                "stored_bytes": (await place.store.usage(tenant=KEY["tenant"])).num_bytes,
+                "store_bytes": await place.num_bytes(),
+            }
+            for place in places
+        ]
 
 
 def measure_divergence(model: NsmModel, ids: tuple[int, ...], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -208,10 +206,9 @@ def show(
         sizes = f"{row['bytes'] / state_bytes:>8.3f} {row['packed_bytes'] / state_bytes:>8.3f}"
         times = f"{row['encode_ms']:>12.1f} {row['decode_ms']:>7.1f} {row['pack_ms']:>8.1f} {row['unpack_ms']:>7.1f}"
         print(f"{row['dtype']:<12} {sizes} {times}")
-    print(f"\n{'a session':<12} {'kept':>8} {'stored':>8} {'sqlite':>8} {'redis':>8}")
+    print(f"\n{'a session':<12} {'kept':>8} {'stored':>8} {sessions[0]['store']:>8}")
     for row in sessions:
-        cells = [row.get(f"{kind}_bytes") for kind in ("stored", "sqlite", "redis")]
-        shares = " ".join(f"{'-' if cell is None else format(cell / state_bytes, '.2f'):>8}" for cell in cells)
+        shares = " ".join(f"{row[name] / state_bytes:>8.2f}" for name in ("stored_bytes", "store_bytes"))
         print(f"{row['dtype']:<12} {row['kept']:>8} {shares}")
     print(f"\n{'divergence':<12} {'parks':>8} {'max, mean |logit|':>20} {'mean, max KL':>20} {'other token':>12}")
     for row in divergence:
@@ -231,7 +228,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--parks", type=int, default=50)
     parser.add_argument("--next", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--redis", action="store_true", help="also in a Redis that is started here")
+    parser.add_argument(
+        "--redis", action="store_true", help="sessions in Redis servers that are started here (default: in SQLite)"
+    )
     return parser.parse_args()
 
 
