@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -17,10 +14,9 @@ from pathlib import Path
 
 from nsm_core.errors import ConfigError
 from nsm_core.triton.config import PARAMETERS
+from nsm_core.triton.supervisor import DEFAULT_PREFIX, Supervisor
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
-SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_PREFIX = "nsm_triton"
 
 
 def default_home() -> Path:
@@ -47,8 +43,8 @@ class TritonServer:
 
     @property
     def region_prefix(self) -> str:
-        """Of its shared memory: servers on one machine must not share it, and a later one cleans up behind it."""
-        return f"{SHARED_MEMORY_PREFIX}_{self.grpc_port}_"
+        """Of its shared memory: servers on one machine must not share it."""
+        return f"{DEFAULT_PREFIX}{self.grpc_port}_"
 
     def command(self) -> list[str]:
         """Raises ConfigError where no server is installed."""
@@ -60,7 +56,6 @@ class TritonServer:
             str(program),
             f"--model-repository={self.repository}",
             f"--backend-directory={server / 'backends'}",
-            f"--backend-config=python,shm-region-prefix-name={self.region_prefix}",
             "--disable-auto-complete-config",
             f"--http-address={self.host}",
             f"--http-port={self.http_port}",
@@ -79,12 +74,6 @@ class TritonServer:
             "PATH": f"{self.home / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
             "LD_LIBRARY_PATH": os.pathsep.join(path for path in libraries if path),
         }
-
-    def clean_up(self) -> None:
-        """Frees the shared memory that a server on this port left behind when it was killed."""
-        for region in SHARED_MEMORY.glob(f"{self.region_prefix}*"):
-            with contextlib.suppress(FileNotFoundError):
-                region.unlink()
 
     def _packages(self) -> Path:
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.home), "platbase": str(self.home)}))
@@ -115,24 +104,12 @@ def _with_parameter(text: str, name: str, value: str) -> str:
 
 
 def run(server: TritonServer, parameters: Mapping[str, str]) -> int:
-    """Runs the server, with its own copy of the repository, until it ends; SIGTERM and Ctrl-C end it in good order.
+    """Runs the server, with a repository of its own, until it ends; SIGTERM and Ctrl-C end it in good order.
 
     Returns its exit status. Raises ConfigError.
     """
     with tempfile.TemporaryDirectory(prefix="nsm-triton-") as directory:
         server = dataclasses.replace(server, repository=Path(directory))
-        command, environment = server.command(), server.environment()
+        command = server.command()
         write_repository(server.repository, parameters)
-        server.clean_up()
-        with subprocess.Popen(command, env=environment) as process:
-            _pass_on_signals(process)
-            status = process.wait()
-        server.clean_up()
-    return status
-
-
-def _pass_on_signals(process: subprocess.Popen[bytes]) -> None:
-    """To the server, which answers by draining; this process waits for it."""
-    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
-    # Ctrl-C reaches every process of the terminal's group by itself
-    signal.signal(signal.SIGINT, lambda *_: None)
+        return Supervisor(command, prefix=server.region_prefix, environment=server.environment()).run()

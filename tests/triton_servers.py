@@ -8,6 +8,7 @@ import dataclasses
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,15 +25,17 @@ from nsm_core.engine.request import Event, Finished
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.triton.supervisor import SHARED_MEMORY, children_of, free_regions, running_stubs
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import Call, GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.errors import decode_failure
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
-from service.triton_server import SHARED_MEMORY, TritonServer, default_home, write_repository
+from service.triton_server import TritonServer, default_home, write_repository
 from tests.redis_servers import die_with_the_tests, free_port
 
+ROOT = Path(__file__).resolve().parent.parent
 START_S = 60.0
 MODEL = "nsm"
 MAX_SLOTS, QUEUE_LIMIT = 8, 40
@@ -60,7 +63,7 @@ def save_tiny_model(directory: Path, tokenizer: Tokenizer) -> Path:
 
 
 class RunningTriton:
-    """One server process. `parameters`: of the model's configuration."""
+    """One server and its supervisor. `parameters`: of the model's configuration."""
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
         ports = [free_port() for _ in range(3)]
@@ -89,11 +92,12 @@ class RunningTriton:
         return self._process
 
     def start(self) -> None:
-        """As `nsm triton serve` starts it; returns when the model is loaded."""
-        self.server.clean_up()
+        """As `nsm triton serve` starts it, under a supervisor; returns when the model is loaded."""
+        supervisor = [sys.executable, "-m", "nsm_core.triton.supervisor", f"--prefix={self.server.region_prefix}"]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.server.command(),
+                [*supervisor, *self.server.command()],
+                cwd=ROOT,
                 env=self.server.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -109,10 +113,16 @@ class RunningTriton:
         except httpx.TransportError:
             return False
 
-    def stub_pids(self) -> list[int]:
-        """The processes that run the model."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if "stub" in Path(f"/proc/{pid}/cmdline").read_text()]
+    @property
+    def server_pid(self) -> int:
+        """Of tritonserver itself."""
+        return children_of(self.process.pid)[0]
+
+    @property
+    def stub_pid(self) -> int:
+        """Of the process that runs the model."""
+        (stub,) = running_stubs(self.server_pid)
+        return stub
 
     def shared_memory(self) -> dict[str, int]:
         """Bytes of each region of this server."""
@@ -124,7 +134,7 @@ class RunningTriton:
         return self.process.wait(START_S)
 
     def kill(self) -> None:
-        """kill -9 of the server; its stub notices by itself."""
+        """kill -9 of the supervisor, with which the server dies; its stub notices by itself."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -263,7 +273,7 @@ def running_triton(directory: Path, model_dir: Path, **parameters: str) -> Itera
         yield server
     finally:
         server.kill()
-        server.server.clean_up()
+        free_regions(server.server.region_prefix)
 
 
 @pytest.fixture

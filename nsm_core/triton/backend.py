@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ logger = logging.getLogger("nsm.triton")
 # a thirtieth of a core, and a client that left is noticed within a few steps.
 WATCH_S = 0.05
 PUBLISH_TURNS = 20  # of the watch
+EXIT_ORPHANED = 70  # EX_SOFTWARE
 
 
 class Backend:
@@ -32,6 +34,7 @@ class Backend:
         self._pb_utils = pb_utils
         self._metrics = TritonMetrics(pb_utils, labels)
         self._is_closing = threading.Event()
+        self._server_pid = os.getppid()
         self._watch = threading.Thread(target=self._run_watch, name="nsm-watch", daemon=True)
         worker.start()
         self._watch.start()
@@ -65,6 +68,9 @@ class Backend:
     def _run_watch(self) -> None:
         turn = 0
         while not self._is_closing.wait(WATCH_S):
+            if os.getppid() != self._server_pid:
+                # the server was killed: nobody else would end this process, which holds the device's memory
+                os._exit(EXIT_ORPHANED)
             try:
                 self._worker.cancel_abandoned()
                 if turn % PUBLISH_TURNS == 0:

@@ -1,0 +1,118 @@
+"""Runs a Triton server so that a dead worker is noticed.
+
+`python -m nsm_core.triton.supervisor [--prefix=NAME] tritonserver OPTION…`
+
+When the process that runs the model dies, Triton keeps its connections, answers "ready", lets running streams hang for
+ever and starts no new process. So the server is ended at once: clients see broken connections, and whoever watches this
+process starts it anew. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+logger = logging.getLogger("nsm.triton")
+
+SHARED_MEMORY = Path("/dev/shm")
+DEFAULT_PREFIX = "nsm_triton_"
+STUB = b"triton_python_backend_stub"
+WATCH_S = 0.5
+EXIT_STUB_DIED = 70  # EX_SOFTWARE
+PR_SET_PDEATHSIG = 1
+
+
+class Supervisor:
+    """One server. `prefix` of its shared memory: what an earlier one with the same left behind is freed first."""
+
+    def __init__(
+        self, command: Sequence[str], *, prefix: str = DEFAULT_PREFIX, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._command = [*command, f"--backend-config=python,shm-region-prefix-name={prefix}"]
+        self._prefix = prefix
+        self._environment = environment
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Until the server ends: its exit status, or EXIT_STUB_DIED. SIGTERM and SIGINT end it in good order."""
+        free_regions(self._prefix)
+        try:
+            # a group of its own: Ctrl-C comes from here alone, once
+            with subprocess.Popen(
+                self._command, env=self._environment, process_group=0, preexec_fn=_die_with_the_parent
+            ) as server:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, lambda number, _: self._stop(server, number))
+                return self._watch(server)
+        finally:
+            free_regions(self._prefix)
+
+    def _stop(self, server: subprocess.Popen[bytes], number: int) -> None:
+        self._is_stopping = True
+        server.send_signal(number)
+
+    def _watch(self, server: subprocess.Popen[bytes]) -> int:
+        stubs: set[int] = set()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return server.wait(WATCH_S)
+            stubs |= running_stubs(server.pid)
+            if not self._is_stopping and stubs - running_stubs(server.pid):
+                logger.error("the process that runs the model died: ending the server")
+                server.kill()
+                server.wait()
+                return EXIT_STUB_DIED
+
+
+def running_stubs(server_pid: int) -> set[int]:
+    """The processes that run the server's models."""
+    stubs = set()
+    for pid in children_of(server_pid):
+        with contextlib.suppress(OSError):  # it ended between the two looks
+            # a process that died and was not waited for has no command line any more
+            if STUB in Path(f"/proc/{pid}/cmdline").read_bytes():
+                stubs.add(pid)
+    return stubs
+
+
+def children_of(pid: int) -> list[int]:
+    """Whichever of its threads started them."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # the thread ended between the two looks
+            children += map(int, (thread / "children").read_text().split())
+    return children
+
+
+def free_regions(prefix: str) -> None:
+    """Shared memory outlives the processes that were killed."""
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        with contextlib.suppress(FileNotFoundError):
+            region.unlink()
+
+
+def _die_with_the_parent() -> None:
+    """In the server's process: it must not outlive a supervisor that was killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`--prefix` first, then the server's command line."""
+    prefix, command = DEFAULT_PREFIX, list(arguments)
+    if command and command[0].startswith("--prefix="):
+        prefix = command.pop(0).partition("=")[2]
+    if not command or not prefix:
+        sys.stderr.write(__doc__ or "")
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    return Supervisor(command, prefix=prefix).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
