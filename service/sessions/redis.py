@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import TryAgainError
 
-from nsm_core.errors import InvalidRequest, NsmError, SnapshotCorrupt
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from service.sessions.base import (
     UNSET,
     Lease,
@@ -89,7 +89,7 @@ class RedisSessionStore:
         self.client.connect()
         try:
             await check_server(self.client, self.keys)
-        except NsmError:
+        except BaseException:
             await self.close()
             raise
 

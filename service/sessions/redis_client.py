@@ -111,6 +111,8 @@ class RedisClient:
         self._redis: Any = None
         self._close: Callable[[], Awaitable[None]] | None = None
         self._gate = asyncio.Semaphore(address.max_connections)
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def connect(self) -> None:
         """The client, which connects with its first command. Raises ConfigError for a TLS file that is not there."""
@@ -120,8 +122,15 @@ class RedisClient:
         self._redis, self._close = _make_client(self.address)
 
     async def close(self) -> None:
+        """Nothing new begins, what runs ends, and no connection is left open. Idempotent."""
         close, self._close, self._redis = self._close, None, None
-        if close is not None:
+        if close is None:
+            return
+        try:
+            # A command that is still connecting would leave behind a connection that nobody closes. Each has its
+            # time-out, so this ends.
+            await self._is_idle.wait()
+        finally:
             with contextlib.suppress(*ERRORS):
                 await close()
 
@@ -130,7 +139,7 @@ class RedisClient:
         start, pause_s, number = time.monotonic(), FIRST_PAUSE_S, 1
         while True:
             try:
-                async with self._one_of_the_connections():
+                async with self._one_of_the_connections(), _cancelled_in_any_case():
                     return await work(Attempt(self._redis, number))
             except ERRORS as error:
                 elapsed_s = time.monotonic() - start
@@ -149,8 +158,7 @@ class RedisClient:
 
     @contextlib.asynccontextmanager
     async def _one_of_the_connections(self) -> AsyncIterator[None]:
-        if self._redis is None:
-            raise StoreUnavailable("the session store is not open")
+        self._require_open()
         try:
             async with asyncio.timeout(self.address.pool_timeout_s):
                 await self._gate.acquire()
@@ -158,11 +166,31 @@ class RedisClient:
             message = f"all {self.address.max_connections} connections to the session store are in use"
             raise StoreUnavailable(message) from None
         self.num_in_use += 1
+        self._is_idle.clear()
         try:
+            self._require_open()  # it may have been closed meanwhile
             yield
         finally:
             self.num_in_use -= 1
             self._gate.release()
+            if not self.num_in_use:
+                self._is_idle.set()
+
+    def _require_open(self) -> None:
+        if self._redis is None:
+            raise StoreUnavailable("the session store is not open")
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_in_any_case() -> AsyncIterator[None]:
+    """Before Python 3.12 `asyncio.wait_for`, which redis-py uses, may swallow the cancel of its task."""
+    task = asyncio.current_task()
+    num_cancels = 0 if task is None else task.cancelling()
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
 
 
 def _make_client(address: RedisAddress) -> tuple[Any, Callable[[], Awaitable[None]]]:
@@ -196,9 +224,12 @@ def _make_sentinel_client(address: RedisAddress, options: dict[str, Any]) -> tup
     master: Any = sentinel.master_for(address.service or "", max_connections=UNBOUNDED, **options, **tls)
 
     async def close() -> None:
-        for client in (master, *sentinel.sentinels):
-            await client.aclose()
-            await client.connection_pool.aclose()
+        clients = (master, *sentinel.sentinels)
+        closings = [closing() for client in clients for closing in (client.aclose, client.connection_pool.aclose)]
+        ends = await asyncio.gather(*closings, return_exceptions=True)  # one that fails must not keep the others open
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
     return master, close
 
