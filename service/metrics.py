@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -142,6 +142,8 @@ class Metrics:
         self._prefix_resume = Counter(
             "nsm_prefix_resume_total", "Stateless prompts by where they started from.", ["outcome"], registry=registry
         )
+        for outcome in get_args(PrefixOutcome):  # each is there from the start, also one that never comes
+            self._prefix_resume.labels(outcome)
         self._prefix_queries = Counter(
             "nsm_prefix_cache_queries_total", "Tokens of prompts that a stored beginning was looked for.",
             registry=registry,

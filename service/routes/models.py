@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from service.deps import Services, ServicesDep
+from service.deps import Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES
 from service.json_body import json_response
 
@@ -15,20 +15,22 @@ router = APIRouter(tags=["models"], responses=ERROR_RESPONSES)
 
 
 @router.get("/v1/models", response_class=Response)
-async def list_models(services: ServicesDep) -> Response:
+async def list_models(services: ServicesDep, tenant: TenantDep) -> Response:
     """The one model this server serves."""
-    return json_response({"object": "list", "data": [model_object(services)]})
+    return json_response({"object": "list", "data": [model_object(services, tenant)]})
 
 
 @router.get("/v1/models/{model_id:path}", response_class=Response)
-async def get_model(model_id: str, services: ServicesDep) -> Response:
+async def get_model(model_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """One model; 404 when it is not served here."""
     services.check_model(model_id)
-    return json_response(model_object(services))
+    return json_response(model_object(services, tenant))
 
 
-def model_object(services: Services) -> dict[str, Any]:
-    """OpenAI's model object and, beyond it, what is special here: a state of constant size and no longest context."""
+def model_object(services: Services, tenant: str) -> dict[str, Any]:
+    """OpenAI's model object and, beyond it, what is special here: a state of constant size, no longest context, and
+    what is switched off for this tenant.
+    """
     model = services.backend.model
     return {
         "id": services.model_name,
@@ -45,7 +47,8 @@ def model_object(services: Services) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "num_parameters": model.num_parameters,
         "chat_template": model.chat_template,
-        "prefix_cache": services.prefix_resume.is_on,
+        "prefix_cache": services.prefix_resume.is_on and services.tenants.may_cache_prefixes(tenant),
+        "kept_snapshots": services.settings.kept_snapshots,
         "limits": {
             "max_prompt_tokens": services.settings.max_prompt_tokens,
             "max_tokens": services.settings.max_tokens_limit,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,6 +64,41 @@ async def test_ttft_ends_when_the_piece_was_sent_not_when_it_was_made() -> None:
         backend.release_all()
         await task
         assert server.metric(TTFT) == 1
+
+
+async def test_M3_times_are_those_that_the_client_sees() -> None:
+    """Of several tries the best: the client's own delays are none of the server's."""
+    first_off, whole_off = [], []
+    async with gateway(FakeBackend(hold=True), is_live=True) as server:
+        backend = server.services.backend
+        assert isinstance(backend, FakeBackend)
+        for _ in range(8):
+            before = sums(server)
+            started = time.monotonic()
+            body = {"prompt": "x", "stream": True, "max_tokens": 2}
+            async with server.client.stream("POST", PATH, json=body) as stream:
+                lines = stream.aiter_lines()
+                await asyncio.sleep(0.02)  # the model's own time
+                backend.release()
+                while '"text":"It"' not in await anext(lines):
+                    pass
+                first_s = time.monotonic() - started
+                await asyncio.sleep(0.02)
+                backend.release()
+                async for _ in lines:
+                    pass
+            whole_s = time.monotonic() - started
+            ttft_s, e2e_s = (after - earlier for after, earlier in zip(sums(server), before, strict=True))
+            assert 0.019 <= ttft_s <= first_s
+            assert ttft_s + 0.019 <= e2e_s <= whole_s
+            first_off.append(first_s - ttft_s)
+            whole_off.append(whole_s - e2e_s)
+    assert min(first_off) < 0.005
+    assert min(whole_off) < 0.005
+
+
+def sums(server: Gateway) -> tuple[float, float]:
+    return server.metric("nsm_time_to_first_token_seconds_sum"), server.metric("nsm_e2e_request_latency_seconds_sum")
 
 
 async def test_engine_numbers_are_read_when_asked_for() -> None:

@@ -157,9 +157,10 @@ def test_R12_S2_any_text_in_any_tokens_with_any_stop(
 
 
 @pytest.mark.parametrize("seed", range(scaled(12, 200)))
-def test_R12_the_real_model_continues_as_if_the_stop_string_had_never_been_said(
+def test_R4_R12_the_real_model_continues_as_if_the_stop_string_had_never_been_said(
     seed: int, tiny_tokenizer: Tokenizer
 ) -> None:
+    """Nothing is drafted ahead here: the only tokens that are sampled and then rejected are those of a stop."""
     engine, model = make_engine(small_model(), tiny_tokenizer), small_model()
     free = run_one(engine, make_request(prompt_ids=random_ids(seed, 12), max_tokens=30))
     stop = free.text[8 + seed % 7 :][: 1 + seed % 5]

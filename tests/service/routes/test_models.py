@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import openai
 import pytest
 
 from tests.fakes import STATE_BYTES, FakeBackend
-from tests.gateway import error_of, gateway
+from tests.gateway import Gateway, error_of, gateway
+from tests.tenants import make_key, write_keys
 
 
 async def test_the_stock_client_finds_the_model() -> None:
@@ -25,6 +29,41 @@ async def test_the_model_object_tells_what_is_special_here() -> None:
     assert model["numerics"] == "fake"
     assert model["max_model_len"] is None
     assert model["limits"]["max_tokens"] == 99
+
+
+async def test_R16_states_are_exact_unless_the_operator_says_so_and_the_fingerprint_tells() -> None:
+    told = {}
+    for changes in ({}, {"state_dtype": "fp16"}, {"state_dtype": "int8"}):
+        async with gateway(FakeBackend(), **changes) as server:
+            model = (await server.client.get("/v1/models/fake-nsm")).json()
+            answer = (await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()
+            assert answer["system_fingerprint"] == model["system_fingerprint"]
+            told[model["state_dtype"]] = model["system_fingerprint"]
+    exact = told["fp32"]
+    assert told == {"fp32": exact, "fp16": f"{exact}_fp16", "int8": f"{exact}_int8"}
+
+
+async def test_R18_what_is_switched_off_says_so(tmp_path: Path) -> None:
+    async with gateway(FakeBackend()) as server:
+        told = await told_of(server)
+        assert (told["prefix_cache"], told["kept_snapshots"]) == (True, 2)
+        assert 'nsm_prefix_resume_total{outcome="off"} 0.0' in (await server.client.get("/metrics")).text
+    async with gateway(FakeBackend(), prefix_cache=False, kept_snapshots=0) as server:
+        told = await told_of(server)
+        assert (told["prefix_cache"], told["kept_snapshots"]) == (False, 0)
+        await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        text = (await server.client.get("/metrics")).text
+        assert 'nsm_prefix_resume_total{outcome="off"} 1.0' in text
+        assert 'nsm_prefix_resume_total{outcome="hit"} 0.0' in text
+    acme, other = make_key("acme"), make_key("other")
+    write_keys(tmp_path / "keys.toml", acme, other, acme="prefix_cache = false", other="")
+    async with gateway(FakeBackend(), api_keys_file=tmp_path / "keys.toml") as server:
+        assert (await told_of(server, headers=acme.headers))["prefix_cache"] is False
+        assert (await told_of(server, headers=other.headers))["prefix_cache"] is True
+
+
+async def told_of(server: Gateway, **request: Any) -> dict[str, Any]:
+    return dict((await server.client.get("/v1/models/fake-nsm", **request)).json())
 
 
 async def test_the_operator_may_name_the_model_even_with_slashes() -> None:

@@ -147,7 +147,14 @@ async def test_what_is_no_stream_is_404(house: Gateway, stream_id: str) -> None:
     assert (response.status_code, error_of(response)["code"]) == (404, "stream_not_found")
 
 
-async def test_a_stream_ends_with_its_session_and_with_its_time(house: Gateway) -> None:
+async def test_P11_reading_a_state_has_a_metric_of_its_own_and_takes_no_time_to_speak_of(house: Gateway) -> None:
+    for _ in range(3):
+        await house.client.post(PATH, json=BODY)
+    assert house.metric("nsm_state_fetch_seconds_count") == 3
+    assert house.metric("nsm_state_fetch_seconds_sum") / 3 < 0.05  # in memory; docs/redis.md has the stores' figures
+
+
+async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end(house: Gateway) -> None:
     store, clock = house.services.store, Clock()
     assert isinstance(store, MemorySessionStore)
     store._clock = clock
