@@ -25,7 +25,7 @@ from nsm_core.engine.request import Event, Finished
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
-from nsm_core.triton.supervisor import SHARED_MEMORY, children_of, free_regions, running_stubs
+from nsm_core.triton.supervisor import SHARED_MEMORY, children_of, free_regions, stubs_of
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import Call, GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
@@ -121,7 +121,7 @@ class RunningTriton:
     @property
     def stub_pid(self) -> int:
         """Of the process that runs the model."""
-        (stub,) = running_stubs(self.server_pid)
+        (stub,) = stubs_of(self.server_pid)[0]
         return stub
 
     def shared_memory(self) -> dict[str, int]:

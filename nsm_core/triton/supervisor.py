@@ -22,7 +22,7 @@ logger = logging.getLogger("nsm.triton")
 
 SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_PREFIX = "nsm_triton_"
-STUB = b"triton_python_backend_stub"
+STUB = "triton_python_backend_stub"[:15]  # as much as the kernel keeps of a name
 WATCH_S = 0.5
 EXIT_STUB_DIED = 70  # EX_SOFTWARE
 PR_SET_PDEATHSIG = 1
@@ -58,27 +58,29 @@ class Supervisor:
         server.send_signal(number)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> int:
-        stubs: set[int] = set()
+        seen: set[int] = set()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return server.wait(WATCH_S)
-            stubs |= running_stubs(server.pid)
-            if not self._is_stopping and stubs - running_stubs(server.pid):
+            alive, dead = stubs_of(server.pid)
+            seen |= alive
+            if not self._is_stopping and (dead or seen - alive):
                 logger.error("the process that runs the model died: ending the server")
                 server.kill()
                 server.wait()
                 return EXIT_STUB_DIED
 
 
-def running_stubs(server_pid: int) -> set[int]:
-    """The processes that run the server's models."""
-    stubs = set()
+def stubs_of(server_pid: int) -> tuple[set[int], set[int]]:
+    """The processes that run the server's models: the living, and those that ended and were not waited for."""
+    alive: set[int] = set()
+    dead: set[int] = set()
     for pid in children_of(server_pid):
-        with contextlib.suppress(OSError):  # it ended between the two looks
-            # a process that died and was not waited for has no command line any more
-            if STUB in Path(f"/proc/{pid}/cmdline").read_bytes():
-                stubs.add(pid)
-    return stubs
+        with contextlib.suppress(OSError):  # it went between the two looks
+            name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
+            if name == STUB:
+                (dead if fields[0] == "Z" else alive).add(pid)
+    return alive, dead
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import ConfigError
+from nsm_core.triton.config import BACKEND_PARAMETERS, CONFIG_TYPES, PARAMETERS, WorkerConfig, read_config
+from nsm_core.wire.tensors import INPUTS, OUTPUTS
+
+CONFIG_FILE = Path(__file__).parents[3] / "model_repository" / "nsm" / "config.pbtxt"
+
+
+def model_config(**parameters: str) -> dict[str, Any]:
+    """As Triton hands it over: 64-bit numbers are strings there."""
+
+    def tensors(names: Any, **fields: Any) -> list[dict[str, Any]]:
+        return [
+            {"name": t.name, "data_type": CONFIG_TYPES[t.datatype], "dims": [str(dim) for dim in t.dims], **fields}
+            for t in names
+        ]
+
+    return {
+        "name": "nsm",
+        "max_batch_size": 0,
+        "model_transaction_policy": {"decoupled": True},
+        "input": tensors(INPUTS, optional=True),
+        "output": tensors(OUTPUTS),
+        "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+    }
+
+
+def read(config: dict[str, Any]) -> WorkerConfig:
+    return read_config(json.dumps(config))
+
+
+def test_parameters_are_the_workers_settings() -> None:
+    assert read(model_config()) == WorkerConfig()
+    config = read(
+        model_config(
+            model="/m", device="cpu", max_slots="4", queue_limit="0", drain_s="1.5", FORCE_CPU_ONLY_INPUT_TENSORS="yes"
+        )
+    )
+    assert config == WorkerConfig(model=Path("/m"), device="cpu", max_slots=4, queue_limit=0, drain_s=1.5)
+
+
+def test_the_file_names_every_parameter_with_its_default() -> None:
+    found = dict(re.findall(r'key: "(\w+)" value { string_value: "([^"]*)" }', CONFIG_FILE.read_text("utf-8")))
+    assert set(found) - BACKEND_PARAMETERS == set(PARAMETERS)
+    assert read(model_config(**found)) == WorkerConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_slots", "0", "parameter max_slots must be a whole number of at least 1, got '0'"),
+        ("max_slots", "many", "parameter max_slots must be a whole number of at least 1, got 'many'"),
+        ("max_slots", "1.5", "parameter max_slots must be a whole number"),
+        ("max_slots", "512", r"token_budget \(256\) must be at least max_slots"),
+        ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got 'inf'"),
+        ("device", "tpu", "parameter device must be auto, cpu or cuda, got 'tpu'"),
+        ("max_slot", "3", "unknown parameter max_slot; known: model, device"),
+    ],
+)
+def test_a_bad_parameter_is_told_by_name(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(model_config(**{name: value}))
+
+
+def test_a_configuration_outside_the_contract_is_refused() -> None:
+    changes = {
+        "must be decoupled": lambda config: config.pop("model_transaction_policy"),
+        "max_batch_size must be 0": lambda config: config.update(max_batch_size=8),
+        "input state must be": lambda config: config["input"].pop(),
+        "input text_input must be": lambda config: config["input"][0].update(optional=False),
+        "output token_ids must be": lambda config: config["output"][1].update(data_type="TYPE_INT64"),
+        "output extra is not part": lambda config: config["output"].append({"name": "extra"}),
+    }
+    for message, change in changes.items():
+        config = copy.deepcopy(model_config())
+        change(config)
+        with pytest.raises(ConfigError, match=message):
+            read(config)
