@@ -208,3 +208,10 @@ def test_a_tokenizer_of_characters_is_refused(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {END_OF_TEXT: 0, "日": 1}, "merges": []}
     with pytest.raises(CheckpointError, match="token 1 is '日'"):
         Tokenizer.load(spoil(tokenizer_of(), tmp_path, model=model))
+
+
+def test_json_carries_the_whole_tokenizer(tiny_tokenizer: Tokenizer) -> None:
+    assert Tokenizer.from_json(tiny_tokenizer.to_json()).fingerprint == tiny_tokenizer.fingerprint
+    for text in ("{}", "no JSON", '{"version": "1.0"}'):
+        with pytest.raises(CheckpointError):
+            Tokenizer.from_json(text)

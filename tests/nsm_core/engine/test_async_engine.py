@@ -315,3 +315,15 @@ async def test_refusals_of_the_engine_itself_reach_the_client(
     finished = (await collect(gated.submit(make_request()))).finished
     assert finished.reason is FinishReason.ERROR
     assert str(finished.error) == "no"
+
+
+async def test_a_reader_that_comes_late_gets_all_that_is_there(tiny_tokenizer: Tokenizer) -> None:
+    engine = AsyncEngine(make_engine(small_model(), tiny_tokenizer))
+    await engine.start()
+    handle, longer = (engine.submit(make_request(name, max_tokens=num)) for name, num in (("a", 5), ("b", 50)))
+    at_once = [event async for event in longer.events()]
+    batches = [batch async for batch in handle.batches()]
+    assert [[type(event) for event in batch] for batch in batches] == [[*[TokenEvent] * 5, Finished]]
+    prompt = engine.submit(make_request("c", max_tokens=50))
+    assert [event for batch in [batch async for batch in prompt.batches()] for event in batch] == at_once
+    await engine.stop()
