@@ -1,13 +1,16 @@
-"""Steps on /v1/responses that tests take again and again."""
+"""A gateway for tests of /v1/responses, and the steps that they take again and again."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.gateway import Gateway, without_comments
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, gateway, without_comments
 
 PATH = "/v1/responses"
 FIRST_EVENTS = (
@@ -17,6 +20,22 @@ FIRST_EVENTS = (
     "response.content_part.added",
 )
 LAST_EVENTS = ("response.output_text.done", "response.content_part.done", "response.output_item.done")
+SCRIPT = " It was"  # what the backend of these tests answers
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend(SCRIPT)
+
+
+@pytest.fixture
+async def server(backend: FakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(backend) as opened:
+        yield opened
+
+
+def encode(server: Gateway, text: str) -> tuple[int, ...]:
+    return tuple(server.services.backend.tokenizer.encode(text))
 
 
 async def respond(server: Gateway, text: str = "hello", /, **body: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from service.turn import Turn, TurnEnd, TurnSource
 from service.turns import Turns
 from tests.fakes import FakeBackend, state_after
 from tests.redis_servers import wait_until
-from tests.service.test_turns import make_request
+from tests.turns import make_request
 
 KEY = {"tenant": "default", "session_id": "s1"}
 RETRY: dict[str, Any] = {"identity": "key:k", "digest": "d"}

@@ -1,0 +1,166 @@
+"""What a turn starts from: the session's own state or, when that is lost, its log; never anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import (
+    InvalidRequest,
+    SnapshotCorrupt,
+    StateMismatch,
+)
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
+from tests.fakes import FakeBackend, state_after
+from tests.turns import KEY, collect, make_house, make_request
+
+
+async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its_session() -> None:
+    async with make_house() as house:
+        await house.say(5, 6)
+        snapshot = await house.snapshot()
+        wrong = Snapshot(snapshot.header, snapshot.state[:32] + bytes(len(snapshot.state) - 32))
+        house.store._records["default", "s1"].snapshot = wrong.encode()
+        with pytest.raises(SnapshotCorrupt, match="session 's1': the state was not reached"):
+            await house.open(9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tenant": "other"},
+        {"session_id": "s2"},
+        {"version": 2},
+        {"position": 5},
+        {"position": 7},
+        {"model_fingerprint": "another"},
+        {"tokenizer_fingerprint": "another"},
+        {"pending_id": None},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+async def test_R2_R3_a_state_that_is_not_this_sessions_is_refused_never_used(changes: dict[str, Any]) -> None:
+    async with make_house() as house:
+        await house.say(5, 6)
+        snapshot = await house.snapshot()
+        wrong = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state)
+        house.store._records["default", "s1"].snapshot = wrong.encode()
+        error = StateMismatch if "tokenizer_fingerprint" in changes else SnapshotCorrupt
+        with pytest.raises(error, match="session 's1'"):
+            await house.open(9)
+        assert len(house.backend.requests) == 1
+        house.store._records["default", "s1"].snapshot = snapshot.encode()
+        assert (await house.say(9)).head.version == 2
+
+
+def flip_last_bit(raw: bytes | None) -> bytes:
+    assert raw is not None
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
+@pytest.mark.parametrize("reason", ["missing", "corrupt", "fingerprint_mismatch"])
+@pytest.mark.parametrize("new_ids", [(), (9,)], ids=["0_new_tokens", "1_new_token"])
+async def test_R3_a_lost_state_is_made_again_from_the_log_never_empty(reason: str, new_ids: tuple[int, ...]) -> None:
+    async with make_house() as house, make_house() as unbroken:
+        for one in (house, unbroken):
+            await one.say(5, 6, max_tokens=2)
+            await one.say(7, max_tokens=3)
+        backend, record = house.backend, house.store._records["default", "s1"]
+        if reason == "missing":
+            record.snapshot = None
+        elif reason == "corrupt":
+            record.snapshot = flip_last_bit(record.snapshot)
+        else:
+            backend = FakeBackend(fingerprint="a newer model")
+        turns = house.make_turns(backend)
+        turn = await turns.open_turn(make_request(*new_ids))
+        end = (await collect(turn))[1]
+        expected = await unbroken.say(*new_ids)
+        assert (turn.rebuilt, end.error) == (reason, None)
+        assert (end.head.version, end.head.position) == (expected.head.version, expected.head.position)
+        log = await house.store.read_log(**KEY)
+        assert log == await unbroken.store.read_log(**KEY)
+        snapshot, model = await house.snapshot(), backend.model.fingerprint
+        assert snapshot.state == state_after(log[:-1])
+        assert snapshot.header.sampler == (await unbroken.snapshot()).header.sampler
+        assert (snapshot.header.model_fingerprint, end.head.model_fingerprint) == (model, model)
+        assert backend.requests[-1].prompt_ids == (*log[: len(log) - 4 - len(new_ids)], *new_ids)
+        assert (end.finished.cached_tokens, expected.finished.cached_tokens) == (0, 8)
+        assert end.finished.prompt_tokens == expected.finished.prompt_tokens
+        assert house.sample("nsm_session_resume_total", outcome=reason) == 1
+        again = await turns.open_turn(make_request(8))
+        assert (again.rebuilt, (await collect(again))[1].finished.cached_tokens) == (None, len(log) - 1)
+
+
+async def test_a_rebuilt_session_without_a_pending_token_still_needs_input() -> None:
+    async with make_house(FakeBackend("It was")) as house:
+        await house.say(5, max_tokens=50)
+        log = await house.store.read_log(**KEY)
+        house.store._records["default", "s1"].snapshot = None
+        with pytest.raises(InvalidRequest, match="input must not be empty"):
+            await house.open()
+        await house.say(9)
+        assert house.backend.requests[-1].prompt_ids == (*log, 9)
+
+
+async def test_a_rebuilt_turn_draws_with_the_sessions_seed() -> None:
+    async with make_house() as house:
+        await house.say(5, seed=1234)
+        house.store._records["default", "s1"].snapshot = None
+        await house.say(6)
+        assert house.backend.requests[-1].sampling.seed == 1234
+        assert (await house.snapshot()).header.sampler.seed == 1234
+
+
+async def test_a_rebuild_that_is_cancelled_leaves_everything_as_it_was() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        house.backend.release(4)
+        before = (await house.say(5)).head
+        house.store._records["default", "s1"].snapshot = None
+        turn = await house.open(6)
+        await house.backend.held.wait()
+        assert await house.turns.cancel(**KEY)
+        assert (await collect(turn))[1].head == before
+        assert house.store._records["default", "s1"].holder is None
+
+
+async def test_a_log_of_another_tokenizer_is_refused() -> None:
+    async with make_house() as house:
+        await house.say(5)
+        tokenizer = Tokenizer.train(["something else entirely"] * 4, vocab_size=300)
+        backend = FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)
+        turns = house.make_turns(backend)
+        with pytest.raises(StateMismatch, match="another tokenizer"):
+            await turns.open_turn(make_request(9))
+        house.store._records["default", "s1"].snapshot = None  # now nobody can tell which tokenizer it was
+        with pytest.raises(StateMismatch, match="only that model can make it again"):
+            await turns.open_turn(make_request(9))
+        assert backend.requests == []
+        assert house.sample("nsm_session_resume_total", outcome="refused") == 2
+        assert (await house.say(9)).head.version == 2
+
+
+async def test_a_log_that_is_damaged_as_well_is_an_error() -> None:
+    async with make_house() as house:
+        await house.say(5)
+        record = house.store._records["default", "s1"]
+        record.snapshot, log = None, record.log
+        record.log = log[:-1]
+        with pytest.raises(SnapshotCorrupt, match="log of session 's1'"):
+            await house.open(9)
+        record.log = log
+        assert (await house.say(9)).head.version == 2
+
+
+async def test_a_state_of_another_numerics_class_is_used_and_said() -> None:
+    async with make_house() as house:
+        assert (await house.open(5)).other_numerics is None
+        await house.turns.drain(grace_s=5.0)
+        backend = FakeBackend()
+        backend.model = dataclasses.replace(backend.model, numerics="other")
+        turn = await house.make_turns(backend).open_turn(make_request(6))
+        assert turn.other_numerics == "fake"
+        assert (await collect(turn))[1].head.version == 2

@@ -1,0 +1,209 @@
+"""How a turn ends: committed, or stopped, refused or failed with the session where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nsm_core.engine.request import Event, Finished, FinishReason
+from nsm_core.errors import (
+    DeadlineExceeded,
+    LeaseLost,
+    NotFound,
+    Overloaded,
+    SessionBusy,
+    StorageFull,
+    StoreUnavailable,
+    TurnCancelled,
+    VersionConflict,
+)
+from tests.fakes import FakeBackend, FakeGeneration
+from tests.turns import KEY, collect, make_house
+
+
+async def test_S8_a_cancelled_turn_leaves_the_session_at_its_last_commit() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        house.backend.release(4)
+        before = (await house.say(5)).head
+        turn = await house.open(6)
+        house.backend.release(2)
+        await house.backend.held.wait()
+        assert await house.turns.cancel(**KEY)
+        tokens, end = await collect(turn)
+        assert (len(tokens), end.finished.reason, end.head) == (2, FinishReason.ABORT, before)
+        assert isinstance(end.error, TurnCancelled)
+        assert await house.store.get(**KEY) == before
+        assert house.backend.num_cancels == 1
+        house.backend.release_all()
+        await house.say(6)
+        assert house.backend.requests[1].prompt_ids == house.backend.requests[2].prompt_ids
+        assert house.backend.requests[1].resume == house.backend.requests[2].resume
+
+
+async def test_cancelling_where_nothing_runs_says_so() -> None:
+    async with make_house() as house:
+        assert not await house.turns.cancel(**KEY)
+        assert not await house.turns.cancel(tenant="default", session_id="nobody")
+
+
+async def test_a_cancel_that_comes_while_the_session_is_loaded_is_not_lost() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        house.backend.release(4)
+        await house.say(5)
+        opening = asyncio.create_task(house.open(6))
+        await asyncio.sleep(0)
+        assert house.turns.num_running == 1
+        assert await house.turns.cancel(**KEY)
+        assert (await collect(await opening))[1].finished.reason is FinishReason.ABORT
+
+
+async def test_a_cancel_during_the_commit_is_too_late_and_says_so() -> None:
+    async with make_house() as house:
+        house.store.may_commit.clear()
+        turn = await house.open(5)
+        await house.store.is_committing.wait()
+        cancelling = asyncio.create_task(house.turns.cancel(**KEY))
+        await asyncio.sleep(0)
+        house.store.may_commit.set()
+        assert not await cancelling
+        assert (await collect(turn))[1].head.version == 1
+
+
+async def test_an_error_of_the_engine_ends_the_turn_without_a_commit() -> None:
+    async with make_house(FakeBackend(fail_after=2, error=DeadlineExceeded("too late"))) as house:
+        tokens, end = await collect(await house.open(5))
+        assert len(tokens) == 2
+        assert (end.finished.reason, end.head.version) == (FinishReason.ERROR, 0)
+        assert isinstance(end.error, DeadlineExceeded)
+        assert house.sample("nsm_request_success_total", finished_reason="error") == 1
+        house.backend.fail_after = None
+        assert (await house.say(5)).head.version == 1
+
+
+@pytest.mark.parametrize("error", [StorageFull("full"), StoreUnavailable("away"), VersionConflict("moved on")])
+async def test_a_commit_that_fails_is_the_turns_error(error: Exception) -> None:
+    async with make_house() as house:
+        house.store.commit_error = error
+        tokens, end = await collect(await house.open(5))
+        assert len(tokens) == 4
+        assert (end.error, end.head.version) == (error, 0)
+        house.store.commit_error = None
+        assert (await house.say(5)).head.version == 1
+
+
+async def test_a_fault_of_our_own_ends_the_turn_with_an_error_that_tells_no_details(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with make_house() as house:
+        house.store.commit_error = ZeroDivisionError("secret detail")
+        end = await house.say(5)
+        assert end.finished.reason is FinishReason.ERROR
+        assert str(end.error) == "internal error; the server's log tells more under request id r1"
+        assert "secret detail" in caplog.text
+
+
+async def test_an_engine_that_breaks_off_without_finished_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_events(self: FakeGeneration) -> AsyncIterator[Event]:
+        self.abort()
+        for event in list[Event]():
+            yield event
+
+    async with make_house() as house:
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGeneration, "events", no_events)
+            assert (await house.say(5)).finished.reason is FinishReason.ERROR
+        assert (await house.say(5)).head.version == 1
+
+
+async def test_deleting_a_session_stops_its_turn_first() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        await house.backend.held.wait()
+        await house.turns.delete(**KEY)
+        assert (await collect(turn))[1].finished.reason is FinishReason.ABORT
+        with pytest.raises(NotFound):
+            await house.store.get(**KEY)
+        with pytest.raises(NotFound):
+            await house.turns.delete(**KEY)
+
+
+async def test_draining_lets_turns_finish_within_the_grace_time() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        draining = asyncio.create_task(house.turns.drain(grace_s=30.0))
+        await house.backend.held.wait()
+        with pytest.raises(Overloaded, match="stopping"):
+            await house.open(6, session_id="s2")
+        assert not draining.done()
+        house.backend.release_all()
+        await draining
+        assert (await collect(turn))[1].head.version == 1
+
+
+async def test_draining_stops_what_outlasts_the_grace_time_with_a_proper_end() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        house.backend.release()
+        await house.backend.held.wait()
+        await house.turns.drain(grace_s=0.0)
+        tokens, end = await collect(turn)
+        assert len(tokens) <= 1
+        assert (end.finished.reason, end.head.version) == (FinishReason.ABORT, 0)
+        assert isinstance(end.error, Overloaded)
+        assert house.turns.num_running == 0
+
+
+async def test_a_turns_task_that_is_cancelled_itself_frees_the_session_and_ends_the_stream() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        turn = await house.open(5)
+        await house.backend.held.wait()
+        for task in tuple(house.turns._tasks):
+            task.cancel()
+        assert (await collect(turn))[1].finished == Finished(reason=FinishReason.ABORT)
+        assert house.backend.num_cancels == 1
+
+
+async def test_D8_a_turn_whose_lease_was_taken_over_is_stopped_and_keeps_nothing() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        house.turns = house.make_turns(house.backend, lease_s=0.03)
+        turn = await house.open(5)
+        await house.backend.held.wait()
+        record = house.store._records["default", "s1"]
+        record.holder, record.fence = "another turn", record.fence + 1
+        tokens, end = await collect(turn)
+        assert (tokens, end.finished.reason, end.head.version) == ([], FinishReason.ABORT, 0)
+        assert isinstance(end.error, LeaseLost)
+        assert house.backend.num_cancels == 1
+        assert record.holder == "another turn"
+        with pytest.raises(SessionBusy):
+            await house.open(6)
+
+
+async def test_D8_a_turn_that_slept_through_its_lease_cannot_commit() -> None:
+    async with make_house() as house:
+        house.store.may_commit.clear()
+        turn = await house.open(5)
+        await house.store.is_committing.wait()
+        record = house.store._records["default", "s1"]
+        record.holder, record.fence = "another turn", record.fence + 1
+        house.store.may_commit.set()
+        end = (await collect(turn))[1]
+        assert isinstance(end.error, LeaseLost)
+        assert (await house.store.get(**KEY)).version == 0
+
+
+async def test_every_end_of_a_turn_frees_the_session_for_other_processes() -> None:
+    async with make_house(FakeBackend(hold=True)) as house:
+        record = house.store._records["default", "s1"]
+        with pytest.raises(VersionConflict):
+            await house.open(5, expected_version=3)
+        assert record.holder is None
+        await house.open(5)
+        await house.turns.cancel(**KEY)
+        assert record.holder is None
+        house.backend.refusal = Overloaded("full")
+        with pytest.raises(Overloaded):
+            await house.open(5)
+        assert record.holder is None

@@ -1,0 +1,125 @@
+"""A store, an engine and the turns over both, for tests of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nsm_core.engine.request import TokenEvent
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.snapshot import Snapshot
+from service.continuation import TurnRequest
+from service.lifecycle import Lifecycle
+from service.metrics import Metrics
+from service.sessions.base import Lease, SessionHead
+from service.sessions.memory import MemorySessionStore
+from service.tenants import Tenants
+from service.turn import Turn, TurnEnd
+from service.turns import Turns
+from tests.fakes import FakeBackend
+
+KEY = {"tenant": "default", "session_id": "s1"}
+
+
+EOT = 0
+
+
+class FaultyStore(MemorySessionStore):
+    """A memory store whose commits can be held or made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commit_error: Exception | None = None
+        self.may_commit = asyncio.Event()
+        self.may_commit.set()
+        self.is_committing = asyncio.Event()
+
+    async def commit(self, lease: Lease, **fields: Any) -> SessionHead:
+        self.is_committing.set()
+        await self.may_commit.wait()
+        if self.commit_error is not None:
+            raise self.commit_error
+        return await super().commit(lease, **fields)
+
+
+class House:
+    """A store with one empty session, a fake backend and the turns over both."""
+
+    def __init__(self, backend: FakeBackend, *, detached_s: float = 60.0) -> None:
+        self.backend = backend
+        self.store = FaultyStore()
+        self.metrics = Metrics(backend)
+        self.lifecycle = Lifecycle()
+        self.turns = self.make_turns(backend, detached_s=detached_s)
+
+    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0, lease_s: float = 30.0) -> Turns:
+        return Turns(
+            backend,
+            self.store,
+            metrics=self.metrics,
+            lifecycle=self.lifecycle,
+            detached_s=detached_s,
+            lease_s=lease_s,
+            tenants=Tenants(None, self.store, self.metrics),
+            clock=lambda: 5.0,
+        )
+
+    async def create(self, session_id: str = "s1") -> SessionHead:
+        return await self.store.create(
+            tenant="default", session_id=session_id, model_fingerprint="fake-fingerprint", metadata={}
+        )
+
+    async def open(self, *input_ids: int, **changes: Any) -> Turn:
+        return await self.turns.open_turn(make_request(*input_ids, **changes))
+
+    async def say(self, *input_ids: int, **changes: Any) -> TurnEnd:
+        return (await collect(await self.open(*input_ids, **changes)))[1]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+    async def snapshot(self, session_id: str = "s1") -> Snapshot:
+        stored = await self.store.load(tenant="default", session_id=session_id)
+        assert stored.snapshot is not None
+        return Snapshot.decode(stored.snapshot)
+
+
+def make_request(*input_ids: int, max_tokens: int = 4, seed: int | None = None, **changes: Any) -> TurnRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=77 if seed is None else seed)
+    fields: dict[str, Any] = {
+        "request_id": "r1",
+        "tenant": "default",
+        "session_id": "s1",
+        "input_ids": input_ids,
+        "is_verbatim": False,
+        "sampling": sampling,
+        "has_own_seed": seed is not None,
+        "arrival": time.monotonic(),
+    }
+    return TurnRequest(**{**fields, **changes})
+
+
+async def collect(turn: Turn) -> tuple[list[TokenEvent], TurnEnd]:
+    events = [event async for event in turn.events()]
+    end = events.pop()
+    assert isinstance(end, TurnEnd)
+    tokens = [event for event in events if isinstance(event, TokenEvent)]
+    assert len(tokens) == len(events)
+    return tokens, end
+
+
+@contextlib.asynccontextmanager
+async def make_house(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[House]:
+    """Nothing may still run, and no task may be left, when a test ends."""
+    house = House(backend or FakeBackend(), **settings)
+    await house.create()
+    tasks_before = asyncio.all_tasks()
+    yield house
+    house.backend.release_all()
+    await house.turns.drain(grace_s=5.0)
+    assert house.turns.num_running == 0
+    assert not house.backend.running
+    assert asyncio.all_tasks() == tasks_before
