@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from nsm_core.errors import ConfigError, StoreUnavailable
+from nsm_core.errors import ConfigError, StorageFull, StoreUnavailable
 from service.sessions.redis_errors import ERRORS, is_passing, translate
 from service.sessions.redis_scripts import Script
 from service.sessions.redis_url import RedisAddress
@@ -43,11 +43,13 @@ UNBOUNDED = 2**31  # of redis-py's pools: ours is the bound
 class Attempt:
     """One attempt of a call: the commands it may use. `number` counts from 1."""
 
-    def __init__(self, redis: Any, number: int) -> None:
+    def __init__(self, redis: Any, number: int, *, max_value_bytes: int) -> None:
         self._redis = redis
+        self._max_value_bytes = max_value_bytes
         self.number = number
 
     async def command(self, *args: Any) -> Any:
+        self._require_small(args)
         return await self._redis.execute_command(*args)
 
     async def infos(self) -> dict[str, Any]:
@@ -85,12 +87,22 @@ class Attempt:
             return [await self.command(*command) for command in commands]
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
+            self._require_small(command)
             pipeline.execute_command(*command)
         answers: list[Any] = await pipeline.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         return answers
+
+    def _require_small(self, args: tuple[Any, ...]) -> None:
+        """Raises StorageFull. A value that is huge would fill the server's buffers and hold up everybody's commands."""
+        num_bytes = max(len(arg) for arg in args if isinstance(arg, bytes | str))
+        if num_bytes > self._max_value_bytes:
+            raise StorageFull(
+                f"a value of {num_bytes} bytes is more than the session store takes (max_value_bytes of NSM_STORE is "
+                f"{self._max_value_bytes})"
+            )
 
     async def script_and_get(self, script: Script, keys: Sequence[str], *args: Any, key: str) -> tuple[Any, Any]:
         """A script's answer and then a value, in one round trip: megabytes do not pass through Lua."""
@@ -140,7 +152,7 @@ class RedisClient:
         while True:
             try:
                 async with self._one_of_the_connections(), _cancelled_in_any_case():
-                    return await work(Attempt(self._redis, number))
+                    return await work(Attempt(self._redis, number, max_value_bytes=self.address.max_value_bytes))
             except ERRORS as error:
                 elapsed_s = time.monotonic() - start
                 if not is_passing(error) or elapsed_s + pause_s > patience_s:

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from nsm_core.errors import ConfigError, InvalidRequest, NotFound, SnapshotCorrupt, VersionConflict
+from nsm_core.errors import ConfigError, InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
 from nsm_core.state.snapshot import Snapshot
+from service.records.factory import records_beside
 from service.sessions.base import LogMark, SessionHead
 from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_client import Attempt
 from service.sessions.redis_keys import Keyspace, SessionKeys
 from service.sessions.redis_scripts import REWIND
 from service.sessions.redis_url import parse_redis_url
@@ -287,6 +289,43 @@ async def test_a_lost_index_is_made_again_by_the_next_commits(
     head = await commit(store, head)
     assert (await store.list(tenant="a", limit=10)).heads == (head,)
     assert (await store.usage(tenant="a")).num_bytes == head.snapshot_bytes + 4 * head.num_log_tokens
+
+
+async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_single: Topology) -> None:
+    snapshot = make_snapshot(version=1).encode()
+    async with opened(redis_single.own_url(max_value_bytes=len(snapshot) - 1)) as store:
+        head = await create(store)
+        leased = await acquire(store)
+        with pytest.raises(StorageFull, match=rf"of {len(snapshot)} bytes .*max_value_bytes .* is {len(snapshot) - 1}"):
+            await commit_under(store, leased.lease, head)
+        assert await store.get(**KEY) == head
+        with pytest.raises(StorageFull):
+            await records_beside(store).put(
+                tenant="a", kind="item", record_id="i", document={"text": "x" * len(snapshot)}, expected_version=0
+            )
+        await store.release(leased.lease)
+    async with opened(redis_single.own_url(max_value_bytes=len(snapshot) + 1000)) as store:
+        assert (await commit(store, await create(store))).version == 1
+
+
+async def test_D5_lease_head_and_snapshot_come_in_one_round_trip(
+    redis_single: Topology, store: RedisSessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await commit(store, await create(store))
+    trips: list[int] = []
+    together = Attempt.together
+
+    async def counted(attempt: Attempt, *commands: tuple[Any, ...]) -> list[Any]:
+        trips.append(len(commands))
+        return await together(attempt, *commands)
+
+    async def alone(attempt: Attempt, *args: Any) -> Any:
+        raise AssertionError(args[0])
+
+    monkeypatch.setattr(Attempt, "together", counted)
+    monkeypatch.setattr(Attempt, "command", alone)
+    assert (await acquire(store)).stored.snapshot is not None
+    assert trips == [2]
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl", "allkeys-random"])
