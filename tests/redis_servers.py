@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -86,8 +86,12 @@ class RedisServer:
         command = ["redis-server", str(self.directory / "redis.conf")]
         command = [*command, "--sentinel"] if self.is_sentinel else command
         self.process = subprocess.Popen(command, preexec_fn=die_with_the_tests)
-        with self.client() as client:
-            wait_until(lambda: self._answers(client), "the start of redis-server")
+        try:
+            with self.client() as client:
+                wait_until(lambda: self._answers(client), "the start of redis-server")
+        except BaseException:
+            self.kill()
+            raise
 
     def _answers(self, client: redis.Redis) -> bool:
         if self.process is None or self.process.poll() is not None:
@@ -130,6 +134,17 @@ class Topology:
             server.kill()
 
 
+@contextlib.contextmanager
+def killed_on_failure(servers: Sequence[RedisServer]) -> Iterator[None]:
+    """A process that is left behind would be told of in some later test."""
+    try:
+        yield
+    except BaseException:
+        for server in servers:
+            server.kill()
+        raise
+
+
 def start_single(directory: Path, *options: str) -> Topology:
     server = RedisServer(directory, *options)
     server.start()
@@ -140,6 +155,13 @@ def start_cluster(directory: Path, *, has_replicas: bool = False) -> Topology:
     """Three primaries that share the slots; `has_replicas`: and a replica of each, listed after them."""
     directory.mkdir()
     servers = [_cluster_node(directory / str(number)) for number in range(6 if has_replicas else 3)]
+    with killed_on_failure(servers):
+        _form_cluster(servers)
+    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return Topology(f"redis+cluster://{hosts}", tuple(servers))
+
+
+def _form_cluster(servers: Sequence[RedisServer]) -> None:
     for server in servers:
         server.start()
     primaries = servers[:3]
@@ -162,8 +184,6 @@ def start_cluster(directory: Path, *, has_replicas: bool = False) -> Topology:
         with replica.client() as client:
             client.execute_command("CLUSTER", "REPLICATE", name)
         _wait_for(replica, _is_copied, "the replica's first copy")
-    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return Topology(f"redis+cluster://{hosts}", tuple(servers))
 
 
 def _cluster_node(directory: Path) -> RedisServer:
@@ -190,19 +210,20 @@ def start_sentinel(directory: Path) -> Topology:
     master = RedisServer(directory / "master")
     replica = RedisServer(directory / "replica", f"replicaof 127.0.0.1 {master.port}")
     data = (master, replica)
-    for server in data:
-        server.start()
-    _wait_for(replica, _is_copied, "the replica's first copy")
     watch = (
         f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 2",
         f"sentinel down-after-milliseconds {SERVICE} 500",
         f"sentinel failover-timeout {SERVICE} 2000",
     )
     sentinels = [RedisServer(directory / f"sentinel{number}", *watch, is_sentinel=True) for number in range(3)]
-    for sentinel in sentinels:
-        sentinel.start()
-    for sentinel in sentinels:
-        _wait_for(sentinel, _sees_the_others, "the Sentinels' meeting")
+    with killed_on_failure((*data, *sentinels)):
+        for server in data:
+            server.start()
+        _wait_for(replica, _is_copied, "the replica's first copy")
+        for sentinel in sentinels:
+            sentinel.start()
+        for sentinel in sentinels:
+            _wait_for(sentinel, _sees_the_others, "the Sentinels' meeting")
     hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
     return Topology(f"redis+sentinel://{hosts}/{SERVICE}", (*data, *sentinels))
 
