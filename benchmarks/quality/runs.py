@@ -22,35 +22,32 @@ LOW, HIGH = "--muon-lr 0.015 --adam-lr 6e-3", "--muon-lr 0.03 --adam-lr 6e-3"
 SHORT = "--steps 700 --rows 64 --eval-every 350 --save-every 700"  # 46M tokens
 FINAL = "--steps 3050 --rows 128 --eval-every 500 --save-every 3050"  # 400M tokens
 NO_CARRY = "--carry 0"
-SIGMOID = "--router sigmoid --write-top-k 64 --timescale-groups 1"
-DENSE = "--write-top-k 64 --timescale-groups 1"
-# One layer in four attends to a whole row of training; the feed-forward width keeps the number of parameters.
-FAR = "--preset hybrid --layer-pattern NNNW --window 1024 --mlp-hidden 1568"
+TOP_8 = "--router softmax --write-top-k 8 --timescale-groups 4"
+DENSE = "--router softmax --write-top-k 64 --timescale-groups 1"
+ALTERNATING = f"--preset hybrid --layer-pattern NW --window 256 --mlp-hidden 1728 {TOP_8}"
 
 RUNS: dict[str, str] = {
     # Learning rates and kinds of hybrids, by validation loss
     "tune-transformer-low": f"--preset transformer {NO_CARRY} {SHORT} {LOW}",
     "tune-transformer-high": f"--preset transformer {NO_CARRY} {SHORT} {HIGH}",
-    "tune-window-low": f"--preset sliding-window {SHORT} {LOW}",
-    "tune-window-high": f"--preset sliding-window {SHORT} {HIGH}",
-    "tune-window-no-carry": f"--preset sliding-window {NO_CARRY} {SHORT} {LOW}",
-    "tune-hybrid-low": f"--preset hybrid {SHORT} {LOW}",
-    "tune-hybrid-high": f"--preset hybrid {SHORT} {HIGH}",
-    "tune-hybrid-far": f"{FAR} {SHORT} {LOW}",
-    "tune-pulse-low": f"--preset base {SHORT} {LOW}",
-    "tune-pulse-no-carry": f"--preset base {NO_CARRY} {SHORT} {LOW}",
+    "tune-window-low": f"--preset sliding-window --window 256 {SHORT} {LOW}",
+    "tune-window-high": f"--preset sliding-window --window 256 {SHORT} {HIGH}",
+    "tune-window-no-carry": f"--preset sliding-window --window 256 {NO_CARRY} {SHORT} {LOW}",
+    "tune-hybrid-low": f"{ALTERNATING} {SHORT} {LOW}",
+    "tune-hybrid-high": f"{ALTERNATING} {SHORT} {HIGH}",
+    "tune-hybrid-far": f"--preset hybrid {TOP_8} {SHORT} {LOW}",
+    "tune-pulse-low": f"--preset base {TOP_8} {SHORT} {LOW}",
+    "tune-pulse-no-carry": f"--preset base {TOP_8} {NO_CARRY} {SHORT} {LOW}",
     # Who may write how much
-    "tune-sigmoid-low": f"--preset base {SIGMOID} {SHORT} {LOW}",
-    "tune-sigmoid-high": f"--preset base {SIGMOID} {SHORT} {HIGH}",
+    "tune-sigmoid-low": f"--preset base {SHORT} {LOW}",
+    "tune-sigmoid-high": f"--preset base {SHORT} {HIGH}",
     "tune-dense": f"--preset base {DENSE} {SHORT} {LOW}",
-    "tune-top-16": f"--preset base --write-top-k 16 --timescale-groups 1 {SHORT} {LOW}",
-    "tune-hybrid-far-sigmoid": f"{FAR} {SIGMOID} {SHORT} {LOW}",
-    "tune-hybrid-far-dense": f"{FAR} {DENSE} {SHORT} {LOW}",
+    "tune-hybrid-far-sigmoid": f"--preset hybrid {SHORT} {LOW}",
+    "tune-hybrid-far-sigmoid-high": f"--preset hybrid {SHORT} {HIGH}",
     # The comparison: equal tokens, equal order
+    "pulse-top-8": f"--preset base {TOP_8} {FINAL} {LOW}",
     "pulse": f"--preset base {FINAL} {LOW}",
-    "pulse-sigmoid": f"--preset base {SIGMOID} {FINAL} {LOW}",
-    "hybrid": f"{FAR} {FINAL} {LOW}",
-    "hybrid-sigmoid": f"{FAR} {SIGMOID} {FINAL} {LOW}",
+    "hybrid": f"--preset hybrid {FINAL} {LOW}",
     "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
     "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
     # For tests and demonstrations
