@@ -45,7 +45,7 @@ class MemoryTurns:
         self.remove_expired(now)
         turn = self._turns.get(start.turn_id)
         if turn is None or turn.record.status != "running":
-            turn = self._repeatable(start.identity)
+            turn = self._with_identity(start)
         if turn is not None:
             return self._whole(turn)
         if start.base_version is not None:
@@ -95,6 +95,14 @@ class MemoryTurns:
     @staticmethod
     def _whole(turn: _Turn, first_chunk: int = 0) -> TurnRecord:
         return dataclasses.replace(turn.record, chunks=tuple(turn.chunks[first_chunk:]))
+
+    def _with_identity(self, start: TurnStart) -> _Turn | None:
+        """What the new turn is a retry of, or what its identity was used for before."""
+        for turn in reversed(self._turns.values()):
+            if start.identity is not None and turn.record.identity == start.identity:
+                if turn.record.status in REPEATABLE or turn.record.digest != start.digest:
+                    return turn
+        return None
 
     def _repeatable(self, identity: str | None) -> _Turn | None:
         for turn in reversed(self._turns.values()):

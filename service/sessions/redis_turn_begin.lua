@@ -7,7 +7,7 @@ local now = clock_us()
 local turns = read_turns(now)
 local running = find_running(turns)
 -- The same id is this call again, after its answer was lost.
-local found = running and running.id == ARGV[4] and running or find_repeatable(turns, ARGV[5])
+local found = running and running.id == ARGV[4] and running or find_repeatable(turns, ARGV[5], ARGV[6])
 if found then return show_turn(head, found, now, 0) end
 if ARGV[7] ~= '' and ARGV[7] ~= head.version then return answer('conflict') end
 if running then close_turn(running, 'failed', nil, now + ABANDONED_US) end

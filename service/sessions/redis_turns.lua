@@ -49,10 +49,12 @@ local function find_running(turns)
   end
 end
 
-local function find_repeatable(turns, identity)
+-- `digest`: also one that ended in another way counts, if its digest is another.
+local function find_repeatable(turns, identity, digest)
   for position = #turns, 1, -1 do
     local turn = turns[position]
-    if identity ~= '' and turn.identity == identity and (turn.status == 'running' or turn.status == 'committed') then
+    local is_repeatable = turn.status == 'running' or turn.status == 'committed' or digest and turn.digest ~= digest
+    if identity ~= '' and turn.identity == identity and is_repeatable then
       return turn
     end
   end

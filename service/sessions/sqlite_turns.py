@@ -152,11 +152,20 @@ def remove_expired_turns(connection: sqlite3.Connection, now: float) -> None:
 
 
 def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStart, now: float) -> TurnRecord | None:
-    """What stands in the way of a new record: this call's own one, or one that it is a retry of."""
+    """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
+    has with another digest.
+    """
     key = _key(head)
     if start.turn_id == _running_id(connection, head):
         return _find(connection, key, start.turn_id, now, 0, 0.0)
-    return None if start.identity is None else _find_repeatable(connection, key, start.identity, now, 0, 0.0)
+    if start.identity is None:
+        return None
+    query = (
+        f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND (status IN (?, ?) OR digest != ?) "
+        f"AND {_KEPT} ORDER BY number DESC LIMIT 1"
+    )
+    row = connection.execute(query, (*key, start.identity, *REPEATABLE, start.digest, now)).fetchone()
+    return _record_of(connection, row, 0, 0.0)
 
 
 def _begin(

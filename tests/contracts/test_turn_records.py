@@ -118,6 +118,9 @@ async def test_a_turn_that_failed_is_told_of_and_runs_again(store: SessionStore,
     record = await get(store)
     assert (record.status, record.result, record.chunks) == (status, b"result\x00\xff", ())
     assert await store.get_turn(**KEY, identity="key:k") is None
+    other = await begin(store, lease, "t2", identity="key:k", digest="another request")
+    assert (other.turn_id, other.status, other.digest) == ("t1", status, "d")  # the identity stays what it was used for
+    assert await store.get_turn(**KEY, turn_id="t2") is None
     assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
     assert (await get(store)).status == status
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nsm_core.errors import DeadlineExceeded, NsmError, NumericalError
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, frames_of, gateway
 
@@ -124,6 +125,28 @@ async def test_a_turn_that_was_cancelled_runs_again_for_its_retry(held: Gateway)
     again = await say(held)
     assert again.json()["session"]["version"] == 1
     assert "idempotent-replayed" not in again.headers
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, 409), (NumericalError("NaN"), 500), (DeadlineExceeded("too late"), 504)]
+)
+async def test_D9_a_key_stays_with_its_body_however_the_turn_ended(error: NsmError | None, status: int) -> None:
+    """As for /v1/responses: the retry runs again, another body is 422 and does not take the key."""
+    backend = FakeBackend(hold=True) if error is None else FakeBackend(fail_after=1, error=error)
+    async with gateway(backend) as house:
+        await house.client.post("/v1/sessions", json={"id": "s1"})
+        first = asyncio.create_task(say(house))
+        if error is None:
+            await backend.held.wait()
+            await house.client.post("/v1/sessions/s1/cancel")
+        assert (await first).status_code == status
+        other = await say(house, input="y")
+        assert (other.status_code, error_of(other)["code"]) == (422, "idempotency_key_reused")
+        backend.fail_after = None
+        backend.release_all()
+        again = await say(house)
+        assert again.json()["session"]["version"] == 1
+        assert (await say(house, input="y")).status_code == 422
 
 
 async def test_what_was_refused_leaves_the_key_free(house: Gateway) -> None:
