@@ -29,7 +29,15 @@ from __future__ import annotations
 
 
 class NsmError(Exception):
-    """Base of every deliberate error; `str(error)` is one line fit for a user."""
+    """Base of every deliberate error; `str(error)` is one line fit for a user.
+
+    Its notes (`add_note`) are for operators: what a client must not see, such as paths.
+    """
+
+    def with_notes(self) -> str:
+        """The line for a log, or a terminal of the machine's own user."""
+        notes: list[str] = getattr(self, "__notes__", [])
+        return f"{self} ({'; '.join(notes)})" if notes else str(self)
 
 
 class InvalidRequest(NsmError):
@@ -136,7 +144,14 @@ class StoreUnavailable(NsmError):
 
 
 class StorageFull(NsmError):
-    """The session store has no room for another record."""
+    """The session store has no room for another record; somebody has to make some first.
+
+    `retry_after_s`: when it may be worth another try; None where waiting does not help.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = 60.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class CheckpointError(NsmError):

@@ -103,6 +103,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     # the deadline was the client's own wish: trying again by itself would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
+    # Retry-After is for whoever wants to know; stock clients would try again within seconds
     StorageFull: Rule(507, SERVER, "storage_full", retry=False),
     CheckpointError: Rule(500, SERVER, "checkpoint_error", retry=False),
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
@@ -150,7 +151,7 @@ def report(error: Exception, *, request_id: str | None) -> None:
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
             level = logging.ERROR if isinstance(error, SnapshotCorrupt) else logging.WARNING  # stored data was lost
-            logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error)
+            logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error.with_notes())
     elif not isinstance(error, RequestValidationError | HTTPException):
         logger.error("request %s failed", request_id, exc_info=error)
 

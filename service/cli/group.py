@@ -55,7 +55,7 @@ class Commands(TyperGroup):
 def _describe(error: Exception) -> str:
     """What happened, for a user."""
     if isinstance(error, NsmError):
-        return str(error)
+        return error.with_notes()
     if isinstance(error, UnicodeDecodeError):
         return f"the input is not valid {error.encoding}: {error.reason} at byte {error.start}"
     if isinstance(error, OSError) and error.strerror:

@@ -99,9 +99,9 @@ class MemoryTurns:
     def _with_identity(self, start: TurnStart) -> _Turn | None:
         """What the new turn is a retry of, or what its identity was used for before."""
         for turn in reversed(self._turns.values()):
-            if start.identity is not None and turn.record.identity == start.identity:
-                if turn.record.status in REPEATABLE or turn.record.digest != start.digest:
-                    return turn
+            is_repeatable = turn.record.status in REPEATABLE or turn.record.digest != start.digest
+            if start.identity is not None and turn.record.identity == start.identity and is_repeatable:
+                return turn
         return None
 
     def _repeatable(self, identity: str | None) -> _Turn | None:

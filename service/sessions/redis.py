@@ -34,7 +34,7 @@ from service.sessions.records import (
     require_version,
     session_busy,
 )
-from service.sessions.redis_checks import check_server
+from service.sessions.redis_checks import check_server, require_room
 from service.sessions.redis_client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.sessions.redis_index import TenantIndex
 from service.sessions.redis_kept import RedisKept
@@ -73,6 +73,7 @@ class RedisSessionStore:
     def __init__(self, address: RedisAddress) -> None:
         self.keys = Keyspace(address.prefix)
         self.client = RedisClient(address)
+        self._largest_bytes = 0  # of the snapshots that were to be written here
         self._index = TenantIndex(self.client, self.keys)
         turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
@@ -325,6 +326,7 @@ class RedisSessionStore:
 
     async def check_writable(self) -> None:
         await self.client.command("SET", self.keys.probe, secrets.token_hex(8))
+        await require_room(self.client, 2 * self._largest_bytes)  # as received, and as stored
 
     async def _transition(
         self,
@@ -340,6 +342,7 @@ class RedisSessionStore:
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
         keys = self.keys.session(tenant, session_id)
+        self._largest_bytes = max(self._largest_bytes, len(snapshot or b""))
 
         async def work(attempt: Attempt) -> tuple[str, Any]:
             if snapshot is not None:

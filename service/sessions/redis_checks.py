@@ -1,4 +1,4 @@
-"""What a Redis must be before sessions are entrusted to it."""
+"""What a Redis must be before sessions are entrusted to it, and the room it must have for their turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nsm_core.errors import ConfigError, StoreUnavailable
+from nsm_core.errors import ConfigError, StorageFull, StoreUnavailable
 from service.sessions.redis_client import Attempt, RedisClient
 from service.sessions.redis_errors import is_refusal
 from service.sessions.redis_keys import Keyspace
@@ -41,6 +41,22 @@ def _check_node(name: str, info: Mapping[str, Any]) -> None:
         )
     if not int(info.get("aof_enabled", 0)):
         logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
+
+
+async def require_room(client: RedisClient, num_bytes: int) -> None:
+    """Raises StorageFull when no server that holds sessions has so much left of its maxmemory.
+
+    A small write is no proof: the server counts what it has received of a large one before it decides.
+    """
+    infos = await client.call(lambda attempt: attempt.infos())
+    if not any(_has_room(info, num_bytes) for info in infos.values() if info.get("role") == "master"):
+        raise StorageFull("the session store is full: Redis nearly reached its maxmemory")
+
+
+def _has_room(info: Mapping[str, Any], num_bytes: int) -> bool:
+    limit = int(info.get("maxmemory", 0))
+    used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+    return limit == 0 or used + num_bytes <= limit
 
 
 async def _check_schema(attempt: Attempt, keys: Keyspace) -> None:

@@ -101,7 +101,8 @@ class Attempt:
         if num_bytes > self._max_value_bytes:
             raise StorageFull(
                 f"a value of {num_bytes} bytes is more than the session store takes (max_value_bytes of NSM_STORE is "
-                f"{self._max_value_bytes})"
+                f"{self._max_value_bytes})",
+                retry_after_s=None,
             )
 
     async def script_and_get(self, script: Script, keys: Sequence[str], *args: Any, key: str) -> tuple[Any, Any]:
@@ -156,7 +157,9 @@ class RedisClient:
             except ERRORS as error:
                 elapsed_s = time.monotonic() - start
                 if not is_passing(error) or elapsed_s + pause_s > patience_s:
-                    raise translate(error) from error
+                    translated = translate(error)
+                    translated.add_note(str(self.address))
+                    raise translated from error
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s, number = min(2 * pause_s, MAX_PAUSE_S), number + 1
 

@@ -19,6 +19,8 @@ _REFUSALS = (
     exceptions.AuthenticationWrongNumberOfArgsError,
     exceptions.NoPermissionError,
 )
+_NO_SUCH_DATABASE = "DB"  # "DB index is out of range"
+_REFUSAL_CODES = ("NOAUTH", "WRONGPASS", "NOPERM", _NO_SUCH_DATABASE)
 _PASSING = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -35,7 +37,7 @@ ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, asyn
 def is_refusal(error: BaseException) -> bool:
     """The server does not let us in, or not do this. A cluster's client says so in the error's cause."""
     causes = (error, error.__cause__)
-    return any(isinstance(cause, _REFUSALS) or _code(cause) in ("NOAUTH", "WRONGPASS", "NOPERM") for cause in causes)
+    return any(isinstance(cause, _REFUSALS) or _code(cause) in _REFUSAL_CODES for cause in causes)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -47,6 +49,9 @@ def translate(error: BaseException) -> NsmError:
     """Clients read these: no address in them, and nothing that Redis said, which may quote arguments."""
     if isinstance(error, exceptions.OutOfMemoryError) or _code(error) == "OOM":
         return StorageFull("the session store is full: Redis reached its maxmemory")
+    if _code(error) == _NO_SUCH_DATABASE:
+        message = "the session store has no database of the number that NSM_STORE ends with"
+        return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
     if is_refusal(error):
         message = "the session store refuses the user, the password or a command"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)

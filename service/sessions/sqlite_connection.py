@@ -119,12 +119,19 @@ def is_full(error: sqlite3.Error) -> bool:
 
 
 def _translate(error: sqlite3.Error, path: Path) -> NsmError:
+    """Clients read these: the path, and what SQLite said, are notes for the operator."""
+    translated = _by_code(error)
+    translated.add_note(f"{path}: {error}")
+    return translated
+
+
+def _by_code(error: sqlite3.Error) -> NsmError:
     """By SQLite's primary result code, the low byte of the extended one."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if is_full(error):
-        return StorageFull(f"the session store {path} is full")
+        return StorageFull("the session store is full")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return StoreUnavailable(f"the session store {path} is locked by another process")
+        return StoreUnavailable("the session store is locked by another process")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreUnavailable(f"the session store {path} is damaged or not a database", retry_after_s=60.0)
-    return StoreUnavailable(f"the session store {path} failed: {error}")
+        return StoreUnavailable("the session store is damaged or not a database", retry_after_s=60.0)
+    return StoreUnavailable("the session store failed")

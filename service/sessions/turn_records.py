@@ -72,8 +72,8 @@ class TurnStore(Protocol):
     """
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
-        """A new running record; or, and then nothing changes, the running or committed one with the same identity, or one
-        that ended in another way and has the same identity and another digest.
+        """A new running record; or, and then nothing changes, the running or committed one with the same identity, or
+        one that ended in another way and has the same identity and another digest.
 
         A running record of another identity was abandoned by a lost holder, and ends as failed. Of the ended records
         only the newest are kept, `max_records` with the new one. Survives the death of the process, not a power cut.

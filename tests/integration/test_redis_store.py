@@ -392,6 +392,12 @@ async def test_a_user_who_may_not_is_refused_at_start(acl_user: str, password: s
     assert "wrong" not in str(caught.value)
 
 
+async def test_a_database_that_is_not_there_is_refused_at_start(redis_single: Topology) -> None:
+    with pytest.raises(ConfigError, match="/99: the session store has no database of the number"):
+        async with opened(f"{redis_single.url}/99"):
+            pass
+
+
 async def every_call(store: RedisSessionStore) -> None:
     head = await create(store, ttl_s=100.0)
     head = await commit(store, head)

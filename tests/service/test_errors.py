@@ -73,6 +73,12 @@ def test_a_subclass_is_answered_like_its_parent() -> None:
             StorageFull("full"),
             507,
             {"message": "full", "type": "server_error", "param": None, "code": "storage_full"},
+            {"retry-after": "60", "x-should-retry": "false"},
+        ),
+        (
+            StorageFull("a value too large", retry_after_s=None),
+            507,
+            {"message": "a value too large", "type": "server_error", "param": None, "code": "storage_full"},
             {"x-should-retry": "false"},
         ),
         (
@@ -117,6 +123,14 @@ def test_damage_to_what_is_stored_is_an_error_in_the_log(
     report(error, request_id="r1")
     (record,) = caplog.records
     assert (record.levelno, str(error) in record.message) == (level, True)
+
+
+def test_notes_are_for_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    error = StorageFull("the session store is full")
+    error.add_note("/srv/nsm/sessions.db: database or disk is full")
+    assert answer(error).message == "the session store is full"
+    report(error, request_id="r1")
+    assert "full (/srv/nsm/sessions.db: database or disk is full)" in caplog.text
 
 
 def test_a_refusal_is_not_worth_a_log_line(caplog: pytest.LogCaptureFixture) -> None:

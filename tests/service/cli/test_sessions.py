@@ -91,7 +91,7 @@ def test_a_store_that_cannot_be_used_is_named(nsm: Nsm, tmp_path: Path) -> None:
     file = tmp_path / "letters.db"
     file.write_text("Dear Emma, " * 1000)
     result = nsm("sessions", "list", "--store", f"sqlite:///{file}")
-    assert_one_line(result, f"the session store {file} is damaged or not a database")
+    assert_one_line(result, f"the session store is damaged or not a database ({file}: file is not a database)")
     result = nsm("sessions", "list", "--data-dir", file)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"nsm: cannot create the session store {file / 'sessions.db'}: ")
