@@ -1,15 +1,23 @@
-"""What a request must be before it may enter the queue. Reads only; any thread may call it."""
+"""What a request must be before it may enter the queue. Reads only; any thread may call it. No torch here: a gateway
+whose engine runs elsewhere refuses by the same rules.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from typing import Protocol
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
-from nsm_core.state.spec import StateSpec
+
+
+class PositionReader(Protocol):
+    """StateSpec, or StateLayout where there is no torch."""
+
+    def read_position(self, raw: bytes) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +25,7 @@ class AdmissionCheck:
     """The model's side of the check."""
 
     vocab_size: int
-    spec: StateSpec
+    spec: PositionReader
     fingerprint: str
 
     def check(self, request: GenerationRequest) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.checks import is_int, is_text, require
 
+# The tensor [] int64 that every state has: the number of tokens fed.
+POSITION = "position"
 FLOAT = "float32"  # what states are made of while they run; counts beside them are int64
 
 _DTYPE_BYTES = {FLOAT: 4, "int64": 8}
@@ -38,6 +40,26 @@ class TensorLayout:
     def num_bytes(self) -> int:
         """While it runs, in full precision."""
         return self.num_values * _DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateLayout:
+    """A whole state: what `StateSpec` is without torch."""
+
+    tensors: tuple[TensorLayout, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """While it runs, in full precision."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def read_position(self, raw: bytes) -> int:
+        """As `StateSpec.read_position`."""
+        if len(raw) != self.num_bytes:
+            raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")
+        index = next(index for index, tensor in enumerate(self.tensors) if tensor.name == POSITION)
+        offset = sum(tensor.num_bytes for tensor in self.tensors[:index])
+        return int.from_bytes(raw[offset : offset + self.tensors[index].num_bytes], "little", signed=True)
 
 
 def parse_layout(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorLayout, ...]:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.layout import POSITION as POSITION  # part of this contract, defined where there is no torch
 
 # One sequence's state is a flat dict of these tensors; everywhere in the model with a leading batch (or row) dimension.
 State = dict[str, Tensor]
-
-# The tensor [] int64 that every state has: the number of tokens fed.
-POSITION = "position"
 
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.int64: np.dtype("<i8")}
 

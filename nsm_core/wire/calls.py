@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest, Resume
@@ -84,8 +85,8 @@ Call = GenerateCall | DescribeCall | StatusCall | InspectCall
 def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
     """The gateway's side: an engine request as a streamed call that returns, and has kept, what the request keeps.
 
-    `now`: `time.monotonic()`; a deadline that has passed becomes the shortest time-out. Digests a resumed state, see
-    `state_id`.
+    `now`: `time.monotonic()`; a deadline that has passed becomes the shortest time-out, an infinite one none. Digests a
+    resumed state, see `state_id`.
     """
     resume = request.resume
     point = None
@@ -105,11 +106,16 @@ def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
         return_state=request.keep_state,
         keep_state=request.keep_state,
         prompt_logprobs=request.prompt_logprobs,
-        timeout_s=None if request.deadline is None else max(1e-3, request.deadline - now),
+        timeout_s=_time_left(request.deadline, now),
         generated_counts=request.generated_counts,
         keep_states_at=request.keep_states_at,
         sampled_ids=request.sampled_ids,
     )
+
+
+def _time_left(deadline: float | None, now: float) -> float | None:
+    """JSON has no infinity."""
+    return None if deadline is None or deadline == math.inf else max(1e-3, deadline - now)
 
 
 def request_of(

@@ -8,6 +8,7 @@ import pytest
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, NsmError, SnapshotCorrupt, StateMismatch
+from nsm_core.state.layout import StateLayout, parse_layout
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import FINGERPRINT, make_engine, make_request, small_model
 
@@ -76,6 +77,14 @@ def test_the_position_is_read_where_the_layout_has_it() -> None:
     state = small_model().initial_state(1)
     state["position"] += 123_456_789_012
     assert SPEC.read_position(SPEC.pack(state)) == 123_456_789_012
+
+
+def test_without_torch_a_state_is_checked_alike() -> None:
+    layout = StateLayout(parse_layout(SPEC.layout()))
+    assert layout.num_bytes == SPEC.num_bytes
+    assert layout.read_position(STATE) == SPEC.read_position(STATE)
+    with pytest.raises(SnapshotCorrupt, match="bytes"):
+        layout.read_position(STATE[1:])
 
 
 def test_counts_of_a_log_that_is_read_again_name_known_tokens_and_exclude_a_state(tiny_tokenizer: Tokenizer) -> None:

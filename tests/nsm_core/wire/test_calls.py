@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,7 @@ def test_a_deadline_becomes_the_time_that_is_left() -> None:
     call = decode_generate(encode_call(call_of(request, now=10.0)))
     assert call.timeout_s == 2.5
     assert request_of(call, "r", prompt_ids=(1,), state=None, now=100.0).deadline == 102.5
+    assert call_of(dataclasses.replace(request, deadline=math.inf), now=10.0).timeout_s is None
     late = call_of(request, now=20.0).timeout_s
     assert late is not None
     assert 0 < late < 0.01
