@@ -15,6 +15,7 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_core.triton.config import WorkerConfig, read_config
 from nsm_core.triton.metrics import TritonMetrics
 from nsm_core.triton.responder import TritonResponder
+from nsm_core.triton.stop_signal import StopSignal
 from nsm_core.triton.worker import Worker
 
 logger = logging.getLogger("nsm.triton")
@@ -29,12 +30,15 @@ EXIT_ORPHANED = 70  # EX_SOFTWARE
 class Backend:
     """One model instance. `pb_utils`: the module `triton_python_backend_utils`."""
 
-    def __init__(self, worker: Worker, pb_utils: Any, *, labels: dict[str, str]) -> None:
+    def __init__(
+        self, worker: Worker, pb_utils: Any, *, labels: dict[str, str], stop_signal: StopSignal | None = None
+    ) -> None:
         self._worker = worker
         self._pb_utils = pb_utils
         self._metrics = TritonMetrics(pb_utils, labels)
         self._is_closing = threading.Event()
         self._server_pid = os.getppid()
+        self._stop_signal = stop_signal
         self._watch = threading.Thread(target=self._run_watch, name="nsm-watch", daemon=True)
         worker.start()
         self._watch.start()
@@ -49,7 +53,8 @@ class Backend:
         worker = Worker(load_checkpoint(config.model, device), config)
         logger.info("%s: %s on %s", args["model_instance_name"], config, device)
         names = ("model_name", "model_version", "model_instance_name")
-        return cls(worker, pb_utils, labels={name: args[name] for name in names})
+        labels = {name: args[name] for name in names}
+        return cls(worker, pb_utils, labels=labels, stop_signal=StopSignal())
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Returns at once. A request that cannot even be read is answered and hurts no other."""
@@ -71,6 +76,8 @@ class Backend:
             if os.getppid() != self._server_pid:
                 # the server was killed: nobody else would end this process, which holds the device's memory
                 os._exit(EXIT_ORPHANED)
+            if self._stop_signal is not None and self._stop_signal.has_come():
+                self._worker.begin_stop()
             try:
                 self._worker.cancel_abandoned()
                 if turn % PUBLISH_TURNS == 0:

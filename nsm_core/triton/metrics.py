@@ -31,20 +31,22 @@ class TritonMetrics:
     def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
         kinds = pb_utils.MetricFamily
         self._families = []  # a metric lives as long as its family
-        self._metrics: list[tuple[Any, str]] = []
+        self._metrics: dict[str, Any] = {}
+        self._published = dict.fromkeys([*GAUGES, *COUNTERS], 0.0)
         for kind, table in ((kinds.GAUGE, GAUGES), (kinds.COUNTER, COUNTERS)):
-            for name, (description, source) in table.items():
+            for name, (description, _) in table.items():
                 family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
                 self._families.append(family)
-                self._metrics.append((family.Metric(labels=labels), source))
+                self._metrics[name] = family.Metric(labels=labels)
 
     def publish(self, status: WorkerStatus) -> None:
         """Each metric that changed costs a round trip through shared memory."""
-        for index, (metric, source) in enumerate(self._metrics):
+        for name, (_, source) in (GAUGES | COUNTERS).items():
             part, _, field = source.partition(".")
             value = float(getattr(getattr(status, part), field))
-            change = value - metric.value()
-            if change and index < len(GAUGES):
-                metric.set(value)
+            change = value - self._published[name]
+            if change and name in GAUGES:
+                self._metrics[name].set(value)
             elif change:
-                metric.increment(change)
+                self._metrics[name].increment(change)
+            self._published[name] = value

@@ -12,11 +12,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from nsm_core.triton.stop_signal import STOP_SIGNAL
 
 logger = logging.getLogger("nsm.triton")
 
@@ -24,7 +28,8 @@ SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_PREFIX = "nsm_triton_"
 STUB = "triton_python_backend_stub"[:15]  # as much as the kernel keeps of a name
 WATCH_S = 0.5
-EXIT_STUB_DIED = 70  # EX_SOFTWARE
+STOP_LIMIT_S = 45.0  # above Triton's own exit time-out, after which it was seen to hang
+EXIT_KILLED = 70  # EX_SOFTWARE
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,10 +42,10 @@ class Supervisor:
         self._command = [*command, f"--backend-config=python,shm-region-prefix-name={prefix}"]
         self._prefix = prefix
         self._environment = environment
-        self._is_stopping = False
+        self._kill_at: float | None = None  # once it is told to stop
 
     def run(self) -> int:
-        """Until the server ends: its exit status, or EXIT_STUB_DIED. SIGTERM and SIGINT end it in good order."""
+        """Until the server ends: its exit status, or EXIT_KILLED. SIGTERM and SIGINT end it in good order."""
         free_regions(self._prefix)
         try:
             # a group of its own: Ctrl-C comes from here alone, once
@@ -54,7 +59,10 @@ class Supervisor:
             free_regions(self._prefix)
 
     def _stop(self, server: subprocess.Popen[bytes], number: int) -> None:
-        self._is_stopping = True
+        self._kill_at = self._kill_at or time.monotonic() + STOP_LIMIT_S
+        for stub in stubs_of(server.pid)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stub, STOP_SIGNAL)
         server.send_signal(number)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> int:
@@ -64,11 +72,18 @@ class Supervisor:
                 return server.wait(WATCH_S)
             alive, dead = stubs_of(server.pid)
             seen |= alive
-            if not self._is_stopping and (dead or seen - alive):
+            if self._kill_at is None and (dead or seen - alive):
                 logger.error("the process that runs the model died: ending the server")
-                server.kill()
-                server.wait()
-                return EXIT_STUB_DIED
+                return _kill(server)
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
+                logger.error("the server did not stop within %g s: ending it", STOP_LIMIT_S)
+                return _kill(server)
+
+
+def _kill(server: subprocess.Popen[bytes]) -> int:
+    server.kill()
+    server.wait()
+    return EXIT_KILLED
 
 
 def stubs_of(server_pid: int) -> tuple[set[int], set[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
@@ -43,7 +44,7 @@ class _Open:
 
 
 class Worker:
-    """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each, from one thread."""
+    """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each."""
 
     def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
         self._loaded = loaded
@@ -56,6 +57,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
         self._is_draining = False
+        self._drained: concurrent.futures.Future[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nsm-worker", daemon=True)
 
@@ -64,10 +66,18 @@ class Worker:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
 
+    def begin_stop(self) -> concurrent.futures.Future[None]:
+        """New calls are refused; those that run may go on for `drain_s`, then they end with `abort`, and the result is
+        there. One thread.
+        """
+        if self._drained is None:
+            self._is_draining = True
+            self._drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+        return self._drained
+
     def stop(self) -> None:
-        """New calls are refused; those that run may go on for `drain_s`, then they end with `abort`."""
-        self._is_draining = True
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        """Returns when that is done and the threads have ended."""
+        self.begin_stop().result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -109,21 +109,18 @@ class _Response:
 
 class _Metric:
     def __init__(self) -> None:
-        self._value = 0.0
+        self.value = 0.0
         self.num_writes = 0
         self.is_written = threading.Event()
 
-    def value(self) -> float:
-        return self._value
-
     def set(self, value: float) -> None:
-        self._value = value
+        self.value = value
         self.num_writes += 1
         self.is_written.set()
 
     def increment(self, value: float) -> None:
         assert value > 0
-        self.set(self._value + value)
+        self.set(self.value + value)
 
 
 class FakeTriton:

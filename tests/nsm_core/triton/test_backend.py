@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from nsm_core.triton import backend as backend_module
 from nsm_core.triton.backend import Backend, device_of
 from nsm_core.triton.config import WorkerConfig
 from nsm_core.triton.metrics import COUNTERS, GAUGES
+from nsm_core.triton.stop_signal import STOP_SIGNAL, StopSignal
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
 from tests.nsm_core.triton.fake_triton import WAIT_S, FakeRequest, FakeTriton, make_worker
@@ -104,7 +106,7 @@ def test_figures_are_published(backend: Backend, triton: FakeTriton) -> None:
     assert triton.metrics["nsm_worker_kept_states"].is_written.wait(WAIT_S)
     assert triton.metrics["nsm_worker_steps_total"].is_written.wait(WAIT_S)
     assert set(triton.metrics) == {*GAUGES, *COUNTERS}
-    assert triton.metrics["nsm_worker_kept_states"].value() == 1
+    assert triton.metrics["nsm_worker_kept_states"].value == 1
     assert triton.metrics["nsm_worker_slots"].num_writes == 1
 
 
@@ -120,6 +122,26 @@ def test_a_worker_does_not_outlive_its_server(backend: Backend, monkeypatch: pyt
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert ended.wait(WAIT_S)
     assert set(statuses) == {backend_module.EXIT_ORPHANED}
+
+
+def test_T7_the_stop_signal_begins_the_end(
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
+    handler, wakeup_fd = signal.getsignal(STOP_SIGNAL), signal.set_wakeup_fd(-1)
+    try:
+        stop_signal = StopSignal()
+        assert not stop_signal.has_come()
+        backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"}, stop_signal=stop_signal)
+        request = generate(ENDLESS)
+        backend.execute([request])
+        assert request.sender.has_responses.wait(WAIT_S)
+        os.kill(os.getpid(), STOP_SIGNAL)
+        wait(request)
+        backend.close()
+    finally:
+        signal.set_wakeup_fd(wakeup_fd)
+        signal.signal(STOP_SIGNAL, handler)
 
 
 @pytest.mark.parametrize(

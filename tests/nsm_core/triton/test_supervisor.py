@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nsm_core.triton import supervisor
-from nsm_core.triton.supervisor import EXIT_STUB_DIED, children_of, free_regions, main, stubs_of
+from nsm_core.triton.supervisor import EXIT_KILLED, children_of, free_regions, main, stubs_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -52,7 +52,7 @@ def test_T2_a_dead_stub_ends_the_server(process: subprocess.Popen[bytes]) -> Non
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
     os.kill(stub, signal.SIGKILL)
-    assert process.wait(20) == EXIT_STUB_DIED
+    assert process.wait(20) == EXIT_KILLED
     assert not Path(f"/proc/{server}").exists()
 
 
@@ -61,7 +61,19 @@ def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.P
     (stub,) = stubs_of(server)[0]
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 3
-    os.kill(stub, signal.SIGKILL)
+    until(lambda: not is_alive(stub))  # it was told as well, and this one does not handle what it is told
+
+
+def is_alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(") ")[2][0] != "Z"
+
+
+def test_T7_a_server_that_does_not_stop_in_time_is_ended() -> None:
+    stopping = supervisor.Supervisor(["tritonserver"])
+    stopping._kill_at = time.monotonic()
+    with subprocess.Popen(["sleep", "60"]) as server:
+        assert stopping._watch(server) == EXIT_KILLED
 
 
 def test_regions_of_the_same_prefix_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,20 +218,15 @@ def test_T7_what_does_not_end_in_time_is_aborted(start: StartWorker) -> None:
 
 def test_a_call_that_comes_while_the_worker_stops_is_refused(start: StartWorker) -> None:
     worker = start(drain_s=20.0)
-
-    class Last(FakeResponder):
-        """Its first answer is when the worker begins to stop."""
-
-        def send(self, tensors: Tensors, *, is_last: bool) -> None:
-            worker._is_draining = True
-            super().send(tensors, is_last=is_last)
-
-    responder = Last()
-    worker.accept(encode_call(generate(2)), {}, responder)
-    responder.wait()
+    running = ask(worker, generate(ENDLESS))
+    running.has_answers.wait(20)
+    stopped = worker.begin_stop()
     assert isinstance(error_of(ask(worker, generate())), EngineDead)
     assert not decode_status(ask(worker, StatusCall()).wait().answers[0]).is_ready
+    assert not stopped.done()
+    leave(worker, [running])
     worker.stop()
+    assert stopped.done()
 
 
 def test_the_worker_describes_itself(start: StartWorker, tiny_tokenizer: Tokenizer) -> None:
