@@ -301,6 +301,8 @@ async def test_generate_over_http(triton: RunningTriton, client: TritonClient) -
         assert (answer["finish_reason"], answer["id"]) == ("length", "mine")
         assert json.loads(answer["details"])["completion_tokens"] == 6
 
+        assert re.search("is_ready...true", (await http.post("/generate", json={"op": "status"})).text)  # the probe
+
         response = await http.post("/generate", json={**body, "temperature": 9})
         assert response.status_code == 400
         assert response.json()["error"].startswith("invalid_request: temperature must be in [0, 2]")
