@@ -15,6 +15,7 @@ from typing import Any
 from nsm_core.engine.request import EndState, GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat, coarsest
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
@@ -199,6 +200,8 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
     if header.layout != parse_layout(model.state_layout):
         raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
+    if implausible_tensor(header.layout, snapshot.state) is not None:  # the log is as good as ever
+        return LostState(reason="corrupt", sampler=header.sampler)
     return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, rounding=header.rounding)
 
 

@@ -8,6 +8,8 @@ import time
 
 from nsm_core.engine.request import FinishReason
 from nsm_core.errors import InvalidRequest, NsmError, StateMismatch
+from nsm_core.state.layout import StateLayout
+from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import InferenceBackend, ModelInfo
@@ -51,7 +53,7 @@ async def import_session(
         )
     snapshot = file.snapshot
     if snapshot is not None and is_own:
-        _require_fit(snapshot, model)
+        await asyncio.to_thread(_require_fit, snapshot, model)
     elif snapshot is not None:
         snapshot = await _rebuild(backend, file, snapshot, request)
     if snapshot is not None:
@@ -95,8 +97,17 @@ def _require_known(ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
-    if snapshot.header.layout != parse_layout(model.state_layout):
+    layout = parse_layout(model.state_layout)
+    if snapshot.header.layout != layout:
         raise InvalidRequest("the file's state has another layout than its model's", code="invalid_session_file")
+    position = StateLayout(layout).read_position(snapshot.state)
+    if position != snapshot.header.position:
+        message = f"the file's state was reached by {position} tokens, its header says {snapshot.header.position}"
+        raise InvalidRequest(message, code="invalid_session_file")
+    tensor = implausible_tensor(layout, snapshot.state)
+    if tensor is not None:
+        message = f"the file's state holds numbers in {tensor} that are not finite, or larger than a model's can be"
+        raise InvalidRequest(message, code="invalid_session_file")
 
 
 async def _rebuild(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ FORMAT_VERSION = 1
 _PREFIX = struct.Struct("<8sIIQQ")
 _CHECKSUM_BYTES = 32
 _MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
+_ORIGIN = re.compile(r"[A-Za-z0-9_-]{1,64}@[0-9]{1,19}")
 _MAX_COUNT = 2**63 - 1
 _MAX_SEED = 2**64 - 1
 
@@ -139,7 +141,7 @@ def _parse_header(raw: bytes) -> FileHeader:
         _require(isinstance(fields[name], str) and bool(fields[name]), f"{name} is no text")
     for name in ("version", "position"):
         _require(_is_count(fields[name]), f"{name} is no count")
-    _require(fields["forked_from"] is None or isinstance(fields["forked_from"], str), "forked_from is no text")
+    _require(_is_origin(fields["forked_from"]), "forked_from is not <session id>@<position>")
     _require(isinstance(fields["marks"], list), "marks is no list")
     return FileHeader(**{**fields, "marks": tuple(_parse_mark(mark) for mark in fields["marks"])})
 
@@ -150,6 +152,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _is_count(value: object, maximum: int = _MAX_COUNT) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
+
+
+def _is_origin(value: object) -> bool:
+    return value is None or (isinstance(value, str) and _ORIGIN.fullmatch(value) is not None)
 
 
 def _parse_mark(values: Any) -> LogMark:

@@ -179,6 +179,7 @@ async def test_a_damaged_file_is_refused_wherever_the_damage_is() -> None:
         ({"session_id": "s2"}, "another session_id"),
         ({"model_fingerprint": "mine"}, "another model_fingerprint"),
         ({"forked_from": 5}, "forked_from"),
+        ({"forked_from": "s" * 10_000}, "forked_from"),
         ({"metadata": {"k": 5}}, "metadata.k"),
         ({"metadata": {"k": "v" * 513}}, "512"),
         ({"ttl_s": -5}, "ttl_s"),
