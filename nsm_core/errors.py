@@ -92,7 +92,7 @@ class SessionBusy(NsmError):
 
 
 class LeaseLost(NsmError):
-    """The turn's lease was taken over, or its session deleted, before it was committed; nothing of it was kept."""
+    """The turn's lease was taken over, or its session deleted, before it was committed; nothing was kept here."""
 
 
 class TurnCancelled(NsmError):

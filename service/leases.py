@@ -79,11 +79,15 @@ class HeldLease:
 
     async def is_cancel_wanted(self, turn_id: str) -> bool:
         """Whether somebody asked for the end of the running turn."""
+        record = await self.read_turn(turn_id)
+        return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
+
+    async def read_turn(self, turn_id: str) -> TurnRecord | None:
+        """What its record says, without request and chunks."""
         lease = self._lease
-        record = await self._store.get_turn(
+        return await self._store.get_turn(
             tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False
         )
-        return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
 
     async def give_back(self) -> None:
         """The session is free when this returns, as far as it depends on us. Idempotent."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent
-from nsm_core.errors import NsmError, Overloaded, TurnCancelled
+from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.continuation import Continuation, TurnRequest
 from service.metrics import Metrics, RequestRecord
@@ -280,6 +280,16 @@ class HandedOver(Overloaded):
 
     def __init__(self) -> None:
         super().__init__("the server is stopping; whoever reads on from another replica, or later, gets the rest")
+
+
+class TakenOver(LeaseLost):
+    """This process was not heard of for longer than its lease, and another one has gone on with the turn."""
+
+    def __init__(self, turn_id: str, *, is_committed: bool) -> None:
+        what = "has committed it" if is_committed else "goes on with it"
+        super().__init__(
+            f"this turn was taken over by another server, which {what}; GET /v1/streams/{turn_id} gives the rest"
+        )
 
 
 def stopping() -> Overloaded:

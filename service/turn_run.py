@@ -17,9 +17,9 @@ from service.continuation import Continuation
 from service.leases import HeldLease
 from service.metrics import Metrics
 from service.sessions.base import SessionHead
-from service.sessions.turn_records import EndedTurn
+from service.sessions.turn_records import REPEATABLE, EndedTurn
 from service.stored_turns import Place, StoredToken, TurnResult, encode_result, stored_token
-from service.turn import HandedOver, Turn, TurnEnd
+from service.turn import HandedOver, TakenOver, Turn, TurnEnd
 from service.turn_log import TurnLog
 
 logger = logging.getLogger("nsm.turns")
@@ -72,10 +72,20 @@ class TurnRun:
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
         if isinstance(error, HandedOver):
             self.metrics.turn_handed_over()
-        elif not isinstance(error, LeaseLost):
+        elif isinstance(error, LeaseLost):
+            error = await self._fate(error)
+        else:
             with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
                 await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
         return TurnEnd(finished=finished, head=self.start.head, error=error)
+
+    async def _fate(self, lost: LeaseLost) -> LeaseLost:
+        """Whoever took the session may have gone on with this very turn."""
+        with contextlib.suppress(NsmError):
+            record = await self.held.read_turn(self.turn.turn_id)
+            if record is not None and record.status in REPEATABLE:
+                return TakenOver(self.turn.turn_id, is_committed=record.status == "committed")
+        return lost
 
     async def _forward(self, log: TurnLog) -> Finished:
         """Passes the events on as they come, and returns the last one instead of passing it on."""

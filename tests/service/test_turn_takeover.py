@@ -254,9 +254,26 @@ async def test_D8_a_holder_that_was_merely_stopped_keeps_nothing(
     tokens, end = await collect(await two.follow())
     one.backend.release_all()
     late = (await collect(opened))[1]
-    assert isinstance(late.error, LeaseLost | NotFound)
+    assert isinstance(late.error, LeaseLost)
+    assert "another server, which has committed it; GET /v1/streams/r1 gives the rest" in str(late.error)
     assert (await store.get(**KEY)) == end.head
     assert tokens == (await unbroken(5))[0]
+
+
+async def test_a_holder_that_wakes_while_another_goes_on_says_so(store: MemorySessionStore) -> None:
+    one, two = Process(store, hold=True), Process(store, hold=True)
+    opened = await one.open(5)
+    await written(store, one, 3)
+    store._records["default", "s1"].lease_expires_at = 0.0  # it slept
+    reading = asyncio.create_task(collect(await two.follow()))
+    await two.backend.held.wait()
+    one.backend.release_all()
+    late = (await collect(opened))[1]
+    assert "another server, which goes on with it; GET /v1/streams/r1 gives the rest" in str(late.error)
+    two.backend.release_all()
+    assert (await reading)[1].head.version == 1
+    for process in (one, two):
+        await process.turns.drain(1.0)
 
 
 async def test_a_turn_that_nobody_comes_back_for_is_overwritten_by_the_next(
