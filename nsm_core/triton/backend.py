@@ -17,6 +17,7 @@ from nsm_core.triton.metrics import TritonMetrics
 from nsm_core.triton.responder import TritonResponder
 from nsm_core.triton.stop_signal import StopSignal
 from nsm_core.triton.worker import Worker
+from nsm_core.wire.errors import Failure
 
 logger = logging.getLogger("nsm.triton")
 
@@ -60,9 +61,15 @@ class Backend:
         """Returns at once. A request that cannot even be read is answered and hurts no other."""
         for request in requests:
             responder = TritonResponder(self._pb_utils, request)
-            # Triton takes a request's memory back when this returns
-            tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
-            self._worker.accept(tensors, json.loads(request.parameters() or "{}"), responder)
+            try:
+                # Triton takes a request's memory back when this returns
+                tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+                parameters = json.loads(request.parameters() or "{}")
+            except Exception as error:
+                logger.exception("a request could not be read")
+                responder.fail(Failure(error=error))
+            else:
+                self._worker.accept(tensors, parameters, responder)
 
     def close(self) -> None:
         """Drains: what runs may go on for a while. Once."""

@@ -53,6 +53,8 @@ class Worker:
             Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config.engine)
         )
         self._states = StateCache(config.kept_states_mb * MIB)
+        tokenizer = loaded.tokenizer
+        self._max_token_bytes = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
         self._open: dict[str, _Open] = {}  # the loop's
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
@@ -183,6 +185,8 @@ class Worker:
         ids, name = call.prompt_ids, INPUT_IDS
         if call.text is not None:
             tokenizer, name = self._loaded.tokenizer, TEXT_INPUT
+            if len(call.text) > limit * self._max_token_bytes:  # hopeless, before the work of encoding it
+                refuse(name, f"at most {limit} tokens", f"{len(call.text)} characters")
             start = () if call.resume is not None else (tokenizer.end_of_text_id,)
             # a long text takes long, and the loop serves every stream
             ids = (*start, *(await asyncio.to_thread(tokenizer.encode, call.text)))

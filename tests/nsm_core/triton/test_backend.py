@@ -63,6 +63,17 @@ def test_every_request_gets_one_last_answer(backend: Backend) -> None:
     assert len(streamed.sender.responses) > 1
 
 
+def test_a_request_that_cannot_be_read_hurts_no_other(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    unreadable, other = generate(), generate()
+    monkeypatch.setattr(unreadable, "inputs", lambda: 1 / 0)
+    backend.execute([unreadable, other])
+    wait(unreadable, other)
+    (answer,) = unreadable.sender.responses
+    assert answer.error is not None
+    assert answer.error.message == "engine_dead: the worker failed: ZeroDivisionError"
+    assert len(other.sender.responses) > 1
+
+
 def test_tensors_are_copied_before_triton_takes_them_back(backend: Backend) -> None:
     tensors = encode_call(GenerateCall(prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=2)))
     tensors["input_ids"] = tensors["input_ids"].copy()

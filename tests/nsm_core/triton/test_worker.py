@@ -144,6 +144,7 @@ def test_refusals_leave_the_others_alone(start: StartWorker) -> None:
         (encode_call(generate(prompt_ids=())), "prompt"),
         (encode_call(generate(prompt_ids=(1,) * 5)), "input_ids"),
         (encode_call(generate(prompt_ids=None, text="a b c d e")), "text_input"),
+        (encode_call(generate(prompt_ids=None, text="x" * 10_000)), "text_input"),
     ):
         error = error_of(ask(worker, tensors))
         assert isinstance(error, InvalidRequest)
