@@ -106,6 +106,16 @@ async def test_S1_state_out_and_state_in_equal_one_unbroken_run(client: TritonCl
         assert second.finished.cached_tokens == point.position == len(PROMPT) + 4
 
 
+async def test_a_turn_that_began_elsewhere_goes_on(client: TritonClient) -> None:
+    whole = await client.call(stream_call(return_state=True))
+    rest = await client.call(stream_call(return_state=True, sampled_ids=tuple(whole.ids[:5])))
+    assert [token.index for token in rest.events if isinstance(token, TokenEvent)] == [*range(6, 13)]
+    assert rest.ids == whole.ids[5:]
+    assert rest.finished.end_state is not None
+    assert whole.finished.end_state is not None
+    assert rest.finished.end_state.new_ids == whole.finished.end_state.new_ids == (*PROMPT, *whole.ids)
+
+
 async def test_a_state_that_is_not_kept_is_asked_for_on_the_same_stream(client: TritonClient, engine: Engine) -> None:
     request = GenerationRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling(seed=99), keep_state=True)
     end = run_one(engine, request).finished.end_state
