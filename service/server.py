@@ -12,15 +12,12 @@ import socket
 import sys
 from types import FrameType
 
-import torch
 import uvicorn
 from fastapi import FastAPI
 
 from nsm_core.errors import ConfigError
-from nsm_core.model.loader import load_checkpoint
 from service.app import create_app
 from service.backends.base import InferenceBackend
-from service.backends.local import LocalBackend
 from service.deps import Services
 from service.prefixes.factory import make_prefix_store
 from service.sessions.factory import make_store
@@ -64,10 +61,32 @@ def start_line(services: Services, host: str, port: int) -> str:
 
 
 def make_backend(settings: Settings) -> InferenceBackend:
-    """The model in this process. Raises CheckpointError or ConfigError."""
+    """The model in this process, or the Triton servers that have it. Raises CheckpointError or ConfigError."""
+    if settings.backend == "triton":
+        return make_triton_backend(settings)
+    import torch  # a gateway whose models run elsewhere needs none
+
+    from nsm_core.model.loader import load_checkpoint
+    from service.backends.local import LocalBackend
+
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     return LocalBackend(load_checkpoint(settings.model), settings.engine_config())
+
+
+def make_triton_backend(settings: Settings) -> InferenceBackend:
+    """Only a model that the settings name is read, for its fingerprint. Raises CheckpointError or ConfigError."""
+    try:
+        from service.backends.triton import TritonBackend
+    except ModuleNotFoundError as error:
+        raise ConfigError("NSM_BACKEND=triton needs the extra: pip install 'nsm-serve[triton]'") from error
+
+    fingerprint = None
+    if settings.model is not None:
+        from nsm_core.model import storage
+
+        fingerprint = storage.fingerprint(settings.model)
+    return TritonBackend(settings.triton_urls(), wait_s=settings.triton_wait_s, fingerprint=fingerprint)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -20,6 +20,7 @@ ENV_PREFIX = "NSM_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
+LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit")  # settings of an engine in this process
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -38,7 +39,10 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
     data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
     store: str = Field(default="sqlite", repr=False)  # see STORES; a Redis URL may hold a password
-    model: Path | None = None  # a checkpoint directory; None: the bundled model
+    model: Path | None = None  # a checkpoint directory; None: the bundled model, or with Triton whatever it serves
+    backend: Literal["local", "triton"] = "local"  # where the model runs: in this process, or in Triton servers
+    triton_url: str | None = None  # host:port of their gRPC, with commas between several
+    triton_wait_s: PositiveFloat = Field(default=60.0, le=3_600.0)  # for a first of them to be ready at the start
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
     api_keys_file: Path | None = None  # None: one tenant, no keys
     allow_anonymous: bool = False  # without keys, serve other hosts too
@@ -87,6 +91,31 @@ class Settings(BaseSettings):
             return store  # the store itself reads the rest
         raise ValueError(f"must be one of {', '.join(STORES)}")
 
+    @field_validator("triton_url", mode="after")
+    @classmethod
+    def _addresses(cls, value: str | None) -> str | None:
+        for address in () if value is None else value.split(","):
+            host, colon, port = address.strip().rpartition(":")
+            if not host or not colon or "/" in host or not port.isascii() or not port.isdigit():
+                raise ValueError("must be host:port, or several with commas between them")
+        return value
+
+    @model_validator(mode="after")
+    def _backend_has_what_it_needs(self) -> Settings:
+        if self.backend == "local":
+            if self.triton_url is not None:
+                raise ValueError("NSM_TRITON_URL has no effect unless NSM_BACKEND is triton")
+            return self
+        if self.triton_url is None:
+            raise ValueError("NSM_BACKEND=triton needs NSM_TRITON_URL: host:port of the gRPC of a Triton server")
+        for name in LOCAL_ENGINE:
+            if name in self.model_fields_set:
+                raise ValueError(
+                    f"{ENV_PREFIX}{name.upper()} has no effect with NSM_BACKEND=triton: it is a parameter of the "
+                    "server's config.pbtxt"
+                )
+        return self
+
     @model_validator(mode="after")
     def _engine_limits_fit(self) -> Settings:
         try:
@@ -98,6 +127,11 @@ class Settings(BaseSettings):
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
         return EngineConfig(max_slots=self.max_slots, token_budget=self.token_budget, queue_limit=self.queue_limit)
+
+    def triton_urls(self) -> tuple[str, ...]:
+        """host:port of each Triton server, in the order given, each once."""
+        addresses = [] if self.triton_url is None else self.triton_url.split(",")
+        return tuple(dict.fromkeys(address.strip() for address in addresses))
 
     def database_path(self) -> Path | None:
         """The file of the SQLite store; None when sessions are kept elsewhere."""

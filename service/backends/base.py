@@ -45,16 +45,18 @@ class Generation(Protocol):
 
 
 class InferenceBackend(Protocol):
-    """Runs requests. Implementations: `local` (an engine in this process)."""
+    """Runs requests. Implementations: `local` (an engine in this process), `triton` (engines in Triton servers)."""
 
     @property
-    def model(self) -> ModelInfo: ...
+    def model(self) -> ModelInfo:
+        """What is served, and with which tokenizer: some implementations know it only once they have started."""
+        ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     async def start(self) -> None:
-        """Ready to serve when it returns; raises CheckpointError or ConfigError."""
+        """Ready to serve when it returns. Raises CheckpointError or ConfigError, and then need not be stopped."""
         ...
 
     async def stop(self) -> None:

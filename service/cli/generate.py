@@ -102,10 +102,10 @@ async def _run(
     from nsm_core.engine.request import Finished, GenerationRequest, TokenEvent
     from service.prompts import PromptEncoder
 
-    ids = (await PromptEncoder(backend, max_tokens=settings.max_prompt_tokens).fresh(prompt)).ids
     pieces: list[str] = []
     await backend.start()
     try:
+        ids = (await PromptEncoder(backend, max_tokens=settings.max_prompt_tokens).fresh(prompt)).ids
         request = GenerationRequest(request_id=uuid.uuid4().hex, prompt_ids=ids, sampling=sampling)
         async for event in backend.submit(request).events():
             if isinstance(event, TokenEvent | Finished):

@@ -18,8 +18,11 @@ def serve(
     host: Annotated[str | None, _setting("Address to listen on.", "127.0.0.1")] = None,
     port: Annotated[int | None, _setting("0 takes any free port.", "8000")] = None,
     data_dir: Annotated[Path | None, _setting("Where sessions are kept.", "the user's data directory")] = None,
-    store: Annotated[str | None, _setting("sqlite, sqlite:///PATH or memory.", "sqlite")] = None,
+    store: Annotated[str | None, _setting("sqlite, sqlite:///PATH, memory or a Redis URL.", "sqlite")] = None,
     model: Annotated[Path | None, _setting("Model directory.", "the bundled model")] = None,
+    backend: Annotated[str | None, _setting("Where the model runs: local or triton.", "local")] = None,
+    triton_url: Annotated[str | None, _setting("host:port of Triton servers, with commas.", "none")] = None,
+    triton_wait_s: Annotated[float | None, _setting("For a first one to be ready at the start.", "60")] = None,
     served_model_name: Annotated[str | None, _setting("The name that clients use.", "the model's own")] = None,
     api_keys_file: Annotated[Path | None, _setting("TOML file of API keys and tenants.", "no keys")] = None,
     allow_anonymous: Annotated[bool | None, _setting("Without keys, serve other hosts too.", "no")] = None,
@@ -52,6 +55,6 @@ def serve(
     from service.settings import load_settings
 
     settings = load_settings(**ctx.params)  # the parameters above are the settings, name by name
-    from service.server import run  # loads torch, so it comes after bad settings were refused
+    from service.server import run  # loads much, so it comes after bad settings were refused
 
     run(settings)

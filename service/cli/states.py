@@ -45,8 +45,14 @@ async def _describe(
     from service.states import describe_states
 
     async with opened_store(settings) as store:
-        backend = make_backend(settings)  # not started: nothing is computed by its engine
-        return await describe_states(backend, store, tenant=tenant, session_id=session_id, detail=detail, layer=layer)
+        backend = make_backend(settings)
+        await backend.start()
+        try:
+            return await describe_states(
+                backend, store, tenant=tenant, session_id=session_id, detail=detail, layer=layer
+            )
+        finally:
+            await backend.stop()
 
 
 def _print_table(answer: dict[str, Any]) -> None:

@@ -74,6 +74,32 @@ def test_store_choices(store: str, path: str | None) -> None:
     assert settings.database_path() == (None if path is None else Path.cwd() / path)
 
 
+def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSM_BACKEND", "triton")
+    monkeypatch.setenv("NSM_TRITON_URL", "one:8001, [::1]:8001,one:8001")
+    assert load_settings().triton_urls() == ("one:8001", "[::1]:8001")
+    assert Settings().triton_urls() != Settings(backend="local", triton_url=None).triton_urls() == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"backend": "triton"}, "needs NSM_TRITON_URL"),
+        ({"triton_url": "host:8001"}, "no effect unless NSM_BACKEND is triton"),
+        ({"backend": "triton", "triton_url": "host"}, "must be host:port"),
+        ({"backend": "triton", "triton_url": "http://host:8001"}, "must be host:port"),
+        ({"backend": "triton", "triton_url": "host:8001,"}, "must be host:port"),
+        ({"backend": "triton", "triton_url": "host:8001", "max_slots": 4}, "NSM_MAX_SLOTS has no effect"),
+        ({"backend": "triton", "triton_url": "host:8001", "num_threads": 1}, "NSM_NUM_THREADS has no effect"),
+        ({"backend": "cloud"}, "NSM_BACKEND"),
+    ],
+    ids=str,
+)
+def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_settings(**given)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
@@ -120,7 +146,7 @@ def test_only_settings_reads_the_environment() -> None:
         for path in SERVICE_DIR.rglob("*.py")
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers == {"settings.py"}
+    assert readers == {"settings.py", "triton_server.py"}  # the latter only hands it on to the program it starts
 
 
 def test_nothing_is_read_at_import() -> None:

@@ -1,0 +1,129 @@
+"""The model in Triton servers, which this process asks over gRPC. See `docs/triton.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsm_core.engine.admission import AdmissionCheck
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
+from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
+from nsm_core.state.layout import StateLayout, parse_layout
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+from nsm_core.wire.calls import InspectCall
+from nsm_core.wire.description import WorkerDescription
+from service.backends.base import ModelInfo
+from service.backends.triton_generation import TritonGeneration
+from service.backends.triton_upstreams import Upstreams
+
+
+class TritonBackend:
+    """An InferenceBackend on one or several Triton servers. Needs neither torch nor the model's files.
+
+    `urls`: host:port of each server's gRPC; `wait_s`: how long `start` waits for a first one; `fingerprint`: of the one
+    model to be used, None for whatever the first server has. Before `start` there is no model and no tokenizer.
+    """
+
+    def __init__(self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None) -> None:
+        self._upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint)
+        self._open: dict[str, TritonGeneration] = {}
+        self._end: EngineDead | None = EngineDead("the backend was not started")
+        self._counts = EngineStats()
+        self._model: ModelInfo | None = None
+        self._admission: AdmissionCheck | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        if self._model is None:
+            raise EngineDead("no Triton server was asked yet what it serves")
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._upstreams.served[1]
+
+    async def start(self) -> None:
+        await self._upstreams.start()
+        description, tokenizer = self._upstreams.served
+        self._model = _model_info(description)
+        self._admission = AdmissionCheck(
+            vocab_size=tokenizer.vocab_size,
+            spec=StateLayout(parse_layout(description.state_layout)),
+            fingerprint=description.fingerprint,
+        )
+        self._end = None
+
+    async def stop(self) -> None:
+        self._end = self._end or EngineDead("the backend is stopping")
+        for generation in tuple(self._open.values()):
+            generation.cancel()
+        await self._upstreams.stop()
+
+    def submit(self, request: GenerationRequest) -> TritonGeneration:
+        if self._end is not None or self._admission is None:
+            raise EngineDead(str(self._end))
+        if request.request_id in self._open:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        if not self._upstreams.is_any_up:
+            raise EngineDead("no Triton server is ready")
+        if self._upstreams.room <= self._num_unplaced():
+            raise Overloaded("the queues of all Triton servers are full")
+        self._admission.check(request)
+        generation = TritonGeneration(request, self._upstreams, on_end=self._count)
+        self._open[request.request_id] = generation
+        return generation
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        return await self._upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
+
+    def is_ready(self) -> bool:
+        """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
+        return self._end is None and self._upstreams.is_any_up
+
+    def stats(self) -> EngineStats:
+        """Requests and tokens are this gateway's own. Slots, memory and steps are the servers', by their last
+        heartbeats: the same in every gateway that shares them.
+        """
+        stats = EngineStats(
+            num_waiting=self._num_unplaced(),
+            tokens_computed=self._counts.tokens_computed,
+            tokens_resumed=self._counts.tokens_resumed,
+            tokens_generated=self._counts.tokens_generated,
+        )
+        for upstream in self._upstreams:
+            num_running = min(upstream.num_own, upstream.max_slots)
+            stats.num_running += num_running
+            stats.num_waiting += upstream.num_own - num_running
+            stats.max_slots += upstream.max_slots
+            stats.state_pool_bytes += upstream.state_pool_bytes
+            stats.num_steps += upstream.counted.num_steps
+            stats.step_seconds += upstream.counted.step_seconds
+        return stats
+
+    def _num_unplaced(self) -> int:
+        return sum(not generation.is_placed for generation in self._open.values())
+
+    def _count(self, generation: TritonGeneration, finished: Finished) -> None:
+        del self._open[generation.request.request_id]
+        num_generated = finished.completion_tokens - len(generation.request.sampled_ids)
+        self._counts.tokens_generated += num_generated
+        if num_generated or finished.reason is not FinishReason.ERROR:
+            self._counts.tokens_computed += finished.prompt_tokens - finished.cached_tokens
+            self._counts.tokens_resumed += finished.cached_tokens
+
+
+def _model_info(description: WorkerDescription) -> ModelInfo:
+    return ModelInfo(
+        name=description.name,
+        fingerprint=description.fingerprint,
+        numerics=description.numerics,
+        created=description.created,
+        vocab_size=description.vocab_size,
+        num_parameters=description.num_parameters,
+        state_bytes=description.state_bytes,
+        state_layout=description.state_layout,
+        chat_template=description.chat_template,
+    )

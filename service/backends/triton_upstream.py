@@ -1,0 +1,173 @@
+"""One Triton server as a gateway sees it: whether it lives, what it serves, how much it has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+
+from nsm_core.errors import ConfigError, EngineDead, NsmError
+from nsm_core.stats import EngineStats
+from nsm_core.wire.call_tensors import encode_call
+from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
+from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
+from nsm_core.wire.tensors import Tensors
+from service.backends.triton_channel import CallFailed, TritonChannel, TritonStream
+
+logger = logging.getLogger("nsm.triton")
+
+# A dead worker is noticed after at most both together, which leaves room in the 5 s that a readiness probe is promised.
+HEARTBEAT_S = 1.0
+ANSWER_S = 3.0
+RETRY_MIN_S, RETRY_MAX_S = 0.25, 5.0  # between tries to reach a server that is down
+_CHANGES = {
+    True: (logging.INFO, "Triton server %s is ready"),
+    False: (logging.WARNING, "Triton server %s takes no new work"),
+}
+
+
+class Upstream:
+    """`watch` keeps it true. Belongs to one event loop.
+
+    `admit` gets what the worker tells of itself and raises ConfigError where it must not be used; `on_change` is called
+    whenever the server comes, goes or is refused.
+    """
+
+    def __init__(
+        self, url: str, *, admit: Callable[[str, WorkerDescription], None], on_change: Callable[[], None]
+    ) -> None:
+        self.url = url
+        self.error: NsmError | None = None  # why it is not up, None while nobody knows
+        self.counted = EngineStats()  # steps seen of it; its own counters begin anew when it does
+        self._admit = admit
+        self._on_change = on_change
+        self._description: WorkerDescription | None = None
+        self._status: WorkerStatus | None = None
+        self._is_suspect = False
+        self._num_others = 0
+        self._most_own = 0  # since the last heartbeat
+        self._streams: set[TritonStream] = set()
+        self._hurry = asyncio.Event()
+        self._channel = TritonChannel(url)
+        # apart from the requests: a full connection must not look like a dead server
+        self._control = TritonChannel(url)
+
+    @property
+    def is_up(self) -> bool:
+        """Its last heartbeat was good and no stream broke since."""
+        return self._status is not None and self._status.is_ready and not self._is_suspect
+
+    @property
+    def max_slots(self) -> int:
+        return 0 if self._description is None else self._description.max_slots
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it runs or lets wait."""
+        return 0 if self._description is None else self.max_slots + self._description.queue_limit
+
+    @property
+    def num_own(self) -> int:
+        """Requests of this gateway."""
+        return len(self._streams)
+
+    @property
+    def load(self) -> int:
+        """Requests of this gateway, and those of others at the last heartbeat."""
+        return self._num_others + len(self._streams)
+
+    @property
+    def state_pool_bytes(self) -> int:
+        return 0 if self._status is None else self._status.engine.state_pool_bytes
+
+    @contextlib.contextmanager
+    def stream(self, *, timeout_s: float | None) -> Iterator[TritonStream]:
+        """For one request; it breaks when the server is given up."""
+        stream = self._channel.open(timeout_s=timeout_s)
+        self._streams.add(stream)
+        self._most_own = max(self._most_own, len(self._streams))
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            stream.cancel()
+
+    async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
+        """The one answer. Raises what `TritonStream.receive` raises."""
+        stream = self._control.open(timeout_s=timeout_s)
+        try:
+            await stream.send(encode_call(call))
+            return await stream.receive()
+        finally:
+            stream.cancel()
+
+    def suspect(self) -> None:
+        """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""
+        self._is_suspect = True
+        self._description = None  # another may answer at this address
+        self._hurry.set()
+
+    async def watch(self) -> None:
+        """Heartbeats, until it is cancelled."""
+        retry_s = RETRY_MIN_S
+        while True:
+            self._hurry.clear()
+            try:
+                await self._beat()
+            except (NsmError, CallFailed) as error:
+                self._lose(error if isinstance(error, NsmError) else EngineDead(str(error)))
+                pause_s, retry_s = retry_s, min(2 * retry_s, RETRY_MAX_S)
+            else:
+                pause_s, retry_s = HEARTBEAT_S, RETRY_MIN_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._hurry.wait()
+
+    async def close(self) -> None:
+        """Streams that are still open break."""
+        await asyncio.gather(self._channel.close(), self._control.close())
+
+    async def _beat(self) -> None:
+        if self._description is None:
+            description = await self._describe()
+            self._admit(self.url, description)
+            self._description = description
+        status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
+        if self._status is not None and status.engine.num_steps < self._status.engine.num_steps:
+            self._description = None  # it began anew between two heartbeats
+            raise EngineDead("it was started again")
+        self._note(status)
+
+    async def _describe(self) -> WorkerDescription:
+        try:
+            return decode_description(await self.ask(DescribeCall(), timeout_s=ANSWER_S))
+        except CallFailed as error:  # of another contract, say
+            raise ConfigError(f"Triton server {self.url} refused to describe itself: {error}") from error
+
+    def _note(self, status: WorkerStatus) -> None:
+        was_up, engine, before = self.is_up, status.engine, self._status
+        base = engine if before is None else before.engine
+        self.counted = dataclasses.replace(
+            self.counted,
+            num_steps=self.counted.num_steps + engine.num_steps - base.num_steps,
+            step_seconds=self.counted.step_seconds + engine.step_seconds - base.step_seconds,
+        )
+        # requests that were ours a moment ago may still be counted there
+        self._num_others = max(0, engine.num_running + engine.num_waiting - self._most_own)
+        self._most_own = len(self._streams)
+        self._status, self._is_suspect = status, False
+        self.error = None if status.is_ready else EngineDead("its engine makes no steps")
+        if self.is_up != was_up:
+            logger.log(*_CHANGES[self.is_up], self.url)
+            self._on_change()
+
+    def _lose(self, error: NsmError) -> None:
+        is_news = self.error is None or str(error) != str(self.error)
+        self.error, self._status, self._description = error, None, None
+        for stream in tuple(self._streams):
+            stream.cut()
+        if is_news:
+            logger.warning("Triton server %s is not used: %s", self.url, error)
+            self._on_change()
