@@ -3,6 +3,7 @@
 NsmError
 ├── InvalidRequest       a field of a request is wrong (message: field, limit, what was given)
 ├── BodyTooLarge         the request body is over the limit
+├── BodyTooSlow          the request body did not come to its end in time
 ├── Unauthenticated      no valid API key
 ├── Forbidden            a valid API key that may not do this
 ├── RateLimited          the tenant has too many requests at this time
@@ -51,6 +52,10 @@ class InvalidRequest(NsmError):
 
 class BodyTooLarge(NsmError):
     """The request body is larger than the server accepts."""
+
+
+class BodyTooSlow(NsmError):
+    """The client stopped sending its request body, or takes too long over it."""
 
 
 class Unauthenticated(NsmError):

@@ -116,7 +116,12 @@ def create_app(
             Middleware(CatchErrors),
             Middleware(Gate, lifecycle=services.lifecycle),
             Middleware(Authenticate, tenants=tenants),
-            Middleware(Body, max_bytes=settings.max_body_bytes),
+            Middleware(
+                Body,
+                max_bytes=settings.max_body_bytes,
+                piece_s=settings.receive_timeout_s,
+                whole_s=settings.request_timeout_s,
+            ),
         ],
         # The metrics are our own; nothing of a request goes to whatever provider the process may have.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},

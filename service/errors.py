@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from nsm_core.errors import (
     BodyTooLarge,
+    BodyTooSlow,
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
@@ -82,6 +83,8 @@ RULES: Mapping[type[NsmError], Rule] = {
     InvalidRequest: Rule(400, INVALID, None),
     NotFound: Rule(404, NOT_FOUND, "not_found"),
     BodyTooLarge: Rule(413, INVALID, "body_too_large"),
+    # what still comes of the body would be taken for the next request
+    BodyTooSlow: Rule(408, INVALID, "request_timeout", headers={"connection": "close"}),
     Unauthenticated: Rule(401, AUTHENTICATION, "invalid_api_key", headers={"www-authenticate": 'Bearer realm="nsm"'}),
     Forbidden: Rule(403, PERMISSION, "forbidden"),
     RateLimited: Rule(429, RATE_LIMIT, "rate_limit_exceeded"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nsm_core.errors import BodyTooLarge, Overloaded
+from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
 from service.errors import answer, report
 from service.lifecycle import Lifecycle
 from service.metrics import Metrics
@@ -117,15 +117,19 @@ class Gate:
 
 
 class Body:
-    """The only reader of `receive`: reads the body within its limit, then watches for the client to leave.
+    """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
+
+    `piece_s`: most seconds between two pieces of the body; `whole_s`: for all of it.
 
     When the client leaves before the answer is complete, the task below is cancelled; that is how every kind of
     request, streamed or not, learns of it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.piece_s = piece_s
+        self.whole_s = whole_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -136,14 +140,17 @@ class Body:
             await Exchange(body, receive, send).run(self.app, scope)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body, or None when the client left first. Raises BodyTooLarge before the excess is read."""
+        """The whole body, or None when the client left first.
+
+        Raises BodyTooLarge before the excess is read, or BodyTooSlow.
+        """
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self.max_bytes):
             raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got {length[:24]}")
         chunks: list[bytes] = []
-        num_bytes = 0
+        num_bytes, deadline = 0, time.monotonic() + self.whole_s
         while True:
-            message = await receive()
+            message = await self._next_piece(receive, deadline, num_bytes)
             if message["type"] == "http.disconnect":
                 return None
             chunks.append(message.get("body", b""))
@@ -152,6 +159,16 @@ class Body:
                 raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got at least {num_bytes}")
             if not message.get("more_body", False):
                 return b"".join(chunks)
+
+    async def _next_piece(self, receive: Receive, deadline: float, num_bytes: int) -> Message:
+        try:
+            async with asyncio.timeout(min(self.piece_s, deadline - time.monotonic())):
+                return await receive()
+        except TimeoutError:
+            raise BodyTooSlow(
+                f"the body stopped after {num_bytes} bytes: {self.piece_s:g} s may pass between two pieces of it, "
+                f"{self.whole_s:g} s in all"
+            ) from None
 
 
 class Exchange:

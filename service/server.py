@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from nsm_core.errors import ConfigError
 from service.app import create_app
 from service.backends.base import InferenceBackend
+from service.connections import with_head_deadline
 from service.deps import Services
 from service.prefixes.factory import make_prefix_store
 from service.sessions.factory import make_store
@@ -130,9 +131,10 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """uvicorn without its own log, its own environment variables and its own lifespan."""
+    services: Services = app.state.services
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=with_head_deadline(services.settings.receive_timeout_s),
         ws="none",
         lifespan="off",  # `serve` runs it
         log_config=None,

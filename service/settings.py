@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     max_prompt_tokens: PositiveInt = 131_072
     max_tokens_limit: PositiveInt = 32_768  # most new tokens a request may ask for
     request_timeout_s: PositiveFloat = Field(default=600.0, le=86_400.0)  # deadline of a request that names none
+    receive_timeout_s: PositiveFloat = Field(default=30.0, le=3_600.0)  # for a head; between pieces of a body
     detached_s: float = Field(default=300.0, ge=0, le=86_400.0)  # a session's turn may go on without its client
     lease_s: float = Field(default=10.0, ge=1.0, le=3_600.0)  # a session stays busy so long after its server is lost
     turn_ttl_s: float = Field(default=86_400.0, ge=1.0, le=31_536_000.0)  # a turn's result can be had again so long

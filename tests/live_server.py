@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[str]:
-    """The base URL of `app` while it is served on a free port."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on"))
+async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[str]:
+    """The base URL of `app` while it is served on a free port. `options`: of `uvicorn.Config`."""
+    fields = {"host": "127.0.0.1", "port": 0, "log_config": None, "lifespan": "on", **options}
+    server = uvicorn.Server(uvicorn.Config(app, **fields))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.create_task(server.serve())
     while not server.started:

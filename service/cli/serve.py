@@ -34,6 +34,7 @@ def serve(
     max_prompt_tokens: Annotated[int | None, _setting("Longest prompt.", "131072")] = None,
     max_tokens_limit: Annotated[int | None, _setting("Most new tokens a request may ask for.", "32768")] = None,
     request_timeout_s: Annotated[float | None, _setting("Deadline of a request that names none.", "600")] = None,
+    receive_timeout_s: Annotated[float | None, _setting("For a head; between pieces of a body.", "30")] = None,
     detached_s: Annotated[float | None, _setting("A session's turn may go on without its client.", "300")] = None,
     lease_s: Annotated[float | None, _setting("A session stays busy after its server is lost.", "10")] = None,
     turn_ttl_s: Annotated[float | None, _setting("The result of a turn can be had again so long.", "86400")] = None,

@@ -147,7 +147,7 @@ async def test_clean_up_after_the_last_byte_is_not_cancelled() -> None:
         if message["type"] == "http.response.body":
             complete.set()
 
-    await Body(application, max_bytes=10)({"type": "http", "headers": []}, receive, send)
+    await Body(application, max_bytes=10, piece_s=10.0, whole_s=10.0)({"type": "http", "headers": []}, receive, send)
     assert has_cleaned_up
 
 
@@ -170,7 +170,8 @@ async def test_when_the_server_gives_a_request_up_the_work_below_is_cancelled() 
     async def send(message: Message) -> None:
         raise AssertionError("nothing is sent")
 
-    task = asyncio.create_task(Body(application, max_bytes=10)({"type": "http", "headers": []}, receive, send))
+    body = Body(application, max_bytes=10, piece_s=10.0, whole_s=10.0)
+    task = asyncio.create_task(body({"type": "http", "headers": []}, receive, send))
     await is_running.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -226,6 +227,31 @@ async def test_a_body_in_many_pieces_is_read_whole() -> None:
     async with gateway(FakeBackend(), is_live=True) as server:
         answer = await server.client.post(PATH, content=pieces(), headers={"content-type": "application/json"})
         assert answer.json()["choices"][0]["text"] == "It was"
+
+
+@pytest.mark.parametrize("limits", [{"receive_timeout_s": 0.05}, {"request_timeout_s": 0.05}])
+async def test_a_body_that_stops_is_408_and_the_connection_is_closed(limits: dict[str, float]) -> None:
+    backend = FakeBackend()
+    async with gateway(backend, is_live=True, **limits) as server, connect(server.url) as client:
+        await client.send(head("POST", PATH, {"content-length": "100", "content-type": "application/json"}) + b'{"pro')
+        assert await client.status() == 408
+        error = json.loads(await _read_to_end(client))["error"]
+        assert (error["code"], error["type"]) == ("request_timeout", "invalid_request_error")
+        assert "after 5 bytes" in error["message"]
+    assert backend.requests == []
+
+
+async def test_a_body_may_take_its_time_while_it_goes_on() -> None:
+    receive_timeout_s = 0.2
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    house = gateway(FakeBackend(), is_live=True, receive_timeout_s=receive_timeout_s)
+    async with house as server, connect(server.url) as client:
+        fields = {"content-length": str(len(body)), "content-type": "application/json"}
+        await client.send(head("POST", PATH, fields))
+        for byte in range(0, len(body), 4):
+            await client.send(body[byte : byte + 4])
+            await asyncio.sleep(receive_timeout_s / 5)
+        assert await client.status() == 200
 
 
 # ---- ids and logs --------------------------------------------------------------------------------------------------
