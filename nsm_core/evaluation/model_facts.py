@@ -9,7 +9,7 @@ from nsm_core.config import ModelConfig
 from nsm_core.state.spec import StateSpec
 
 STATE_POSITIONS = (1024, 8192, 32768)  # tokens
-# Key-value caches [window, ...]: the only tensors of a state that fill up with the text.
+# Key-value caches [heads, 2, window, width]: the only tensors of a state that fill up with the text.
 _CACHE_SUFFIX = ".kv"
 
 
@@ -37,11 +37,11 @@ def model_facts(config: ModelConfig, spec: StateSpec) -> ModelFacts:
 
 
 def state_bytes_after(spec: StateSpec, num_tokens: int) -> int:
-    """Bytes of a state that hold something after `num_tokens` tokens: of a cache, the rows written so far."""
+    """Bytes of a state that hold something after `num_tokens` tokens: of a cache, the places written so far."""
     total = 0
     for tensor in spec.tensors:
         if tensor.name.endswith(_CACHE_SUFFIX):
-            window = tensor.shape[0]
+            window = tensor.shape[2]
             total += tensor.num_bytes // window * min(num_tokens, window)
         else:
             total += tensor.num_bytes

@@ -34,8 +34,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class WindowAttention(Mixer):
     """A token attends to itself and to the `window` tokens before it; grouped keys and values, QK-norm, rotary.
 
-    The state holds the keys (rotated) and values of the last `window` tokens, the oldest first; those before the
-    beginning of the text do not count.
+    The state is a ring: place p % window holds the key (rotated) and the value of the token at position p, for the last
+    `window` of them; what lies before the beginning of the text does not count. So a turn changes as many places as
+    it has tokens, and a key-value head is one block of memory.
     """
 
     def __init__(self, config: ModelConfig, window: int) -> None:
@@ -50,27 +51,28 @@ class WindowAttention(Mixer):
         nn.init.zeros_(self.out.weight)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"kv": (self.window, 2, self.kv_heads, self.head_dim)}
+        return {"kv": (self.kv_heads, 2, self.window, self.head_dim)}
 
     def initial_state(self, batch_size: int) -> State:
         return {"kv": torch.zeros(batch_size, *self.state_shapes()["kv"], device=self.out.weight.device)}
 
     def _heads(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B,T,d] -> q [B,T,H,K], scaled, and kv [B,T,2,Hkv,K]; queries and keys normed and rotated."""
+        """x [B,T,d] -> q [B,T,H,K], scaled, and kv [B,Hkv,2,T,K]; queries and keys normed and rotated."""
         kv_width = self.kv_heads * self.head_dim
         q, k, v = self.project(x).split((x.shape[-1], kv_width, kv_width), dim=-1)
         cos, sin = rotary(positions, self.head_dim, self.rope_base)
         q = rotate(self._normed(q, self.heads), cos, sin)
         k = rotate(self._normed(k, self.kv_heads), cos, sin)
         scale = (self.log_scale.exp() / math.sqrt(self.head_dim))[:, None]
-        return q * scale.to(q.dtype), torch.stack((k, torch.unflatten(v, -1, (self.kv_heads, self.head_dim))), dim=2)
+        kv = torch.stack((k, torch.unflatten(v, -1, (self.kv_heads, self.head_dim))), dim=2)  # [B,T,2,Hkv,K]
+        return q * scale.to(q.dtype), kv.permute(0, 3, 2, 1, 4)
 
     def _normed(self, x: Tensor, heads: int) -> Tensor:
         return F.rms_norm(torch.unflatten(x, -1, (heads, self.head_dim)), (self.head_dim,), eps=self.eps)
 
     def _attend(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-        """q [B,T,H,K], kv [B,S,2,Hkv,K], mask [B or 1, T, S] bool (None: causal, T = S) -> [B,T,d]."""
-        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=2).transpose(1, 2) for x in kv.unbind(dim=2))
+        """q [B,T,H,K], kv [B,Hkv,2,S,K], mask [B or 1, T, S] bool (None: causal, T = S) -> [B,T,d]."""
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv.unbind(dim=2))
         mask = None if mask is None else mask[:, None]
         read = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
@@ -78,10 +80,10 @@ class WindowAttention(Mixer):
         return read.transpose(1, 2).flatten(-2)
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        """state: kv [B,window,2,Hkv,K]."""
+        """state: kv [B,Hkv,2,window,K]."""
         q, kv = self._heads(x, segments.positions)
-        joined = torch.cat((state["kv"].to(kv.dtype), kv), dim=1)
-        num_tokens = x.shape[1]
+        num_tokens, ring = x.shape[1], state["kv"]
+        joined = torch.cat((self._in_order(ring, segments).to(kv.dtype), kv), dim=3)
         if segments.is_fresh and num_tokens <= self.window:
             read = self._attend(q, kv, self._fresh_mask(segments))
         elif num_tokens > self.window and num_tokens % self.window == 0:
@@ -89,18 +91,29 @@ class WindowAttention(Mixer):
         else:
             read = self._attend(q, joined, self._mask(segments, num_tokens))
         out: Tensor = self.out(read)
-        return out, {"kv": self._last(joined, segments.lengths).to(state["kv"].dtype)}
+        return out, {"kv": self._as_ring(joined, segments).to(ring.dtype)}
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
-        q, kv = self._heads(x[:, None], positions[:, None])
-        joined = torch.cat((state["kv"], kv), dim=1)
-        mask = self._in_text(positions)[:, None]
-        return self.out(self._attend(q, joined, mask)[:, 0]), {"kv": joined[:, 1:]}
+        """Reads the ring as it lies: no copy of keys or values, and none for each query head."""
+        q, new = self._heads(x[:, None], positions[:, None])
+        ring = state["kv"]
+        q = torch.unflatten(q[:, 0], 1, (self.kv_heads, -1))  # [B,Hkv,heads of a group,K]
+        scores = (q @ ring[:, :, 0].transpose(-1, -2)).masked_fill(~self._in_text(positions)[:, None, None], -torch.inf)
+        own = q @ new[:, :, 0].transpose(-1, -2)
+        weights = torch.cat((scores, own), dim=-1).softmax(dim=-1)
+        read = weights[..., :-1] @ ring[:, :, 1] + weights[..., -1:] * new[:, :, 1]
+        place = (positions % self.window)[:, None, None, None, None].expand_as(new)
+        return self.out(read.flatten(1)), {"kv": ring.scatter(3, place, new)}
 
     def _in_text(self, positions: Tensor) -> Tensor:
-        """[B, window + 1]: which of the cached tokens and the token at `positions` [B] belong to the text."""
-        back = torch.arange(self.window, -1, -1, device=positions.device)
-        return back <= positions[:, None]
+        """[B, window]: which places of the ring hold a token of the text, before the token at `positions` [B]."""
+        place = torch.arange(self.window, device=positions.device)
+        return (positions[:, None] - 1 - place) % self.window < positions[:, None]
+
+    def _in_order(self, ring: Tensor, segments: Segments) -> Tensor:
+        """The ring before the first of the tokens, oldest token first."""
+        index = torch.arange(self.window, device=ring.device) + segments.positions[:, :1]
+        return _gather(ring, index % self.window)
 
     def _fresh_mask(self, segments: Segments) -> Tensor | None:
         """[B,T,T], None for plain causal attention."""
@@ -121,7 +134,7 @@ class WindowAttention(Mixer):
     def _attend_in_blocks(self, q: Tensor, joined: Tensor, segments: Segments) -> Tensor:
         """The same with T a multiple of the window: block i needs the keys of blocks i - 1 and i only."""
         window, num_blocks = self.window, q.shape[1] // self.window
-        pairs = joined.unfold(1, 2 * window, window).movedim(-1, 2)  # [B, n, 2 window, 2, Hkv, K]
+        pairs = joined.unfold(3, 2 * window, window).permute(0, 3, 1, 2, 5, 4)  # [B, n, Hkv, 2, 2 window, K]
         query = torch.arange(window, device=q.device)
         distance = query[:, None] + window - torch.arange(2 * window, device=q.device)
         near = (distance >= 0) & (distance <= window)
@@ -130,10 +143,13 @@ class WindowAttention(Mixer):
         read = self._attend(torch.unflatten(q, 1, blocks).flatten(0, 1), pairs.flatten(0, 1), mask.flatten(0, 1))
         return torch.unflatten(read, 0, (-1, num_blocks)).flatten(1, 2)
 
-    def _last(self, joined: Tensor, lengths: Tensor | None) -> Tensor:
-        """The cache after each row's last token; joined [B, window + T, ...]."""
-        if lengths is None:
-            return joined[:, -self.window :]
-        index = lengths[:, None] + torch.arange(self.window, device=lengths.device)
-        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-        return joined[rows, index]
+    def _as_ring(self, joined: Tensor, segments: Segments) -> Tensor:
+        """The ring after each row's last token; joined [B,Hkv,2, window + T, K], oldest token first."""
+        index = (torch.arange(self.window, device=joined.device) - segments.end[:, None]) % self.window
+        num_read = joined.shape[3] - self.window if segments.lengths is None else segments.lengths[:, None]
+        return _gather(joined, index + num_read)
+
+
+def _gather(kv: Tensor, index: Tensor) -> Tensor:
+    """kv [B,Hkv,2,S,K], index [B,W] -> [B,Hkv,2,W,K]."""
+    return torch.take_along_dim(kv, index[:, None, None, :, None], dim=3)

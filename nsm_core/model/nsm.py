@@ -91,11 +91,10 @@ class NsmModel(nn.Module):
         is_fresh: bool = False,
     ) -> tuple[Tensor, State]:
         """One piece of `forward`, with full control over padding and document starts (see Segments)."""
-        num_read = ids.shape[1] if lengths is None else lengths
         positions = token_positions(state[POSITION], ids.shape[1], reset)
         segments = Segments(positions, lengths, valid, reset, is_fresh)
         x = self.embedding(ids) * self.config.d_model**0.5
-        new_state: State = {POSITION: state[POSITION] + num_read if reset is None else positions[:, -1] + 1}
+        new_state: State = {POSITION: segments.end}
         for layer, block in enumerate(self.layers):
             carried = _layer_state(state, layer)
             if self.checkpoint_blocks and self.training:

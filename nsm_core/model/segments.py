@@ -25,6 +25,13 @@ class Segments(NamedTuple):
     reset: Tensor | None = None
     is_fresh: bool = False
 
+    @property
+    def end(self) -> Tensor:
+        """[B] int64: tokens that the text of each row has when its last token has been read."""
+        if self.lengths is None or self.reset is not None:
+            return self.positions[:, -1] + 1
+        return self.positions[:, 0] + self.lengths
+
 
 def token_positions(start: Tensor, num_tokens: int, reset: Tensor | None) -> Tensor:
     """[B,T]: positions that go on from `start` [B], and from 0 at each chunk where a document starts."""

@@ -56,7 +56,7 @@ def _describe(
     prefix = f"{_PREFIX}{layer}."
     num_bytes = sum(tensor.num_bytes for tensor in spec.tensors if tensor.name.startswith(prefix))
     if prefix + _CACHE in state:
-        window = state[prefix + _CACHE].shape[1]
+        window = state[prefix + _CACHE].shape[3]
         filled = min(position, window)
         return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled)
     name = prefix + _SLOTS

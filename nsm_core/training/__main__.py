@@ -67,7 +67,10 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """The run that `argv` asks for. Raises ConfigError for values that cannot be used."""
     options = vars(build_parser().parse_args(argv))
     model = dataclasses.asdict(PRESETS[options.pop("preset")])
-    model.update({name: value for name in MODEL_FIELDS if (value := options.pop(name)) is not None})
+    given = {name: value for name in MODEL_FIELDS if (value := options.pop(name)) is not None}
+    model.update(given)
+    if model["router"] == "sigmoid" and "write_top_k" not in given:
+        model["write_top_k"] = model["num_memory_slots"]  # it writes to all, however many there are
     return TrainConfig(model=ModelConfig.from_dict(model), **options)
 
 

@@ -148,7 +148,8 @@ def test_two_processes_train_one_model(config: TrainConfig, tmp_path: Path) -> N
     flags = [
         "--data", str(BOOKS_DIR), "--out", str(tmp_path / "pair"), "--tokenizer", str(config.tokenizer),
         "--device", "cpu", "--vocab-size", "512", "--d-model", "32", "--num-layers", "2", "--num-heads", "2",
-        "--num-memory-slots", "8", "--write-top-k", "2", "--mlp-hidden", "64", "--timescale-groups", "1",
+        "--num-memory-slots", "8", "--router", "softmax", "--write-top-k", "2", "--timescale-groups", "1",
+        "--mlp-hidden", "64",
         "--steps", "2", "--rows", "2", "--seq-len", "128", "--carry", "0", "--eval-batches", "2",
         "--weight-format", "fp32",
     ]  # fmt: skip
@@ -243,6 +244,13 @@ def test_every_option_reaches_the_config() -> None:
     config = parse(["--data", "d", "--out", "o", "--muon-lr", "0.5", "--no-compile", "--num-layers", "3"])
     assert (config.data, config.out, config.muon_lr, config.compile) == (Path("d"), Path("o"), 0.5, False)
     assert config.model.num_layers == 3
+
+
+def test_a_sigmoid_router_writes_to_all_slots_however_many_there_are() -> None:
+    config = parse(["--data", "d", "--out", "o", "--preset", "base", "--num-memory-slots", "32"])
+    assert (config.model.router, config.model.write_top_k) == ("sigmoid", 32)
+    with pytest.raises(ConfigError, match="write_top_k must be num_memory_slots"):
+        parse(["--data", "d", "--out", "o", "--preset", "base", "--write-top-k", "8"])
 
 
 def test_presets_for_comparison_are_of_one_size() -> None:
