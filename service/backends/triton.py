@@ -26,9 +26,10 @@ class TritonBackend:
     """
 
     def __init__(self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None) -> None:
-        self._upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint)
+        self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint)
         self._open: dict[str, TritonGeneration] = {}
         self._end: EngineDead | None = EngineDead("the backend was not started")
+        self.num_failovers = 0  # servers that requests lost and did without
         self._counts = EngineStats()
         self._model: ModelInfo | None = None
         self._admission: AdmissionCheck | None = None
@@ -41,11 +42,11 @@ class TritonBackend:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._upstreams.served[1]
+        return self.upstreams.served[1]
 
     async def start(self) -> None:
-        await self._upstreams.start()
-        description, tokenizer = self._upstreams.served
+        await self.upstreams.start()
+        description, tokenizer = self.upstreams.served
         self._model = _model_info(description)
         self._admission = AdmissionCheck(
             vocab_size=tokenizer.vocab_size,
@@ -58,30 +59,39 @@ class TritonBackend:
         self._end = self._end or EngineDead("the backend is stopping")
         for generation in tuple(self._open.values()):
             generation.cancel()
-        await self._upstreams.stop()
+        await self.upstreams.stop()
 
     def submit(self, request: GenerationRequest) -> TritonGeneration:
         if self._end is not None or self._admission is None:
             raise EngineDead(str(self._end))
         if request.request_id in self._open:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
-        if not self._upstreams.is_any_up:
+        if not self.upstreams.is_any_up:
             raise EngineDead("no Triton server is ready")
-        if self._upstreams.room <= self._num_unplaced():
+        if self.upstreams.room <= self._num_unplaced():
             raise Overloaded("the queues of all Triton servers are full")
         self._admission.check(request)
-        generation = TritonGeneration(request, self._upstreams, on_end=self._count)
+        generation = TritonGeneration(request, self.upstreams, on_end=self._count)
         self._open[request.request_id] = generation
         return generation
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
-        return await self._upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
+        return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
+
+    @property
+    def num_state_hits(self) -> int:
+        """Turns whose state was where they went; for the others it was sent, see `num_state_misses`."""
+        return self.upstreams.num_state_hits
+
+    @property
+    def num_state_misses(self) -> int:
+        return self.upstreams.num_state_misses
 
     def is_ready(self) -> bool:
         """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
-        return self._end is None and self._upstreams.is_any_up
+        return self._end is None and self.upstreams.is_any_up
 
     def stats(self) -> EngineStats:
         """Requests and tokens are this gateway's own. Slots, memory and steps are the servers', by their last
@@ -93,7 +103,7 @@ class TritonBackend:
             tokens_resumed=self._counts.tokens_resumed,
             tokens_generated=self._counts.tokens_generated,
         )
-        for upstream in self._upstreams:
+        for upstream in self.upstreams:
             num_running = min(upstream.num_own, upstream.max_slots)
             stats.num_running += num_running
             stats.num_waiting += upstream.num_own - num_running
@@ -108,6 +118,7 @@ class TritonBackend:
 
     def _count(self, generation: TritonGeneration, finished: Finished) -> None:
         del self._open[generation.request.request_id]
+        self.num_failovers += generation.num_losses
         num_generated = finished.completion_tokens - len(generation.request.sampled_ids)
         self._counts.tokens_generated += num_generated
         if num_generated or finished.reason is not FinishReason.ERROR:

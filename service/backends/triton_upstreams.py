@@ -65,8 +65,8 @@ class Upstreams:
                     await self.change()
         except TimeoutError:
             if not self.is_any_up:
-                await self.stop()
                 reasons = "; ".join(f"{upstream.url}: {upstream.error or 'no answer'}" for upstream in self._all)
+                await self.stop()
                 raise ConfigError(f"no Triton server of NSM_TRITON_URL is ready: {reasons}") from None
         except BaseException:
             await self.stop()
