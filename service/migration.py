@@ -33,7 +33,9 @@ from service.prefill import read_again
 from service.replay import LostState, Replay, read_replay, seed_or_new
 from service.sessions.base import SessionStore, StoredSession
 
-Migration = Literal["migrated", "repaired", "current", "damaged", "other_tokenizer", "busy", "gone", "failed"]
+Migration = Literal[
+    "migrated", "repaired", "current", "damaged", "other_tokenizer", "other_damaged", "busy", "gone", "failed"
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class Migrated:
     """What became of one session.
 
     `migrated`, `repaired`: made again from `num_log_tokens` tokens, or would be. `current`: nothing to do. `damaged`:
-    it could be repaired, which was not asked for. `other_tokenizer`: of a model whose log this one cannot read, or of a
-    damaged state's whose tokenizer nobody knows. `busy`: a turn runs. `failed`: for the reason that `error` tells.
+    it could be repaired, which was not asked for. `other_tokenizer`: of a model whose log this one cannot read.
+    `other_damaged`: of another model, and damaged, so that nobody knows its tokenizer. `busy`: a turn runs. `failed`: for the reason that `error` tells.
     """
 
     name: SessionName
@@ -96,7 +98,11 @@ class Migrator:
         is_own = head.model_fingerprint == self._backend.model.fingerprint
         if head.num_log_tokens == 0 or (is_own and not self._is_repairing):
             return Migrated(name, "current")
-        found = await self._judge(await self._load(name))
+        stored = await self._load(name)
+        try:
+            found = await self._judge(stored)
+        except StateMismatch as error:
+            return Migrated(name, "other_tokenizer" if stored.damage is None else "other_damaged", error=error)
         if found is None:
             return Migrated(name, "current")
         outcome: Migration = "migrated" if found.reason == "fingerprint_mismatch" else "repaired"

@@ -36,13 +36,15 @@ class Moved:
     """What became of one session or document.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
-    meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far.
+    meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far. `is_document`:
+    of a response or a conversation.
     """
 
     name: SessionName
     outcome: Outcome
     error: NsmError | None = None
     num_bytes_read: int = 0
+    is_document: bool = False
 
 
 async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionName]:
@@ -86,7 +88,7 @@ async def backup(
                 yield Moved(name, "written")
         async for owned in records_beside(store).scan(tenant=tenant):
             archive.add_document(owned)
-            yield Moved(_name_of(owned), "written")
+            yield Moved(_name_of(owned), "written", is_document=True)
         archive.finish()
 
 
@@ -130,7 +132,8 @@ async def restore(
             outcome = await place(store, content, is_overwriting=is_overwriting)
         else:
             outcome = await place_document(records, content, is_overwriting=is_overwriting)
-        yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read)
+        is_document = isinstance(content, OwnedRecord)
+        yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
 
 
 def _name_of(content: SessionCopy | OwnedRecord) -> SessionName:
@@ -162,7 +165,8 @@ async def copy_sessions(
             yield Moved(name, "failed", error)
     records = records_beside(target)
     async for owned in records_beside(source).scan(tenant=tenant):
-        yield Moved(_name_of(owned), await place_document(records, owned, is_overwriting=is_overwriting))
+        outcome = await place_document(records, owned, is_overwriting=is_overwriting)
+        yield Moved(_name_of(owned), outcome, is_document=True)
 
 
 async def place_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:

@@ -14,7 +14,7 @@ import typer
 from service.cli import options
 from service.cli.output import harmless, note, print_json
 from service.cli.progress import progress
-from service.cli.stores import opened_store, store_settings
+from service.cli.stores import opened_store, source_settings
 from service.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ MIGRATED: dict[str, str] = {
     "current": "left as they are",
     "damaged": "damaged (--damaged repairs)",
     "other_tokenizer": "of another tokenizer",
+    "other_damaged": "damaged, and of another model",
     "busy": "busy",
     "gone": "deleted meanwhile",
     "failed": "failed",
 }
+DONE = ("migrated", "repaired", "current", "gone")
 
 
 def verify(
@@ -72,7 +74,7 @@ def verify(
     as_json: options.AsJson = False,
 ) -> None:
     """Derive states from their token logs again and compare. Writes nothing."""
-    settings = store_settings(data_dir, store, model=model)
+    settings = source_settings(data_dir, store, model=model)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
     if as_json:
         print_json(report.to_json())
@@ -91,12 +93,12 @@ def migrate(
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
-    """Bring sessions of another model (with the same tokenizer) to the model at hand."""
-    settings = store_settings(data_dir, store, model=model)
+    """Bring sessions of another model (with the same tokenizer) to the model at hand; status 1 if some are left."""
+    settings = source_settings(data_dir, store, model=model)
     counts: Counter[str] = Counter()
     asyncio.run(_migrate(settings, sessions, tenant, counts, is_dry_run=dry_run, is_repairing=damaged))
     print(f"{'would migrate' if dry_run else 'migrate'}: {_tally(counts, MIGRATED)}")
-    if counts["failed"]:
+    if any(counts[outcome] for outcome in MIGRATED if outcome not in DONE):
         raise typer.Exit(1)
 
 
@@ -248,7 +250,7 @@ async def _migrate(
 
 def _note_odd(migrated: Migrated) -> None:
     if migrated.outcome not in ("migrated", "repaired", "current"):
-        reason = "" if migrated.error is None else f": {migrated.error}"
+        reason = f": {migrated.error}" if migrated.outcome == "failed" else ""
         note(f"{_title(migrated.name)}: {MIGRATED[migrated.outcome]}{reason}")
 
 

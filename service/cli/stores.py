@@ -13,7 +13,32 @@ if TYPE_CHECKING:
 
 
 def store_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
-    """Raises ConfigError for a store in a server's memory, which no other process can look into."""
+    """For commands that look something up. A file that was named must be there; in the usual place there may be none
+    yet. Raises ConfigError.
+    """
+    settings = target_settings(data_dir, store, model=model)
+    return settings if settings.store == "sqlite" else _require_file(settings)
+
+
+def source_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+    """For commands that take all of a store: one that is not there is no empty one. Raises ConfigError."""
+    return _require_file(target_settings(data_dir, store, model=model))
+
+
+def _require_file(settings: Settings) -> Settings:
+    from nsm_core.errors import ConfigError
+
+    path = settings.database_path()
+    if path is not None and not path.exists():
+        raise ConfigError(f"there is no session store {path}")
+    return settings
+
+
+def target_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+    """For commands that may begin a store.
+
+    Raises ConfigError for one in a server's memory, which no other process can look into.
+    """
     from nsm_core.errors import ConfigError
     from service.settings import load_settings
 

@@ -14,7 +14,7 @@ import typer
 from service.cli import options
 from service.cli.output import note
 from service.cli.progress import progress
-from service.cli.stores import opened_store, store_settings
+from service.cli.stores import opened_store, source_settings, target_settings
 
 if TYPE_CHECKING:
     from service.moving import Moved, Outcome
@@ -43,7 +43,7 @@ def backup(
     if not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {file.parent}", param_hint="'FILE'")
     tally = Tally()
-    asyncio.run(_backup(store_settings(data_dir, store), file.absolute(), tenant, tally))
+    asyncio.run(_backup(source_settings(data_dir, store), file.absolute(), tenant, tally))
     tally.tell(f"backup {file}")
 
 
@@ -65,7 +65,7 @@ def restore(
 ) -> None:
     """Bring what a backup holds into a store."""
     tally = Tally()
-    settings = store_settings(data_dir, store)
+    settings = target_settings(data_dir, store)
     with file.open("rb") as raw:
         asyncio.run(_restore(settings, raw, file.stat().st_size, tenant, overwrite, tally))
     tally.tell(f"restore {file}")
@@ -91,7 +91,7 @@ def copy(
     """Copy all sessions, responses and conversations from one store into another."""
     from nsm_core.errors import ConfigError
 
-    settings = (store_settings(data_dir, source), store_settings(data_dir, target))
+    settings = (source_settings(data_dir, source), target_settings(data_dir, target))
     places = [(one.store if one.is_redis else one.store_name()) for one in settings]
     if places[0] == places[1]:
         raise ConfigError(f"--from and --to are the same store, {settings[0].store_name()}")
@@ -124,29 +124,36 @@ async def _follow(steps: AsyncGenerator[Moved], tally: Tally, *, label: str, tot
 
 
 class Tally:
-    """What became of how many sessions."""
+    """What became of how many sessions, and of how many documents."""
 
     def __init__(self) -> None:
-        self.num_sessions = 0
-        self._counts: Counter[Outcome] = Counter()
+        self._sessions: Counter[Outcome] = Counter()
+        self._documents: Counter[Outcome] = Counter()
         self._odd: list[Moved] = []
 
+    @property
+    def num_sessions(self) -> int:
+        return self._sessions.total()
+
     def add(self, moved: Moved) -> None:
-        self.num_sessions += 1
-        self._counts[moved.outcome] += 1
+        (self._documents if moved.is_document else self._sessions)[moved.outcome] += 1
         if moved.outcome in ("exists", "failed"):
             self._odd.append(moved)
 
     def tell(self, title: str) -> None:
-        """The counts; on standard error what was not done; exit status 1 when a session failed."""
+        """The counts; on standard error what was not done; exit status 1 when something failed."""
         for moved in self._odd:
             reason = SAID[moved.outcome] if moved.error is None else f"{SAID[moved.outcome]}: {moved.error}"
             note(f"{moved.name.tenant}/{moved.name.session_id}: {reason}")
         print(f"{title}: {self}")
-        if self._counts["failed"]:
+        if self._sessions["failed"] + self._documents["failed"]:
             raise typer.Exit(1)
 
     def __str__(self) -> str:
-        words = {outcome: said.partition(":")[0] for outcome, said in SAID.items()}
-        told = [f"{self._counts[name]} {word}" for name, word in words.items() if self._counts[name]]
-        return ", ".join(told) or "no sessions"
+        documents = f"; documents: {_counted(self._documents)}" if self._documents else ""
+        return (_counted(self._sessions) or "no sessions") + documents
+
+
+def _counted(counts: Counter[Outcome]) -> str:
+    words = {outcome: said.partition(":")[0] for outcome, said in SAID.items()}
+    return ", ".join(f"{counts[name]} {word}" for name, word in words.items() if counts[name])

@@ -126,7 +126,7 @@ async def test_a_damaged_state_of_another_model_stays() -> None:
     await tell(store, FakeBackend())
     store._records["a", "s1"].snapshot = b"\0" * 100
     (found,) = await migrate(store, new, is_repairing=True)
-    assert found.outcome == "other_tokenizer"
+    assert found.outcome == "other_damaged"
     assert "only that model can make it again" in str(found.error)
 
 

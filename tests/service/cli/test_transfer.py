@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from service.records.base import ABSENT
+from service.records.factory import records_beside
+from service.sessions.sqlite import SqliteSessionStore
 from tests.redis_servers import Topology
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
@@ -86,4 +90,46 @@ def test_what_cannot_be_done_is_one_line(nsm: Nsm, data_dir: Path, tmp_path: Pat
     assert_one_line(nsm("sessions", "backup", nowhere), message, status=2)
     message = f"--from and --to are the same store, {data_dir / 'sessions.db'}"
     assert_one_line(nsm("sessions", "copy", "--to", f"sqlite:///{data_dir / 'sessions.db'}"), message)
+    talk(nsm)
+    nsm("sessions", "delete", listed(nsm, "sqlite")[0][0])
     assert nsm("sessions", "backup", tmp_path / "all.nsm").stdout == f"backup {tmp_path / 'all.nsm'}: no sessions\n"
+
+
+def test_a_source_that_is_not_there_is_not_an_empty_one(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+    typo, file = tmp_path / "typo.db", tmp_path / "all.nsm"
+    named = ("--store", f"sqlite:///{typo}")
+    for command in (
+        ("copy", "--from", f"sqlite:///{typo}"),
+        ("backup", file, *named),
+        ("verify", *named),
+        ("migrate", *named),
+        ("list", *named),
+        ("show", "mine", *named),
+        ("delete", "mine", *named),
+    ):
+        assert_one_line(nsm("sessions", *command), f"there is no session store {typo}")
+    assert_one_line(nsm("sessions", "backup", file), f"there is no session store {data_dir / 'sessions.db'}")
+    assert nsm("sessions", "list").stdout == "no sessions\n"  # the usual place may be empty
+    assert not typo.exists()
+    assert not file.exists()
+
+
+def test_documents_are_counted_by_themselves(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+    talk(nsm)
+
+    async def add_documents() -> None:
+        store = SqliteSessionStore(data_dir / "sessions.db")
+        await store.open()
+        for number in range(3):
+            await records_beside(store).put(
+                tenant="default", kind="item", record_id=f"i{number}", document={"n": number}, expected_version=ABSENT
+            )
+        await store.close()
+
+    asyncio.run(add_documents())
+    file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
+    assert nsm("sessions", "backup", file).stdout == f"backup {file}: 1 written; documents: 3 written\n"
+    told = nsm("sessions", "restore", file, "--store", other).stdout
+    assert told == f"restore {file}: 1 written; documents: 3 written\n"
+    told = nsm("sessions", "copy", "--to", other).stdout
+    assert told == f"copy to {tmp_path / 'other.db'}: 1 there already; documents: 3 there already\n"
