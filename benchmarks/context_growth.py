@@ -5,7 +5,8 @@ The stock `openai` client against `nsm serve` with the bundled model and SQLite.
 - 50 turns deep: responses that continue each other, and a stateless chat (streamed and not) on stored prefixes. Tokens
   computed in a turn, and the time from the request sent to the first text received (not streamed: to the answer).
 - To 100K tokens: a long message brings each conversation to the next length, then a few short turns are measured there;
-  beside them the same chat with `"cache_prompt": false`, whose prompt is read from its start each time.
+  beside them the same chat with `"cache_prompt": false`, whose prompt is read from its start each time, up to
+  `--read-again-to`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def measure_growth(client: openai.OpenAI, model: str, args: argparse.Namespace) 
     sentence_tokens = tokens_of_sentence(client, model)
     for kind in LONG_KINDS:
         conversation, context, number = Conversation(client, model, kind, args.tokens), 0.0, 0
-        for target in args.contexts:
+        longest = args.read_again_to if kind == "chat, all read again" else max(args.contexts)
+        for target in (context for context in args.contexts if context <= longest):
             num_sentences = max(1, round((target - context) / sentence_tokens))
             text = "".join(SENTENCE.format(number=number + index) for index in range(num_sentences))
             number += num_sentences
@@ -163,6 +165,9 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=3, help="of each kind in the first table")
     parser.add_argument("--tokens", type=int, default=8, help="sampled in each turn")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="lengths in the second table, rising")
+    parser.add_argument(
+        "--read-again-to", type=int, default=20_000, help="longest prompt that is read from its start in each turn"
+    )
     parser.add_argument("--short-turns", type=int, default=5, help="at each length")
     parser.add_argument("--pictures", type=Path, default=None, help="directory for the curves as SVG")
     args = parser.parse_args()
