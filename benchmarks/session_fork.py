@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=None, help="where the files are made (default: a temporary place)")
     parser.add_argument("--forks", type=int, default=30)
-    parser.add_argument("--state-bytes", type=int, default=2_250_000, help="size of one state")
+    parser.add_argument("--state-bytes", type=int, default=3_780_616, help="size of one state")
     args = parser.parse_args()
     rows: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
