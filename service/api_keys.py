@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from nsm_core.errors import ConfigError
+from service.wishes import wish_of
 
 logger = logging.getLogger("nsm.keys")
 
@@ -164,8 +165,9 @@ def _read(path: Path) -> _Reading:
         # without the values: somebody may have put a key where its hash belongs
         found = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in found["loc"])
-        message = found["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"the API keys in {path} cannot be used: {f'{where}: ' if where else ''}{message}") from None
+        colon = ":" if found["type"] == "value_error" else ""
+        name = f"{where}{colon} " if where else ""
+        raise ConfigError(f"the API keys in {path} cannot be used: {name}{wish_of(found)}") from None
     return _Reading(signature, {key.id: key for key in listed.keys}, listed.tenants)
 
 

@@ -41,6 +41,7 @@ from nsm_core.errors import (
     Unauthenticated,
     VersionConflict,
 )
+from service.wishes import length_of, wish_of
 
 logger = logging.getLogger("nsm.errors")
 
@@ -50,17 +51,6 @@ SERVER = "server_error"
 AUTHENTICATION = "authentication_error"
 PERMISSION = "permission_error"
 RATE_LIMIT = "rate_limit_error"
-# pydantic's kinds of error whose own words speak of Python
-KINDS = {
-    "int_type": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be a boolean (true or false)",
-    "string_type": "must be a string",
-    "list_type": "must be a list",
-    "dict_type": "must be a JSON object",
-    "model_type": "must be a JSON object",
-    "model_attributes_type": "must be a JSON object",
-}
 MAX_SHOWN_CHARS = 80  # of a bad value, in a message
 
 
@@ -231,6 +221,7 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"
     else:
-        wish = KINDS.get(item["type"]) or item["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
-        message = f"{param or 'the body'} {wish}, got {shown(item.get('input'))}"
+        length = length_of(item)
+        given = shown(item.get("input")) if length is None else length
+        message = f"{param or 'the body'} {wish_of(item)}, got {given}"
     return ErrorAnswer(status=400, type=INVALID, message=message, param=param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from email.message import Message
 from typing import Any
@@ -16,6 +17,9 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
 from service.errors import field_path
+
+MAYBE_LARGE = re.compile(rb"[0-9]{19}")  # 2**63 has so many digits
+MAX_INT_CHARS = 100  # what is longer is no number that somebody meant
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -62,10 +66,25 @@ def parse(raw: bytes) -> Any:
     if not raw:
         raise InvalidRequest("a JSON body is required, got an empty one", code="invalid_json")
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
+        return exact(raw, value) if MAYBE_LARGE.search(raw) else value
     except orjson.JSONDecodeError as error:
         refuse_non_finite(raw)
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def exact(raw: bytes, value: Any) -> Any:
+    """`raw` with its integers as they were sent: orjson makes floats of those above 64 bits, and whoever sent one shall
+    read his own number in the refusal. `value`: what orjson made of it.
+    """
+    try:
+        return json.loads(raw, parse_int=_whole)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _whole(text: str) -> int | float:
+    return int(text) if len(text) <= MAX_INT_CHARS else float(text)
 
 
 def refuse_non_finite(raw: bytes) -> None:

@@ -44,7 +44,8 @@ class Migrated:
 
     `migrated`, `repaired`: made again from `num_log_tokens` tokens, or would be. `current`: nothing to do. `damaged`:
     it could be repaired, which was not asked for. `other_tokenizer`: of a model whose log this one cannot read.
-    `other_damaged`: of another model, and damaged, so that nobody knows its tokenizer. `busy`: a turn runs. `failed`: for the reason that `error` tells.
+    `other_damaged`: of another model, and damaged, so that nobody knows its tokenizer. `busy`: a turn runs. `failed`:
+    for the reason that `error` tells.
     """
 
     name: SessionName

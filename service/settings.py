@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
+from service.wishes import wish_of
 
 ENV_PREFIX = "NSM_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
@@ -178,11 +179,10 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def _describe(item: ErrorDetails) -> str:
-    message = item["msg"].removeprefix("Value error, ")
     if not item["loc"]:
-        return message
+        return wish_of(item)
     name = str(item["loc"][0])
-    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')}): {message}, got {_shown(str(item['input']))}"
+    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')}): {wish_of(item)}, got {_shown(str(item['input']))}"
 
 
 def _shown(given: str) -> str:

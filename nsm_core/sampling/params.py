@@ -12,6 +12,7 @@ from nsm_core.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: what is matched on every token must stay small
 MAX_TOP_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1
 SEED_BITS = 64
 
 
@@ -60,7 +61,7 @@ class SamplingParams:
     def _check_whole_numbers(self) -> None:
         for name, low, high in (
             ("max_tokens", 1, math.inf),
-            ("top_k", 0, math.inf),
+            ("top_k", 0, MAX_TOP_K),
             ("seed", 0, 2**SEED_BITS - 1),
             ("choice_index", 0, 2**SEED_BITS - 1),
             ("logprobs", 0, MAX_TOP_LOGPROBS),

@@ -155,15 +155,16 @@ class SamplingFields(RequestBody):
 def check_max_tokens(max_tokens: int, limit: int, *, param: str = "max_tokens", at_least: int = 1) -> int:
     """Raises InvalidRequest naming the field as the client wrote it, the limit and what was given."""
     if not at_least <= max_tokens <= limit:
-        raise InvalidRequest(f"{param} must be in [{at_least}, {limit}], got {max_tokens}", param=param)
+        raise InvalidRequest(f"{param} must be in [{at_least}, {limit}], got {shown(max_tokens)}", param=param)
     return max_tokens
 
 
 def _seed_bits(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(SEED_BITS)
-    if not -(2 ** (SEED_BITS - 1)) <= seed < 2**SEED_BITS:
-        raise InvalidRequest(f"seed must be a {SEED_BITS}-bit integer, got {seed}", param="seed")
+    low, high = -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1
+    if not low <= seed <= high:
+        raise InvalidRequest(f"seed must be in [{low}, {high}], got {shown(seed)}", param="seed")
     return seed % (1 << SEED_BITS)
 
 

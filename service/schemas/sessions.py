@@ -15,6 +15,7 @@ from service.schemas.common import HARMLESS, UNSUPPORTED, RequestBody, SamplingF
 from service.schemas.completions import DEFAULT_MAX_TOKENS
 from service.sessions.base import UNSET, Unset
 
+MAX_COUNT = 2**63 - 1  # of versions and positions, as stores keep them
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -115,9 +116,13 @@ class ForkBody(RequestBody):
 class RewindBody(RequestBody):
     """Where to go back to: exactly one of the first two."""
 
-    to_version: int | None = Field(default=None, description="the end of the turn that made this version; 0: empty")
-    to_position: int | None = Field(default=None, description="this many tokens of the log stay")
-    expected_version: int | None = Field(default=None, description="409 when the session is at another version")
+    to_version: int | None = Field(
+        default=None, le=MAX_COUNT, description="the end of the turn that made this version; 0: empty"
+    )
+    to_position: int | None = Field(default=None, le=MAX_COUNT, description="this many tokens of the log stay")
+    expected_version: int | None = Field(
+        default=None, le=MAX_COUNT, description="409 when the session is at another version"
+    )
 
     @model_validator(mode="after")
     def _one_place(self) -> RewindBody:
@@ -141,7 +146,7 @@ class GenerateBody(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     expected_version: int | None = Field(
-        default=None, description="the version this turn continues; 409 when the session is at another"
+        default=None, le=MAX_COUNT, description="the version this turn continues; 409 when the session is at another"
     )
 
     @field_validator("input", mode="after")

@@ -21,7 +21,7 @@ BAD_VALUES: list[tuple[str, Any, str, str]] = [  # field, value, the limit and w
     ("top_p", 0.0, "(0, 1]", "0.0"),
     ("top_p", 1.5, "(0, 1]", "1.5"),
     ("top_p", math.nan, "(0, 1]", "nan"),
-    ("top_k", -1, "at least 0", "-1"),
+    ("top_k", -1, "[0, 2147483647]", "-1"),
     ("top_k", 1.5, "whole number", "1.5"),
     ("top_k", math.nan, "whole number", "nan"),
     ("min_p", -0.5, "[0, 1]", "-0.5"),

@@ -79,7 +79,7 @@ def test_misspelt_variables_are_refused_by_every_command(nsm: Nsm, args: tuple[s
 
 def test_a_bad_variable_is_named(nsm: Nsm) -> None:
     result = nsm("info", NSM_MAX_SLOTS="0")
-    assert_one_line(result, "NSM_MAX_SLOTS (--max-slots): Input should be greater than 0, got '0'")
+    assert_one_line(result, "NSM_MAX_SLOTS (--max-slots): must be above 0, got '0'")
 
 
 @pytest.mark.parametrize("args", [("generate", "x"), ("chat",), ("info",)], ids=lambda args: args[0])

@@ -46,7 +46,7 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--port", 70000, "NSM_PORT (--port): Input should be less than or equal to 65535, got '70000'"),
+        ("--port", 70000, "NSM_PORT (--port): must be at most 65535, got '70000'"),
         (
             "--store",
             "tape",

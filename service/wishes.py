@@ -1,0 +1,56 @@
+"""What pydantic found wrong with a value, in our words: the wish that was not met, and what was given instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WISHES: Mapping[str, str] = {
+    "missing": "is required",
+    "extra_forbidden": "is no field that is known here",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be a boolean (true or false)",
+    "bool_parsing": "must be a boolean (true or false)",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a JSON object",
+    "model_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} {entries}",
+    "too_long": "must have at most {max_length} {entries}",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+}
+
+
+def wish_of(finding: Mapping[str, Any]) -> str:
+    """Of one of `ValidationError.errors()`, to be put after the field's name."""
+    words = WISHES.get(finding["type"])
+    if words is not None:
+        context = {name: _number(value) for name, value in finding.get("ctx", {}).items()}
+        is_one = 1 in (context.get("min_length"), context.get("max_length"))
+        return words.format(**context, entries="entry" if is_one else "entries")
+    return str(finding["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
+
+
+def length_of(finding: Mapping[str, Any]) -> int | None:
+    """How long the value is that should have been longer or shorter; None where another wish was not met."""
+    if finding["type"] not in ("too_short", "too_long", "string_too_short", "string_too_long"):
+        return None
+    value = finding.get("input")
+    return len(value) if isinstance(value, str | list | dict) else None
+
+
+def _number(value: object) -> object:
+    return f"{value:g}" if isinstance(value, float) else value
