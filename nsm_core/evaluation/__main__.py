@@ -74,10 +74,15 @@ def parse(argv: Sequence[str]) -> EvalConfig:
     return EvalConfig(**options)
 
 
+def tell(line: str) -> None:
+    """How far it has come, to standard error: standard output is the report alone."""
+    print(f"nsm eval: {line}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; exit status 0, or 1 after one line on stderr."""
     try:
-        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv))
+        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv), tell=tell)
     except NsmError as error:
         print(f"nsm eval: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from nsm_core.errors import ConfigError
-from nsm_core.evaluation.losses import DEFAULT_BUCKETS
+from nsm_core.evaluation.losses import DEFAULT_BUCKETS, check_edges
 from nsm_core.evaluation.passkey import DEFAULT_DEPTHS, DEFAULT_LENGTHS
 from nsm_core.training.data_files import SPLITS, Split
 
@@ -56,6 +56,7 @@ class EvalConfig:
         for name in COUNTS:
             value = getattr(self, name)
             self._require(value is None or value >= 1, name, "at least 1")
+        check_edges(self.buckets)
         self._require(self.split in SPLITS, "split", ", ".join(SPLITS[:-1]) + f" or {SPLITS[-1]}")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
         self._require(bool(self.suite) and set(self.suite) <= set(PARTS), "suite", "one or more of " + ", ".join(PARTS))

@@ -83,13 +83,18 @@ def _merged(buckets: Sequence[BucketLoss], start: int, stop: int | None) -> Buck
     )
 
 
+def check_edges(edges: Sequence[int]) -> None:
+    """Raises ConfigError unless they ascend from 0."""
+    if not edges or edges[0] != 0 or any(a >= b for a, b in itertools.pairwise(edges)):
+        raise ConfigError(f"bucket edges must ascend from 0, got {list(edges)}")
+
+
 class LossTally:
     """Adds up per-token losses into buckets of positions."""
 
     def __init__(self, edges: Sequence[int]) -> None:
         """`edges`: ascending from 0. Raises ConfigError."""
-        if not edges or edges[0] != 0 or any(a >= b for a, b in itertools.pairwise(edges)):
-            raise ConfigError(f"bucket edges must ascend from 0, got {list(edges)}")
+        check_edges(edges)
         self._edges = np.array(edges, np.int64)
         self._counts = np.zeros((3, len(edges)), np.int64)  # tokens, bytes, words
         self._nats = np.zeros(len(edges), np.float64)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from nsm_core.errors import ConfigError
-from nsm_core.evaluation.config import EvalConfig
+from nsm_core.evaluation.config import EvalConfig, Part
 from nsm_core.evaluation.devices import resolve_device, resolve_precision
 from nsm_core.evaluation.losses import PositionLosses
 from nsm_core.evaluation.model_facts import model_facts
@@ -23,26 +26,32 @@ from nsm_core.evaluation.splits import SplitResult, measure_splits
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.training.data_files import read_documents
 
+Result = TypeVar("Result")
+
 _SLOT_DOCUMENTS = 4
 _SLOT_TOKENS = 2048
 
 
-def run_evaluation(config: EvalConfig) -> Report:
-    """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError."""
+def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda line: None) -> Report:
+    """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError.
+
+    `tell` gets a line about what is to be done, and one after each part of it: it may take hours.
+    """
     device = resolve_device(config.device)
     loaded = load_checkpoint(config.model, device)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
-    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents))
+    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), tell)
+    tell(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
     report = Report(
         provenance=_provenance(loaded, device),
         settings=_settings(config, subject.precision),
         model=model_facts(loaded.config, loaded.model.state_spec),
-        losses=subject.losses() if "loss" in config.suite else None,
-        passkey=subject.passkey() if "passkey" in config.suite else None,
-        parking=subject.parking() if "parking" in config.suite else None,
-        splits=subject.splits() if "split" in config.suite else None,
-        slots=subject.slots() if "slots" in config.suite else None,
-        samples=subject.samples() if "samples" in config.suite else (),
+        losses=subject.measured("loss", subject.losses),
+        passkey=subject.measured("passkey", subject.passkey),
+        parking=subject.measured("parking", subject.parking),
+        splits=subject.measured("split", subject.splits),
+        slots=subject.measured("slots", subject.slots),
+        samples=subject.measured("samples", subject.samples) or (),
     )
     if config.output is not None:
         report.save(config.output)
@@ -52,9 +61,17 @@ def run_evaluation(config: EvalConfig) -> Report:
 class _Subject:
     """A loaded model and the encoded documents: what every part of the suite measures."""
 
-    def __init__(self, config: EvalConfig, loaded: LoadedModel, device: str, documents: list[EncodedDocument]) -> None:
+    def __init__(
+        self,
+        config: EvalConfig,
+        loaded: LoadedModel,
+        device: str,
+        documents: list[EncodedDocument],
+        tell: Callable[[str], None],
+    ) -> None:
         if not documents:
             raise ConfigError("there are no documents to evaluate on")
+        self._tell = tell
         self._config, self._model, self._tokenizer = config, loaded.model, loaded.tokenizer
         self._documents = documents
         self.precision = resolve_precision(config.precision, device)
@@ -63,11 +80,27 @@ class _Subject:
     def _autocast(self) -> bool:
         return self.precision == "bf16"
 
+    def size(self) -> str:
+        documents = self._cut_documents()
+        return f"{len(documents):,} documents of {sum(map(len, documents)):,} tokens"
+
+    def measured(self, part: Part, measure: Callable[[], Result]) -> Result | None:
+        """None for a part that was not asked for."""
+        if part not in self._config.suite:
+            return None
+        started = time.monotonic()
+        result = measure()
+        self._tell(f"{part}: {time.monotonic() - started:.1f} s")
+        return result
+
+    def _cut_documents(self) -> list[EncodedDocument]:
+        return [document.cut(self._config.max_tokens_per_document) for document in self._documents]
+
     def losses(self) -> PositionLosses:
         config = self._config
         return evaluate(
             self._model,
-            [document.cut(config.max_tokens_per_document) for document in self._documents],
+            self._cut_documents(),
             segment_len=config.segment_len,
             batch_documents=config.batch_documents,
             buckets=config.buckets,

@@ -7,11 +7,11 @@ import typer
 
 def evaluate(ctx: typer.Context) -> None:
     """Measure a model on a corpus: bits per byte and word perplexity."""
-    from nsm_core.evaluation.__main__ import parse
+    from nsm_core.evaluation.__main__ import parse, tell
     from nsm_core.evaluation.run import run_evaluation
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 
     model = load_settings().model
     defaults = [] if model is None else ["--model", str(model)]
-    print(run_evaluation(parsed(parse, [*defaults, *ctx.args])).to_markdown(), end="")
+    print(run_evaluation(parsed(parse, [*defaults, *ctx.args]), tell=tell).to_markdown(), end="")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,13 @@ def test_every_field_can_be_set() -> None:
 def test_the_report_is_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--data", str(BOOKS_DIR), "--model", str(checkpoint), "--max-tokens-per-document", "50"]
     assert main([*argv, "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.startswith("# random-model on val\n")
+    captured = capsys.readouterr()
+    assert captured.out.startswith("# random-model on val\n")
+    first, *parts = captured.err.splitlines()
+    assert re.fullmatch(
+        r"nsm eval: random-model on val, \d+ documents of [\d,]+ tokens, on cpu: loss, split, slots, samples", first
+    )
+    assert [line.split(": ")[1] for line in parts] == ["loss", "split", "slots", "samples"]
 
 
 @pytest.mark.parametrize(
