@@ -1,4 +1,4 @@
-"""The gateway on a real engine in this process: what the fake cannot show. A random model writes random bytes."""
+"""The gateway on real engines, here and in Triton: what the fake cannot show. Random models write random bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
+from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
+from service.backends.triton import TritonBackend
 from service.openai_format import token_text
 from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.nsm_core.engine.harness import RandomModel
@@ -36,9 +38,13 @@ def random_backend(tokenizer: Tokenizer, *, fingerprint: str = "random", **limit
     return LocalBackend(loaded, EngineConfig(**{"max_slots": 4, "token_budget": 32, "queue_limit": 8, **limits}))
 
 
-@pytest.fixture
-async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer), is_live=True) as opened:
+@pytest.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
+async def server(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+    if request.param == "local":
+        backend: InferenceBackend = random_backend(tiny_tokenizer)
+    else:
+        backend = TritonBackend([request.getfixturevalue("triton").grpc_url], wait_s=30)
+    async with gateway(backend, is_live=True) as opened:
         yield opened
 
 

@@ -128,11 +128,22 @@ async def read_url(log: asyncio.StreamReader) -> str:
     raise RuntimeError("the server did not start:\n" + "".join(lines))
 
 
-async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(model_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
+def backend(request: pytest.FixtureRequest) -> dict[str, object]:
+    """Settings of a server: the model in its process, or in a Triton server that lives on when it is killed."""
+    if request.param == "local":
+        return {}
+    triton = request.getfixturevalue("triton")
+    return {"BACKEND": "triton", "TRITON_URL": triton.grpc_url, "MODEL": "", "NUM_THREADS": ""}
+
+
+async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(
+    model_dir: Path, tmp_path: Path, backend: dict[str, object]
+) -> None:
     kinds = {"greedy": GREEDY, "sampled": SAMPLED}
     first_turn: dict[str, Any] = {"seed": 7}  # later turns name none: the session keeps it
     unbroken: dict[str, list[dict[str, Any]]] = {}
-    async with running(model_dir, tmp_path) as server:
+    async with running(model_dir, tmp_path, **backend) as server:
         for kind, sampling in kinds.items():
             await server.create(f"unbroken-{kind}")
             unbroken[kind] = [
@@ -144,7 +155,7 @@ async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(m
             await server.create(f"killed-{kind}")
             await server.say(f"killed-{kind}", TURNS[0], **sampling, **first_turn)
         await server.kill_in_mid_stream("killed-greedy", TURNS[1], **GREEDY)
-    async with running(model_dir, tmp_path) as server:
+    async with running(model_dir, tmp_path, **backend) as server:
         for kind, sampling in kinds.items():
             version, position = await server.head(f"killed-{kind}")
             assert (version, position) == (1, unbroken[kind][0]["session"]["position"])
@@ -159,15 +170,17 @@ async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(m
                 assert position == expected["session"]["position"]
 
 
-async def test_R3_a_state_that_was_lost_on_the_disk_is_made_again_from_the_log(model_dir: Path, tmp_path: Path) -> None:
-    async with running(model_dir, tmp_path) as server:
+async def test_R3_a_state_that_was_lost_on_the_disk_is_made_again_from_the_log(
+    model_dir: Path, tmp_path: Path, backend: dict[str, object]
+) -> None:
+    async with running(model_dir, tmp_path, **backend) as server:
         for session_id in ("unbroken", "missing", "corrupt"):
             await server.say_once(session_id, TURNS[0], **SAMPLED, seed=7)
         expected = await server.say("unbroken", TURNS[1], **SAMPLED)
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database, database:
         database.execute("DELETE FROM snapshots WHERE session_id = 'missing'")
         database.execute("UPDATE snapshots SET snapshot = substr(snapshot, 1, 5000) WHERE session_id = 'corrupt'")
-    async with running(model_dir, tmp_path) as server:
+    async with running(model_dir, tmp_path, **backend) as server:
         for session_id in ("missing", "corrupt"):
             answer = await server.say(session_id, TURNS[1], **SAMPLED)
             assert answer["session"] == {**expected["session"], "id": session_id, "rebuilt": session_id}

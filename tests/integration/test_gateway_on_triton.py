@@ -1,0 +1,182 @@
+"""A gateway on real Triton servers: what becomes of its sessions when a server hangs, dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.backends.triton import TritonBackend
+from tests.gateway import Gateway, error_of, frames_of, gateway
+from tests.integration.test_triton_failures import is_alive
+from tests.raw_http import connect
+from tests.triton_servers import RunningTriton, TritonClient, eventually, running_triton, wait_until
+
+pytestmark = pytest.mark.triton
+
+NUM_SESSIONS, LONG = 3, 500
+BODY: dict[str, Any] = {"input": "Once", "max_tokens": 5, "ignore_eos": True, "logprobs": 0}
+NOTICED_S = 5.0  # after a worker was killed
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
+    """A server to be killed, and started again."""
+    with running_triton(tmp_path_factory.mktemp("victim"), tiny_model_dir) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def on(*servers: RunningTriton) -> AsyncIterator[Gateway]:
+    backend = TritonBackend([server.grpc_url for server in servers], wait_s=30)
+    async with gateway(backend, is_live=True) as opened:
+        yield opened
+
+
+def backend_of(server: Gateway) -> TritonBackend:
+    assert isinstance(server.services.backend, TritonBackend)
+    return server.services.backend
+
+
+async def say(server: Gateway, session_id: str, **body: Any) -> dict[str, Any]:
+    answer = await server.client.post(f"/v1/sessions/{session_id}/generate", json={**BODY, **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def stream(server: Gateway, session_id: str, begun: asyncio.Event, **body: Any) -> tuple[str, list[str]]:
+    """The text and the tokens of a turn. `begun` is set when some of it has come."""
+    lines = []
+    path, fields = f"/v1/sessions/{session_id}/generate", {**BODY, **body, "stream": True}
+    async with server.client.stream("POST", path, json=fields) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if len(lines) > 30:
+                begun.set()
+    pieces = [choice for frame in frames_of("\n".join(lines) + "\n") for choice in frame["choices"]]
+    tokens = [token for piece in pieces if piece["logprobs"] for token in piece["logprobs"]["tokens"]]
+    return "".join(piece["text"] for piece in pieces), tokens
+
+
+async def turns_while(server: Gateway, calm: Gateway, kind: str, killing: Callable[[], Awaitable[None]]) -> None:
+    """Turns of several sessions lose a server in their midst; they and the next are what they are where it is calm.
+
+    That is on another gateway, as equal sessions have one state, which has one place.
+    """
+    names = [f"{kind}{number}" for number in range(NUM_SESSIONS)]
+    want = []
+    for number, name in enumerate(names):
+        for one in (server, calm):
+            await one.client.post("/v1/sessions", json={"id": name})
+            await say(one, name, seed=number)
+        whole = (await say(calm, name, max_tokens=LONG))["choices"][0]
+        want.append((whole["text"], whole["logprobs"]["tokens"]))
+    begun = [asyncio.Event() for _ in names]
+    turns = [
+        asyncio.create_task(stream(server, name, event, max_tokens=LONG))
+        for name, event in zip(names, begun, strict=True)
+    ]
+    await asyncio.gather(*(event.wait() for event in begun))
+    await killing()
+    assert await asyncio.gather(*turns) == want
+    for name in names:
+        got, expected = [await say(one, name, max_tokens=9) for one in (server, calm)]
+        assert got["choices"][0]["text"] == expected["choices"][0]["text"]
+        assert (got["usage"], got["session"]) == (expected["usage"], expected["session"])
+
+
+async def test_T2_sessions_go_on_elsewhere_when_a_worker_dies_and_triton_hides_it(
+    triton: RunningTriton, victim: RunningTriton
+) -> None:
+    """Without its supervisor, Triton says that all is well and its streams just stop; heartbeats tell otherwise."""
+    async with on(victim, triton) as both, on(triton) as calm, on(victim) as alone:
+        assert (await alone.client.get("/health/ready")).status_code == 200
+
+        async def kill() -> None:
+            victim.process.send_signal(signal.SIGSTOP)
+            os.kill(victim.stub_pid, signal.SIGKILL)
+            async with asyncio.timeout(NOTICED_S):
+                while await is_ready(alone):  # noqa: ASYNC110  # nobody in another process sets an event
+                    await asyncio.sleep(0.02)
+
+        await turns_while(both, calm, "hidden", kill)
+        assert backend_of(both).num_failovers > 0
+        assert (await both.client.get("/health/ready")).status_code == 200
+        refused = await alone.client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "engine_dead")
+
+        server_pid = victim.server_pid
+        victim.kill()
+        await asyncio.to_thread(wait_until, lambda: not is_alive(server_pid), "the end of the server")
+        await asyncio.to_thread(victim.start)
+        await eventually(lambda: is_ready(alone))
+        await eventually(lambda: all_are_up(both))
+        answer = await alone.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+        async def kill_server() -> None:
+            victim.kill()
+
+        num_failovers = backend_of(both).num_failovers
+        await turns_while(both, calm, "killed", kill_server)
+        assert backend_of(both).num_failovers > num_failovers
+
+
+async def all_are_up(server: Gateway) -> bool:
+    return all(upstream.is_up for upstream in backend_of(server).upstreams)
+
+
+async def is_ready(server: Gateway) -> bool:
+    return (await server.client.get("/health/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_S6_T4_the_worker_stops_when_the_client_leaves(triton: RunningTriton, is_stream: bool) -> None:
+    async with on(triton) as server, TritonClient(triton) as worker, connect(server.url) as client:
+
+        async def is_running(number: int) -> bool:
+            return (await worker.status()).engine.num_running == number
+
+        body = {"prompt": "x", "stream": is_stream, "max_tokens": 30_000, "ignore_eos": True}
+        await client.post("/v1/completions", body)
+        await eventually(lambda: is_running(1))
+        client.leave()
+        await eventually(lambda: is_running(0), seconds=2.0)
+
+
+async def test_S8_a_cancelled_turn_leaves_the_session_where_it_was(triton: RunningTriton) -> None:
+    async with on(triton) as server:
+        await server.client.post("/v1/sessions", json={"id": "s"})
+        before = (await say(server, "s", max_tokens=5))["session"]
+        begun = asyncio.Event()
+        turn = asyncio.create_task(stream(server, "s", begun, max_tokens=30_000))
+        await begun.wait()
+        after = (await server.client.post("/v1/sessions/s/cancel")).json()
+        assert (after["version"], after["position"]) == (before["version"], before["position"])
+        with pytest.raises(Exception, match="choices"):  # the last frame tells an error
+            await turn
+
+
+async def test_R6_a_session_that_comes_back_moves_no_state(triton: RunningTriton) -> None:
+    async with on(triton) as server, TritonClient(triton) as worker:
+        before = (await worker.status()).states
+        await server.client.post("/v1/sessions", json={"id": "s"})
+        for _ in range(3):
+            await say(server, "s", max_tokens=5)
+        states = (await worker.status()).states
+        assert (states.num_hits - before.num_hits, states.num_misses - before.num_misses) == (2, 0)
+        assert (backend_of(server).num_state_hits, backend_of(server).num_state_misses) == (2, 0)
+
+
+def test_a_gateway_on_triton_needs_no_torch() -> None:
+    code = "import sys, service.server, service.backends.triton; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
