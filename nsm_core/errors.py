@@ -105,7 +105,11 @@ class TurnCancelled(NsmError):
 
 
 class VersionConflict(NsmError):
-    """The session's version is not the one the writer (or the client) expected."""
+    """The session's version is not the one the writer (or the client) expected. `param` names the field, if one did."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class KeyReused(NsmError):

@@ -24,6 +24,7 @@ from service.sessions.base import SessionStore
 from service.settings import Settings
 from service.tenants import Caller, Tenants
 from service.turns import Turns
+from service.wishes import quoted
 
 prompt_logger = logging.getLogger("nsm.prompts")
 
@@ -71,7 +72,7 @@ class Services:
     def check_model(self, name: str | None) -> None:
         """Raises NotFound for a model that is not served here; None means the served one."""
         if name is not None and name != self.model_name:
-            message = f"the model {name[:80]!r} does not exist; this server serves {self.model_name!r}"
+            message = f"the model {quoted(name)} does not exist; this server serves {self.model_name!r}"
             raise NotFound(message, param="model", code="model_not_found")
 
 

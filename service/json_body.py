@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from email.message import Message
 from typing import Any
 
@@ -17,9 +19,12 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
 from service.errors import field_path
+from service.wishes import quoted
 
 MAYBE_LARGE = re.compile(rb"[0-9]{19}")  # 2**63 has so many digits
 MAX_INT_CHARS = 100  # what is longer is no number that somebody meant
+
+HARMLESS_QUERY = frozenset({"include_obfuscation"})  # of OpenAI's clients; an answer has none in any case
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -44,12 +49,16 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
+        known = {field.alias for field in self.dependant.query_params} | HARMLESS_QUERY
 
         async def parse_then_handle(request: Request) -> Response:
+            refuse_unknown_query(request, known)
+            check_encoding(request.headers.get("content-encoding", ""))
             if self.body_field is not None:
                 raw = await request.body()
                 if raw or self.body_field.field_info.is_required():
                     check_content_type(request.headers.get("content-type", ""))
+                    refuse_utf16(raw)
                     request = JsonRequest(request, raw)
             return await handler(request)
 
@@ -118,3 +127,28 @@ def check_content_type(value: str) -> None:
     subtype = message.get_content_subtype()
     if message.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise HTTPException(415, f"the Content-Type must be application/json, got {value or 'none'}")
+    charset = str(message.get_param("charset", "utf-8")).lower()
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise HTTPException(415, f"a body must be JSON in UTF-8, the Content-Type says {charset}")
+
+
+def check_encoding(value: str) -> None:
+    """Raises HTTPException 415 for a body that would first have to be unpacked."""
+    if value.lower() not in ("", "identity"):
+        raise HTTPException(415, f"a body must be sent as it is, without a Content-Encoding, got {value}")
+
+
+def refuse_utf16(raw: bytes) -> None:
+    """Raises HTTPException 415. UTF-32 begins like it."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise HTTPException(415, "a body must be JSON in UTF-8, this one begins like UTF-16")
+
+
+def refuse_unknown_query(request: Request, known: Collection[str]) -> None:
+    """Raises InvalidRequest: as in bodies, what is misspelt must not run with the default."""
+    for name in request.query_params:
+        if name not in known:
+            close = difflib.get_close_matches(name[:64], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            message = f"unknown query parameter {quoted(name)}{hint}"
+            raise InvalidRequest(message, param=name, code="unknown_parameter")

@@ -16,6 +16,7 @@ from service.sessions.turn_records import TurnRecord
 from service.stored_turns import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
 from service.turn import HandedOver, Turn, TurnEnd, TurnEvent
 from service.turn_log import happens
+from service.wishes import quoted
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
 TOKENS_AT_ONCE = 256  # of a finished turn; then others get the event loop
@@ -25,7 +26,7 @@ TakeOver = Callable[[str, str, str], Awaitable[Turn | None]]
 
 def stream_not_found(turn_id: str) -> NotFound:
     """The same answer for what never was, is not kept any more, or is another tenant's."""
-    return NotFound(f"stream {turn_id[:160]!r} does not exist", param="stream_id", code="stream_not_found")
+    return NotFound(f"stream {quoted(turn_id, 160)} does not exist", param="stream_id", code="stream_not_found")
 
 
 class TurnFollower:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a value, in our words: the wish that was not met, and what was given instead."""
+"""Words of refusals: the wish that was not met, as pydantic found, in our words; and names as clients gave them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ WISHES: Mapping[str, str] = {
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
 }
+
+
+def quoted(name: str, most: int = 80) -> str:
+    """A name for a message; a long one is cut, and shows that it was."""
+    return repr(name) if len(name) <= most else f"{name[:most]!r}…"
 
 
 def wish_of(finding: Mapping[str, Any]) -> str:

@@ -173,7 +173,8 @@ class Chat:
 
 
 def _read_line() -> str:
-    line = sys.stdin.readline()
+    """Strictly: whatever the locale, a byte that is no text is told as that, as by `nsm generate -`."""
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line
+    return line.decode("utf-8")

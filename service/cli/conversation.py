@@ -23,6 +23,7 @@ from service.sessions.base import DEFAULT_TENANT, SessionHead
 from service.sessions.factory import make_store
 from service.settings import Settings
 from service.turn import Turn, TurnEnd
+from service.wishes import quoted
 
 MADE_UP = "sess_"  # how ids begin that nobody chose
 _ANY = "\0"  # stands for a message where a template is taken apart
@@ -68,7 +69,7 @@ class Conversation:
         """
         if not SESSION_ID.fullmatch(self.session_id):
             raise InvalidRequest(
-                f"a session's id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {self.session_id[:80]!r}"
+                f"a session's id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {quoted(self.session_id)}"
             )
         try:
             head = await self._store.get(**self._key)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.output import note
+from service.wishes import quoted
 
 if TYPE_CHECKING:
     from service.api_keys import ApiKey
@@ -37,7 +38,7 @@ def new(
         entry = ApiKey(id=key_id, tenant=tenant, sha256=digest_of(key), metrics=metrics)
     except ValidationError as error:
         wish = "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit"
-        raise typer.BadParameter(f"{wish}, got {tenant[:80]!r}", param_hint="'--tenant'") from error
+        raise typer.BadParameter(f"{wish}, got {quoted(tenant)}", param_hint="'--tenant'") from error
     note(f"key for {tenant}, shown this once: {key}")
     print("\n".join(lines_of(entry, datetime.datetime.now(datetime.UTC).date())))
 

@@ -20,6 +20,7 @@ from service.items import Item
 from service.records.base import ABSENT, Record
 from service.responses.chain import Chain
 from service.responses.records import MAX_TRIES, StoredResponse, hold_sessions, let_go_of_sessions
+from service.wishes import quoted
 
 MAX_ITEMS = 10_000
 
@@ -76,11 +77,12 @@ class Conversation:
 
 def conversation_not_found(conversation_id: str, *, param: str = "conversation_id") -> NotFound:
     """The same answer for an id that never was, is deleted, or is another tenant's."""
-    return NotFound(f"conversation {conversation_id[:80]!r} does not exist", param=param, code="conversation_not_found")
+    message = f"conversation {quoted(conversation_id)} does not exist"
+    return NotFound(message, param=param, code="conversation_not_found")
 
 
 def item_not_found(item_id: str, *, param: str = "item_id") -> NotFound:
-    return NotFound(f"item {item_id[:80]!r} does not exist in this conversation", param=param, code="item_not_found")
+    return NotFound(f"item {quoted(item_id)} does not exist in this conversation", param=param, code="item_not_found")
 
 
 async def create_conversation(

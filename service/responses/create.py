@@ -19,6 +19,7 @@ from service.responses.records import Draft, StoredResponse, find_response, load
 from service.responses.running import run_to_its_end, settled
 from service.schemas.responses import ContextFields, CreateResponseBody
 from service.stored_turns import digest_of
+from service.wishes import quoted
 
 FRAMING_ONLY = {"stream", "timeout"}  # fields of a body that change nothing in the result
 GIVEN_UP = ("failed", "cancelled")
@@ -162,7 +163,9 @@ async def _after_response(services: Services, tenant: str, response_id: str) -> 
         raise SessionBusy(f"response {response_id!r} is still in progress")
     status = previous.response["status"]
     if status in GIVEN_UP:
-        raise InvalidRequest(f"{param} must name a response that has an answer; {response_id!r} {status}", param=param)
+        became = "failed" if status == "failed" else "was cancelled"
+        message = f"{param} must name a response that has an answer; {quoted(response_id)} {became}"
+        raise InvalidRequest(message, param=param)
     return Context(chain=previous.chain, is_shared=previous.conversation_id is not None)
 
 

@@ -13,6 +13,7 @@ from service.items import Item, new_item_id
 from service.records.base import ABSENT
 from service.responses.chain import Chain
 from service.responses.format import ENDED, Response
+from service.wishes import quoted
 
 MAX_TRIES = 20  # of a change that another writer was faster with
 
@@ -82,7 +83,7 @@ class StoredResponse:
 def response_not_found(response_id: str, *, param: str = "response_id") -> NotFound:
     """The same answer for an id that never was, is deleted, or is another tenant's."""
     code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
-    return NotFound(f"response {response_id[:80]!r} does not exist", param=param, code=code)
+    return NotFound(f"response {quoted(response_id)} does not exist", param=param, code=code)
 
 
 async def find_response(services: Services, tenant: str, response_id: str) -> StoredResponse | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from service.deps import Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES
-from service.json_body import json_response
+from service.json_body import JsonRoute, json_response
 
-router = APIRouter(tags=["models"], responses=ERROR_RESPONSES)
+router = APIRouter(route_class=JsonRoute, tags=["models"], responses=ERROR_RESPONSES)
 
 
 @router.get("/v1/models", response_class=Response)
@@ -23,6 +24,8 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> Response:
 @router.get("/v1/models/{model_id:path}", response_class=Response)
 async def get_model(model_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """One model; 404 when it is not served here."""
+    if not model_id:  # a slash too many
+        raise HTTPException(404)
     services.check_model(model_id)
     return json_response(model_object(services, tenant))
 

@@ -19,10 +19,11 @@ from service.responses.format import frames
 from service.responses.records import load_response
 from service.responses.removal import cancel_response, delete_response
 from service.responses.running import settled
-from service.routes.streams import MAX_ID_DIGITS
+from service.routes.streams import MAX_ID_DIGITS, MAX_NUMBER
 from service.schemas.responses import CountTokensBody, CreateResponseBody
 from service.session_turns import IDEMPOTENCY_KEY
 from service.sse import EventStream
+from service.wishes import quoted
 
 MAX_PAGE = 100
 
@@ -66,7 +67,7 @@ async def get_response(
     arrival: ArrivalDep,
     stream: Annotated[bool, Query(description="its events, also while it runs")] = False,
     starting_after: Annotated[
-        int | None, Query(ge=0, description="the sequence_number of the last event received")
+        int | None, Query(ge=0, le=MAX_NUMBER, description="the sequence_number of the last event received")
     ] = None,
     last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
 ) -> Response:
@@ -106,7 +107,7 @@ async def list_input_items(
     items: dict[str, dict[str, Any]] = {item["id"]: item for item in stored.input}
     page = page_of(list(items), limit=limit, order=order, after=after)
     if page is None:
-        raise NotFound(f"item {(after or '')[:80]!r} is not one of this response's input", param="after")
+        raise NotFound(f"item {quoted(after or '')} is not one of this response's input", param="after")
     ids, has_more = page
     return json_response(list_object([items[item_id] for item_id in ids], has_more=has_more))
 

@@ -14,7 +14,8 @@ from service.errors import shown
 from service.json_body import JsonRoute
 from service.session_turns import open_stream, send_turn
 
-MAX_ID_DIGITS = 9
+MAX_ID_DIGITS = 18
+MAX_NUMBER = 10**MAX_ID_DIGITS - 1  # of a frame
 
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
@@ -25,13 +26,15 @@ async def read_stream(
     services: ServicesDep,
     tenant: TenantDep,
     arrival: ArrivalDep,
-    starting_after: Annotated[int | None, Query(ge=0, description="the number of the last frame received")] = None,
+    starting_after: Annotated[
+        int | None, Query(ge=0, le=MAX_NUMBER, description="the number of the last frame received")
+    ] = None,
     last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
 ) -> Response:
     """The frames after `starting_after` (or `Last-Event-ID`), each once, while the turn runs and after it ended.
 
-    The id is the `id` in the stream's frames. Any replica answers; when the one that ran the turn is lost, this one
-    goes on with it.
+    After the last frame there is nothing but the end. The id is the `id` in the stream's frames. Any replica answers;
+    when the one that ran the turn is lost, this one goes on with it.
     """
     after = _last_number(last_event_id) if starting_after is None else starting_after
     answer = await open_stream(services, tenant, stream_id)

@@ -13,6 +13,7 @@ from typing import Any
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.snapshot import verify
 from service.sessions.base import Lease, SessionHead, StoredSession
+from service.wishes import quoted
 
 TOKEN_BYTES = 4
 MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
@@ -20,11 +21,11 @@ MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
 
 def not_found(session_id: str) -> NotFound:
     """The same answer for an id that never was, is deleted, or is another tenant's."""
-    return NotFound(f"session {session_id[:80]!r} does not exist", param="session_id", code="session_not_found")
+    return NotFound(f"session {quoted(session_id)} does not exist", param="session_id", code="session_not_found")
 
 
 def already_exists(session_id: str) -> VersionConflict:
-    return VersionConflict(f"session {session_id!r} exists already")
+    return VersionConflict(f"session {session_id!r} exists already", param="id")
 
 
 def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
@@ -124,7 +125,7 @@ def decode_cursor(cursor: str) -> tuple[float, str]:
         return float.fromhex(created_at), session_id
     except (ValueError, OverflowError, binascii.Error) as error:
         raise InvalidRequest(
-            f"after must be a next_cursor of an earlier page, got {cursor[:80]!r}", param="after"
+            f"after must be a next_cursor of an earlier page, got {quoted(cursor)}", param="after"
         ) from error
 
 

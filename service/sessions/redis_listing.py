@@ -12,6 +12,7 @@ from service.sessions.redis_client import RedisClient
 from service.sessions.redis_index import IndexEntry, TenantIndex
 from service.sessions.redis_keys import Keyspace
 from service.sessions.redis_records import decode_head
+from service.wishes import quoted
 
 
 class RedisListing:
@@ -59,5 +60,5 @@ class RedisListing:
 def _place(cursor: str) -> IndexEntry:
     created_at, session_id = decode_cursor(cursor)
     if not math.isfinite(created_at):
-        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {cursor[:80]!r}", param="after")
+        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {quoted(cursor)}", param="after")
     return IndexEntry(session_id, created_at)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from nsm_core.errors import NotFound
 from service.sessions.lease import Lease
+from service.wishes import quoted
 
 TurnStatus = Literal["running", "committed", "failed", "cancelled"]
 REPEATABLE = ("running", "committed")  # a retry of any other turn runs again
@@ -126,4 +127,4 @@ def started(start: TurnStart, version: int) -> TurnRecord:
 
 
 def turn_not_found(turn_id: str) -> NotFound:
-    return NotFound(f"turn {turn_id[:160]!r} does not run", code="turn_not_found")
+    return NotFound(f"turn {quoted(turn_id, 160)} does not run", code="turn_not_found")

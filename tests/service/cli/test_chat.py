@@ -253,3 +253,9 @@ async def stop_in_mid_answer(conversation: Conversation) -> None:
     saying.cancel()
     with pytest.raises(TurnCancelled):
         await saying
+
+
+def test_a_message_that_is_no_text_is_told_as_that(nsm: Nsm) -> None:
+    result = nsm("chat", *SHORT, stdin=b"good \xff bad\n")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("nsm: the input is not valid utf-8: invalid start byte at byte 5\n")

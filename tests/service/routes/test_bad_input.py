@@ -289,6 +289,38 @@ async def test_only_json_is_taken(server: Gateway, content_type: str | None, sta
 
 
 @pytest.mark.parametrize(
+    ("headers", "raw", "words"),
+    [
+        ({"content-encoding": "gzip"}, b"\x1f\x8b\x08", ["Content-Encoding", "got gzip"]),
+        ({"content-type": "application/json; charset=utf-16"}, b"{}", ["UTF-8", "utf-16"]),
+        ({}, '{"prompt": "x"}'.encode("utf-16"), ["UTF-8", "begins like UTF-16"]),
+        ({}, '{"prompt": "x"}'.encode("utf-32"), ["UTF-8", "begins like UTF-16"]),
+    ],
+    ids=["gzip", "charset", "utf-16", "utf-32"],
+)
+async def test_bodies_are_utf_8_as_they_are(
+    server: Gateway, headers: dict[str, str], raw: bytes, words: list[str]
+) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers={**JSON, **headers})
+    error = await assert_refused(server, response, 415, words)
+    assert error["code"] == "unsupported_media_type"
+
+
+async def test_query_parameters_are_as_strict_as_bodies(server: Gateway) -> None:
+    for call, hint in (("/v1/sessions?limti=5", "'limti'; did you mean limit?"), ("/v1/models?x=1", "'x'")):
+        error = await assert_refused(server, await server.client.get(call), 400, [f"unknown query parameter {hint}"])
+        assert error["code"] == "unknown_parameter"
+    response = await server.client.post(f"{COMPLETIONS}?temperature=0", json={"prompt": "x"})
+    assert (response.status_code, error_of(response)["param"]) == (400, "temperature")
+    assert (await server.client.get("/health?x=1")).status_code == 200  # probes may add what they like
+
+
+async def test_a_long_id_is_cut_where_that_can_be_seen(server: Gateway) -> None:
+    response = await server.client.get(f"/v1/sessions/{'x' * 200}")
+    await assert_refused(server, response, 404, [f"session '{'x' * 80}'… does not exist"])
+
+
+@pytest.mark.parametrize(
     ("raw", "words"), [(b"", ["body is required"]), (b"[]", ["object", "[]"]), (b"null", []), (b'"x"', ["object"])]
 )
 async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:

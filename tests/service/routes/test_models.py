@@ -72,5 +72,7 @@ async def test_the_operator_may_name_the_model_even_with_slashes() -> None:
         answer = await server.client.post("/v1/completions", json={"model": "org/nsm", "prompt": "x"})
         assert answer.json()["model"] == "org/nsm"
         missing = await server.client.get("/v1/models/fake-nsm")
+        slash = await server.client.get("/v1/models/")
     assert missing.status_code == 404
     assert error_of(missing)["param"] == "model"
+    assert (slash.status_code, error_of(slash)["message"]) == (404, "nothing is served at GET /v1/models/")

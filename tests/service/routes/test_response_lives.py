@@ -53,6 +53,8 @@ async def test_a_running_response_is_cancelled() -> None:
         events = await reading
         assert (events[-1]["type"], events[-1]["response"]) == ("response.failed", cancelled)
         assert await get(server, opened["id"]) == cancelled
+        refused = await server.client.post(PATH, json={"input": "x", "previous_response_id": opened["id"]})
+        assert f"has an answer; '{opened['id']}' was cancelled" in refused.json()["error"]["message"]
         again = (await server.client.post(f"{PATH}/{opened['id']}/cancel")).json()
         assert again == cancelled
         assert backend.running == set()

@@ -101,6 +101,7 @@ async def test_an_id_that_is_taken_is_a_conflict_that_clients_do_not_retry(gatew
     error = refused(response, 409)
     assert (error["code"], response.headers["x-should-retry"]) == ("version_conflict", "false")
     assert "'s1' exists already" in error["message"]
+    assert error["param"] == "id"
 
 
 @pytest.mark.parametrize(

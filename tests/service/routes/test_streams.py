@@ -89,6 +89,11 @@ async def test_S1_S10_whatever_was_received_the_rest_comes_once(house: Gateway) 
         assert by_header.text == by_query.text
     assert (await read(house, stream_id)).text == whole
     assert house.metric("nsm_stream_resume_total") == 2 * (number_of(parts[-1]) + 2) + 1
+    for far in (99_999_999_999_999_999, 10**18 - 1):  # behind the end there is nothing
+        for answer in (await read(house, stream_id, far), await read(house, stream_id, **{"last-event-id": str(far)})):
+            assert (answer.status_code, answer.text) == (200, "data: [DONE]\n\n")
+    assert (await read(house, stream_id, 10**18)).status_code == 400
+    assert (await read(house, stream_id, **{"last-event-id": str(10**18)})).status_code == 400
     assert len(backend_of(house).requests) == 1
 
 
