@@ -181,7 +181,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         if head.model_fingerprint != model.fingerprint:
             raise StateMismatch(
                 f"the state of session {head.session_id!r} is {stored.damage}, and was made by model "
-                f"{head.model_fingerprint[:12]}: only that model can make it again, this server runs "
+                f"{head.model_fingerprint[:12]}: only that model can make it again, not the running "
                 f"{model.fingerprint[:12]}"
             )
         return LostState(reason=stored.damage)
@@ -228,7 +228,7 @@ def _require_tokenizer(header: SnapshotHeader, model: ModelInfo, tokenizer: Toke
     if header.tokenizer_fingerprint != tokenizer.fingerprint:
         raise StateMismatch(
             f"session {header.session_id!r} was made by model {header.model_fingerprint[:12]} with another tokenizer "
-            f"than that of model {model.fingerprint[:12]}, which this server runs"
+            f"than that of model {model.fingerprint[:12]}, the one that runs"
         )
 
 

@@ -51,7 +51,7 @@ def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
     if isinstance(found, Continuation):
         return found
     if found.reason == "fingerprint_mismatch":
-        raise StateMismatch(f"the state of session {session_id!r} was made by another model than this server runs")
+        raise StateMismatch(f"the state of session {session_id!r} was made by another model than the one that runs")
     raise SnapshotCorrupt(f"the state of session {session_id!r} is {found.reason}; its next turn makes it again")
 
 

@@ -376,13 +376,14 @@ async def test_D3_a_turn_that_could_not_be_kept_does_not_begin(keys_file: Path, 
             ("/v1/sessions/s2/generate", turn),
             (S1, turn),
             ("/v1/sessions", {}),
+            ("/v1/conversations", {}),
         ):
             refused = await client.post(path, json=body, headers=headers)
             error = error_of(refused)
             assert (refused.status_code, error["code"]) == (429, "quota_exceeded"), path
             assert f"max_stored_bytes of this API key's tenant is 100, and {num_bytes} are stored" in error["message"]
         assert len(backend.requests) == 1
-        assert server.metric("nsm_rejected_total", reason="byte_quota") == 3
+        assert server.metric("nsm_rejected_total", reason="byte_quota") == 4
         await client.delete("/v1/sessions/s1", headers=headers)
         assert (await client.post("/v1/sessions/s2/generate", json=turn, headers=headers)).status_code == 200
 
