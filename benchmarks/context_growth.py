@@ -3,7 +3,8 @@
 The stock `openai` client against `nsm serve` with the bundled model and SQLite. Two tables, then one line of JSON:
 
 - 50 turns deep: responses that continue each other, and a stateless chat (streamed and not) on stored prefixes. Tokens
-  computed in a turn, and the time from the request sent to the first text received (not streamed: to the answer).
+  computed in a turn, the time from the request sent to the first text received (not streamed: to the answer), and
+  the server's processor time for the whole turn, which a busy machine does not distort.
 - To 100K tokens: a long message brings each conversation to the next length, then a few short turns are measured there;
   beside them the same chat with `"cache_prompt": false`, whose prompt is read from its start each time, up to
   `--read-again-to`.
@@ -25,7 +26,7 @@ from typing import Any
 
 import openai
 
-from benchmarks.response_chain import QUESTION, measure_turn, serving
+from benchmarks.response_chain import QUESTION, Served, measure_turn, serving
 from nsm_core.evaluation.compare.line_chart import Line, line_chart
 from nsm_core.evaluation.provenance import command_line, source_commit
 
@@ -39,9 +40,9 @@ NUM_COMPARED = 5  # turns: the last ones against those from the second on
 
 @dataclasses.dataclass(slots=True)
 class Conversation:
-    """One conversation of one of KINDS; each turn returns its context and computed tokens, and `first_ms`."""
+    """One conversation of one of KINDS; each turn returns its context and computed tokens, `first_ms` and `cpu_ms`."""
 
-    client: openai.OpenAI
+    served: Served
     model: str
     kind: str
     num_tokens: int  # sampled in a turn
@@ -49,11 +50,13 @@ class Conversation:
     messages: list[Any] = dataclasses.field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
 
     def say(self, text: str) -> dict[str, float]:
+        before = self.served.cpu_ms()
         row = self._respond(text) if self.kind == "responses" else self._chat(text)
-        return {name: row[name] for name in ("context_tokens", "computed_tokens", "first_ms")}
+        measured = {name: row[name] for name in ("context_tokens", "computed_tokens", "first_ms")}
+        return {**measured, "cpu_ms": self.served.cpu_ms() - before}
 
     def _respond(self, text: str) -> dict[str, Any]:
-        row = measure_turn(self.client, self.model, self.previous, num_tokens=self.num_tokens, text=text)
+        row = measure_turn(self.served.client, self.model, self.previous, num_tokens=self.num_tokens, text=text)
         self.previous = row["id"]
         return {**row, "first_ms": row["ttft_ms"]}
 
@@ -74,7 +77,7 @@ class Conversation:
 
     def _streamed(self, start: float) -> tuple[str, Any, float]:
         text, usage, first_ms = "", None, 0.0
-        stream = self.client.chat.completions.create(
+        stream = self.served.client.chat.completions.create(
             stream=True, stream_options={"include_usage": True}, **self._fields()
         )
         for chunk in stream:
@@ -85,26 +88,26 @@ class Conversation:
         return text, usage, first_ms
 
     def _whole(self, start: float) -> tuple[str, Any, float]:
-        answer = self.client.chat.completions.create(**self._fields())
+        answer = self.served.client.chat.completions.create(**self._fields())
         return answer.choices[0].message.content or "", answer.usage, (time.perf_counter() - start) * 1000
 
 
-def measure_depth(client: openai.OpenAI, model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_depth(served: Served, model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each kind and place in the conversation the medians over the conversations."""
     for kind in DEEP_KINDS:
         told = []
         for number in range(args.conversations):
-            conversation = Conversation(client, model, kind, args.tokens)
+            conversation = Conversation(served, model, kind, args.tokens)
             told.append([conversation.say(f"{number}-{turn}: {QUESTION}") for turn in range(args.turns)])
         for turn, rows in enumerate(zip(*told, strict=True), start=1):
             yield {"kind": kind, "turn": turn, **medians(rows)}
 
 
-def measure_growth(client: openai.OpenAI, model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_growth(served: Served, model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each kind and length the medians over its short turns; a kind that reads all has one turn at each length."""
-    sentence_tokens = tokens_of_sentence(client, model)
+    sentence_tokens = tokens_of_sentence(served.client, model)
     for kind in LONG_KINDS:
-        conversation, context, number = Conversation(client, model, kind, args.tokens), 0.0, 0
+        conversation, context, number = Conversation(served, model, kind, args.tokens), 0.0, 0
         longest = args.read_again_to if kind == "chat, all read again" else max(args.contexts)
         for target in (context for context in args.contexts if context <= longest):
             num_sentences = max(1, round((target - context) / sentence_tokens))
@@ -129,17 +132,19 @@ def medians(rows: Any) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0]}
 
 
-def ratio(rows: list[dict[str, Any]], kind: str) -> float:
-    """Time to the first text: the last turns over those from the second on."""
-    times = [row["first_ms"] for row in rows if row["kind"] == kind]
+def ratio(rows: list[dict[str, Any]], kind: str, name: str) -> float:
+    """Of the times called `name`: the last turns over those from the second on."""
+    times = [row[name] for row in rows if row["kind"] == kind]
     return round(statistics.median(times[-NUM_COMPARED:]) / statistics.median(times[1 : 1 + NUM_COMPARED]), 3)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':<22} {'turn':>6} {'context tokens':>15} {'computed tokens':>16} {'first text, ms':>15}")
+    names = f"{'turn':>6} {'context tokens':>15} {'computed tokens':>16} {'first text, ms':>15} {'turn, CPU ms':>13}"
+    print(f"{'':<22} {names}")
     for row in rows:
-        counts = f"{row['context_tokens']:>15.0f} {row['computed_tokens']:>16.0f} {row['first_ms']:>15.1f}"
-        print(f"{row['kind']:<22} {row.get('turn', ''):>6} {counts}")
+        counts = f"{row['context_tokens']:>15.0f} {row['computed_tokens']:>16.0f}"
+        times = f"{row['first_ms']:>15.1f} {row['cpu_ms']:>13.0f}"
+        print(f"{row['kind']:<22} {row.get('turn', ''):>6} {counts} {times}")
 
 
 def draw(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -171,15 +176,16 @@ def main() -> None:
     parser.add_argument("--short-turns", type=int, default=5, help="at each length")
     parser.add_argument("--pictures", type=Path, default=None, help="directory for the curves as SVG")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, serving(directory) as client:
-        model = client.models.list().data[0].id
-        Conversation(client, model, "responses", args.tokens).say(QUESTION)  # warm-up
-        depth = list(measure_depth(client, model, args))
-        growth = list(measure_growth(client, model, args))
+    with tempfile.TemporaryDirectory() as directory, serving(directory) as served:
+        model = served.client.models.list().data[0].id
+        Conversation(served, model, "responses", args.tokens).say(QUESTION)  # warm-up
+        depth = list(measure_depth(served, model, args))
+        growth = list(measure_growth(served, model, args))
     print(f"$ {command_line()}")
     show([row for row in depth if row["turn"] in (1, 2, 5, 10, 20, 50, args.turns)])
-    ratios = {kind: ratio(depth, kind) for kind in DEEP_KINDS}
-    print(f"\nlast {NUM_COMPARED} turns over turns 2 to {1 + NUM_COMPARED}: {ratios}\n")
+    ratios = {name: {kind: ratio(depth, kind, name) for kind in DEEP_KINDS} for name in ("first_ms", "cpu_ms")}
+    print(f"\nlast {NUM_COMPARED} turns over turns 2 to {1 + NUM_COMPARED}")
+    print(*(f"{name}: {found}" for name, found in ratios.items()), sep="\n", end="\n\n")
     show(growth)
     if args.pictures is not None:
         draw(growth, args)
@@ -189,7 +195,7 @@ def main() -> None:
         "model": model,
         "device": platform.machine(),
         "num_cores": os.cpu_count(),
-        "first_last_over_second": ratios,
+        "last_over_second": ratios,
         "depth": depth,
         "growth": growth,
     }

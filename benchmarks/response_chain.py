@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 
@@ -29,9 +29,21 @@ NUM_COMPARED = 5  # turns: the last ones against those from the second on
 QUESTION = "And what did they say to him then, when he came home at last?"
 
 
+class Served(NamedTuple):
+    """A server of its own, and its client."""
+
+    client: openai.OpenAI
+    pid: int
+
+    def cpu_ms(self) -> float:
+        """Processor time of the server so far, in steps of the kernel's tick (10 ms)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
 @contextlib.contextmanager
-def serving(directory: str) -> Iterator[openai.OpenAI]:
-    """A client of a server of its own."""
+def serving(directory: str) -> Iterator[Served]:
+    """`nsm serve` with its sessions in `directory`, until the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,7 +52,7 @@ def serving(directory: str) -> Iterator[openai.OpenAI]:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     try:
         wait_for(client)
-        yield client
+        yield Served(client, server.pid)
     finally:
         server.terminate()
         server.wait()
@@ -90,7 +102,7 @@ def measure_turn(
 def measure(num_turns: int, *, num_chains: int, num_tokens: int) -> list[dict[str, float]]:
     """For each place in the chain the medians over the chains."""
     chains: list[list[dict[str, Any]]] = []
-    with tempfile.TemporaryDirectory() as directory, serving(directory) as client:
+    with tempfile.TemporaryDirectory() as directory, serving(directory) as (client, _):
         model = client.models.list().data[0].id
         measure_turn(client, model, None, num_tokens=num_tokens)  # warm-up
         for _ in range(num_chains):
