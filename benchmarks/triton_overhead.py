@@ -3,8 +3,8 @@
 The same requests through the gateway's two backends, in turns, in one run: an engine in this process, and a real Triton
 server on this machine with the same model and limits, over gRPC. First tokens are timed for one stream at a time: of a
 fresh 16-token prompt, and of a 16-token turn that resumes a state. Then one and many streams of tokens: wall time, and
-CPU seconds of every process in it, which a busy neighbour does not distort. What is added to a first token depends little
-on the model, so `--small` shows it best on a busy machine.
+CPU seconds of every process in it, which a busy neighbour does not distort. What is added to a first token depends
+little on the model, so `--small` shows it best on a busy machine.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ async def run(args: argparse.Namespace, model: Path, url: str, pids: tuple[int, 
         "load": os.getloadavg()[0],
         "fingerprint": loaded.fingerprint,
         "state_bytes": local.model.state_bytes,
-        "state_hits": triton.num_state_hits,
+        "state_hits": triton.upstream_stats().num_state_hits,
     }
     print(json.dumps({**about, "rows": rows}))
 

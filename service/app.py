@@ -16,7 +16,7 @@ from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.api_keys import KeyFile
 from service.authentication import Authenticate
-from service.backends.base import InferenceBackend
+from service.backends.base import HasUpstreams, InferenceBackend
 from service.background import Background
 from service.deps import Services
 from service.documentation import add_docs_page
@@ -67,6 +67,8 @@ def create_app(
     collected, lifecycle = Metrics(backend), Lifecycle()
     if isinstance(store, RedisSessionStore):
         collected.watch_redis_pool(store.num_connections_in_use)
+    if isinstance(backend, HasUpstreams):
+        collected.watch_upstreams(backend.upstream_stats)
     records = records_beside(store)
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     tenants = Tenants(keys, store, collected, records)

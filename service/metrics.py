@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.backends.base import InferenceBackend
+from service.backends.base import InferenceBackend, UpstreamStats
 
 # 1 ms to 10 minutes
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -49,6 +49,10 @@ class Metrics:
         """For servers whose sessions are in Redis."""
         name, what = "nsm_redis_pool_in_use", "Connections to Redis with a command under way."
         Gauge(name, what, registry=self.registry).set_function(num_in_use)
+
+    def watch_upstreams(self, stats: Callable[[], UpstreamStats]) -> None:
+        """For servers whose engines are on others."""
+        self.registry.register(UpstreamCollector(stats))
 
     def _register_requests(self) -> None:
         registry = self.registry
@@ -290,5 +294,25 @@ class EngineCollector(Collector):
             ("nsm_generation_tokens", "Tokens sampled.", stats.tokens_generated),
             ("nsm_engine_steps", "Steps of the engine.", stats.num_steps),
             ("nsm_engine_step_seconds", "Time spent in steps.", stats.step_seconds),
+        ):
+            yield CounterMetricFamily(name, text, value)
+
+
+class UpstreamCollector(Collector):
+    """Reads what a backend knows of the servers it asks."""
+
+    def __init__(self, stats: Callable[[], UpstreamStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        servers = GaugeMetricFamily("nsm_triton_servers", "Triton servers of this gateway.", labels=["state"])
+        servers.add_metric(["up"], stats.num_up)
+        servers.add_metric(["down"], stats.num_down)
+        yield servers
+        for name, text, value in (
+            ("nsm_triton_failovers", "Servers that requests lost, to go on with another.", stats.num_failovers),
+            ("nsm_triton_state_hits", "Turns whose state was on the server they went to.", stats.num_state_hits),
+            ("nsm_triton_state_misses", "Turns whose state was sent along.", stats.num_state_misses),
         ):
             yield CounterMetricFamily(name, text, value)

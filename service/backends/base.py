@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nsm_core.engine.request import Event, GenerationRequest
 from nsm_core.state.report import Detail, StateReport
@@ -30,6 +30,21 @@ class ModelInfo:
     state_bytes: int
     state_layout: tuple[Mapping[str, object], ...]
     chat_template: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamStats:
+    """Of a backend whose engines are on other servers. The last three are counters.
+
+    `num_failovers`: servers that requests lost and did without; `num_state_hits`: turns whose state was where they
+    went, `num_state_misses`: turns whose state was sent along.
+    """
+
+    num_up: int
+    num_down: int
+    num_failovers: int
+    num_state_hits: int
+    num_state_misses: int
 
 
 class Generation(Protocol):
@@ -83,3 +98,10 @@ class InferenceBackend(Protocol):
     def stats(self) -> EngineStats:
         """A consistent copy of the engine's counters."""
         ...
+
+
+@runtime_checkable
+class HasUpstreams(Protocol):
+    """What a backend has besides, if its engines are on other servers."""
+
+    def upstream_stats(self) -> UpstreamStats: ...

@@ -13,7 +13,7 @@ from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import InspectCall
 from nsm_core.wire.description import WorkerDescription
-from service.backends.base import ModelInfo
+from service.backends.base import ModelInfo, UpstreamStats
 from service.backends.triton_generation import TritonGeneration
 from service.backends.triton_upstreams import Upstreams
 
@@ -29,7 +29,7 @@ class TritonBackend:
         self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint)
         self._open: dict[str, TritonGeneration] = {}
         self._end: EngineDead | None = EngineDead("the backend was not started")
-        self.num_failovers = 0  # servers that requests lost and did without
+        self._num_failovers = 0
         self._counts = EngineStats()
         self._model: ModelInfo | None = None
         self._admission: AdmissionCheck | None = None
@@ -80,18 +80,19 @@ class TritonBackend:
     ) -> StateReport:
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
-    @property
-    def num_state_hits(self) -> int:
-        """Turns whose state was where they went; for the others it was sent, see `num_state_misses`."""
-        return self.upstreams.num_state_hits
-
-    @property
-    def num_state_misses(self) -> int:
-        return self.upstreams.num_state_misses
-
     def is_ready(self) -> bool:
         """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
         return self._end is None and self.upstreams.is_any_up
+
+    def upstream_stats(self) -> UpstreamStats:
+        num_up = sum(upstream.is_up for upstream in self.upstreams)
+        return UpstreamStats(
+            num_up=num_up,
+            num_down=len(self.upstreams) - num_up,
+            num_failovers=self._num_failovers,
+            num_state_hits=self.upstreams.num_state_hits,
+            num_state_misses=self.upstreams.num_state_misses,
+        )
 
     def stats(self) -> EngineStats:
         """Requests and tokens are this gateway's own. Slots, memory and steps are the servers', by their last
@@ -118,7 +119,7 @@ class TritonBackend:
 
     def _count(self, generation: TritonGeneration, finished: Finished) -> None:
         del self._open[generation.request.request_id]
-        self.num_failovers += generation.num_losses
+        self._num_failovers += generation.num_losses
         num_generated = finished.completion_tokens - len(generation.request.sampled_ids)
         self._counts.tokens_generated += num_generated
         if num_generated or finished.reason is not FinishReason.ERROR:

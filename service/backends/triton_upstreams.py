@@ -39,6 +39,9 @@ class Upstreams:
     def __iter__(self) -> Iterator[Upstream]:
         return iter(self._all)
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     @property
     def served(self) -> tuple[WorkerDescription, Tokenizer]:
         """What all of them serve. Raises EngineDead before `start`."""
