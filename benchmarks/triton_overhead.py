@@ -2,9 +2,10 @@
 
 The same requests through the gateway's two backends, in turns, in one run: an engine in this process, and a real Triton
 server on this machine with the same model and limits, over gRPC. First tokens are timed for one stream at a time: of a
-fresh 16-token prompt, and of a 16-token turn that resumes a state. Then one and many streams of tokens: wall time, and
-CPU seconds of every process in it, which a busy neighbour does not distort. What is added to a first token depends
-little on the model, so `--small` shows it best on a busy machine.
+fresh 16-token prompt, and of a 16-token turn that resumes a state; so is the way back of the state that a turn ends
+with. Then one and many streams of tokens that keep none: wall time, and CPU seconds of every process in it, which a busy
+neighbour does not distort. What is added to a first token depends little on the model, so `--small` shows it best on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -83,26 +84,32 @@ class Load:
         self._vocab_size = vocab_size
         self._numbers = itertools.count()
 
-    def request(self, seed: int, *, max_tokens: int, resume: Resume | None = None) -> GenerationRequest:
+    def request(
+        self, seed: int, *, max_tokens: int, resume: Resume | None = None, keep_state: bool = True
+    ) -> GenerationRequest:
         rng = random.Random(seed)
         return GenerationRequest(
             request_id=str(next(self._numbers)),
             prompt_ids=tuple(rng.randrange(1, self._vocab_size) for _ in range(PROMPT_TOKENS)),
             sampling=SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True),
             resume=resume,
-            keep_state=True,
+            keep_state=keep_state,
         )
 
     async def first_token(self, subject: Subject, what: str, request: GenerationRequest) -> None:
         started = time.perf_counter()
+        last_token_at = started
         async for event in subject.backend.submit(request).events():
-            if isinstance(event, TokenEvent) and event.index == 1:
-                subject.add(what, (time.perf_counter() - started) * 1e3)
+            if isinstance(event, TokenEvent):
+                last_token_at = time.perf_counter()
+                if event.index == 1:
+                    subject.add(what, (last_token_at - started) * 1e3)
             if isinstance(event, Finished):
+                subject.add("last token to end state, ms", (time.perf_counter() - last_token_at) * 1e3)
                 subject.end = event.end_state
 
     async def streams(self, subject: Subject, number: int, num_tokens: int) -> None:
-        requests = [self.request(seed, max_tokens=num_tokens) for seed in range(number)]
+        requests = [self.request(seed, max_tokens=num_tokens, keep_state=False) for seed in range(number)]
         started, cpu = time.perf_counter(), subject.cpu_s()
         await asyncio.gather(*(_read(subject.backend, request) for request in requests))
         total = number * num_tokens

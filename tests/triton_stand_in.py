@@ -81,8 +81,8 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     """One server, `start` and `stop`, which may be started again at the same address.
 
     `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
-    `is_hung`: nothing is answered any more. `options`: what calls asked for, in order; `state_sizes`: bytes of states
-    that came along.
+    `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are. `options`: what calls asked for, in order;
+    `state_sizes`: bytes of states that came along.
     """
 
     def __init__(self, loaded: LoadedModel, **config: Any) -> None:
@@ -92,7 +92,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.url = f"127.0.0.1:{free_port()}"
         self.break_after: int | None = None
         self.fail_with: Exception | None = None
-        self.is_hung = False
+        self.is_hung = self.is_mute = False
         self.options: list[dict[str, Any]] = []
         self.state_sizes: list[int] = []
         self._worker: Worker | None = None
@@ -138,7 +138,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
 
     async def _answer(self, tensors: Tensors, *, is_text: bool) -> AsyncIterator[tuple[int, Any]]:
-        if self.is_hung:
+        if self.is_hung or (self.is_mute and is_text):
             await asyncio.Event().wait()
         if is_text and self.fail_with is not None:
             yield 1, service_pb2.ModelStreamInferResponse(error_message=encode_failure(Failure(error=self.fail_with)))

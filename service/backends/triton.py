@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from nsm_core.engine.admission import AdmissionCheck
@@ -57,8 +58,7 @@ class TritonBackend:
 
     async def stop(self) -> None:
         self._end = self._end or EngineDead("the backend is stopping")
-        for generation in tuple(self._open.values()):
-            generation.cancel()
+        await asyncio.gather(*(generation.stop() for generation in self._open.values()))
         await self.upstreams.stop()
 
     def submit(self, request: GenerationRequest) -> TritonGeneration:

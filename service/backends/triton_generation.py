@@ -61,6 +61,11 @@ class TritonGeneration:
         """Finished(reason=abort) comes at once, and the worker is told. Idempotent, never blocks."""
         self._task.cancel()
 
+    async def stop(self) -> None:
+        """Cancels it, and returns when its server has been told."""
+        self.cancel()
+        await asyncio.wait({self._task})
+
     def _end(self, task: asyncio.Task[Finished]) -> None:
         if task.cancelled():
             finished = self._finished(FinishReason.ABORT)

@@ -69,6 +69,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_upstream, "RETRY_MIN_S", 0.05)
     monkeypatch.setattr(triton_generation, "PLACE_S", 0.5)
     monkeypatch.setattr(triton_generation, "FULL_S", 0.2)
+    monkeypatch.setattr(triton_generation, "DEADLINE_GRACE_S", 0.1)
 
 
 @contextlib.asynccontextmanager
@@ -226,6 +227,13 @@ async def test_a_deadline_goes_with_the_request(house: House) -> None:
     finished = (await house.generate(make_request(**{**TEXT, "max_tokens": 100_000}, deadline=deadline))).finished
     assert isinstance(finished.error, DeadlineExceeded)
     assert 0 < house.one.options[0]["timeout_s"] <= 0.2
+
+
+async def test_a_deadline_passes_also_where_the_worker_forgets_it(house: House) -> None:
+    house.one.is_mute = True
+    finished = (await house.generate(make_request(**TEXT, deadline=time.monotonic() + 0.1))).finished
+    assert isinstance(finished.error, DeadlineExceeded)
+    assert (finished.prompt_tokens, finished.completion_tokens) == (len(TEXT["prompt_ids"]), 0)
 
 
 async def test_S6_a_cancel_reaches_the_worker(house: House) -> None:
