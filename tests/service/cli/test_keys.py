@@ -47,7 +47,7 @@ def test_a_broken_file_of_keys_keeps_a_server_from_starting(
     path = tmp_path / "keys.toml"
     path.write_text("[tenants.acme]\n")
     result = nsm("serve", "--port", 0, "--api-keys-file", path)
-    assert_one_line(result, f"the API keys in {path} cannot be used: keys: Field required")
+    assert_one_line(result, f"the API keys in {path} cannot be used: keys is required")
     result = nsm("serve", "--port", 0, "--host", "0.0.0.0")
     assert_one_line(
         result,
