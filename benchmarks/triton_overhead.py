@@ -3,9 +3,9 @@
 The same requests through the gateway's two backends, in turns, in one run: an engine in this process, and a real Triton
 server on this machine with the same model and limits, over gRPC. First tokens are timed for one stream at a time: of a
 fresh 16-token prompt, and of a 16-token turn that resumes a state; so is the way back of the state that a turn ends
-with. Then one and many streams of tokens that keep none: wall time, and CPU seconds of every process in it, which a busy
-neighbour does not distort. What is added to a first token depends little on the model, so `--small` shows it best on a
-busy machine.
+with. Then one and many streams of tokens that keep none: wall time, and CPU seconds of every process in it, which a
+busy neighbour does not distort. What is added to a first token depends little on the model, so `--small` shows it best
+on a busy machine.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from service.triton_server import TritonServer, default_home, write_repository
 
 START_S = 120.0
 PROMPT_TOKENS = 16
+PROCESSES = ("gateway", "tritonserver", "worker")  # the engine in this process counts as the last
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -61,10 +62,9 @@ class Subject:
     def add(self, what: str, value: float) -> None:
         self.samples.setdefault(what, []).append(value)
 
-    def cpu_s(self) -> float:
-        """CPU seconds so far of all processes that have a share in the work."""
-        own = time.process_time()
-        return own + sum(_ticks(pid) for pid in self.pids) / TICKS_PER_S
+    def cpu_s(self) -> tuple[float, ...]:
+        """CPU seconds so far of each process that has a share in the work: this one, then `pids`."""
+        return time.process_time(), *(_ticks(pid) / TICKS_PER_S for pid in self.pids)
 
     def resume(self) -> Resume:
         if self.end is None:
@@ -114,7 +114,10 @@ class Load:
         await asyncio.gather(*(_read(subject.backend, request) for request in requests))
         total = number * num_tokens
         subject.add(f"{number} streams: ms/token", (time.perf_counter() - started) / total * 1e3)
-        subject.add(f"{number} streams: CPU ms/token", (subject.cpu_s() - cpu) / total * 1e3)
+        spent = [(now - before) / total * 1e3 for now, before in zip(subject.cpu_s(), cpu, strict=True)]
+        subject.add(f"{number} streams: CPU ms/token", sum(spent))
+        for name, value in zip(PROCESSES, spent if subject.pids else (0.0, 0.0, *spent), strict=True):
+            subject.add(f"{number} streams: of it {name}", value)
 
 
 async def _read(backend: InferenceBackend, request: GenerationRequest) -> None:
@@ -221,10 +224,14 @@ def report(local: Subject, triton: Subject) -> dict[str, dict[str, float]]:
         least, other_least = min(mine), min(theirs)
         rows[what] = {"engine": one, "triton": other, "engine_least": least, "triton_least": other_least}
         print(
-            f"{what:<36} {one:>9.2f} {other:>9.2f} {other - one:>9.2f} {100 * (other / one - 1):>8.1f}"
-            f" {least:>9.2f} {other_least:>9.2f} {100 * (other_least / least - 1):>6.1f}"
+            f"{what:<36} {one:>9.2f} {other:>9.2f} {other - one:>9.2f} {_percent(one, other):>8}"
+            f" {least:>9.2f} {other_least:>9.2f} {_percent(least, other_least):>6}"
         )
     return rows
+
+
+def _percent(base: float, value: float) -> str:
+    return f"{100 * (value / base - 1):.1f}" if base > 1e-2 else "-"
 
 
 async def run(args: argparse.Namespace, model: Path, url: str, pids: tuple[int, ...]) -> None:

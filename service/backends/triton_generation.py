@@ -26,6 +26,7 @@ MAX_LOSSES = 3  # servers that one request may lose: it could be what kills them
 PLACE_S = 10.0  # to wait for a server when none is up
 # A worker needs a moment to see that somebody left, so its queue may be full when the gateway's count says it is not.
 FULL_S, FULL_PAUSE_S = 1.0, 0.05
+SMALL_STATE_BYTES = 2**18  # digested in less time than a thread takes to start
 DEADLINE_GRACE_S = 1.0  # the worker's own clock comes first: its answer tells more
 
 
@@ -107,10 +108,10 @@ class TritonGeneration:
             prompt_logprobs=None if self._is_scored else self.request.prompt_logprobs,
             keep_states_at=self.request.keep_states_at[self._num_states :],
         )
-        if request.resume is None:
-            return call_of(request, now=time.monotonic())
-        # a digest over megabytes: Python's lock is free meanwhile
-        return await asyncio.to_thread(call_of, request, now=time.monotonic())
+        now = time.monotonic()
+        if request.resume is None or len(request.resume.state) <= SMALL_STATE_BYTES:
+            return call_of(request, now=now)
+        return await asyncio.to_thread(call_of, request, now=now)  # Python's lock is free while it digests
 
     async def _place(self, state_id: str | None) -> Upstream:
         """Raises EngineDead when no server comes up in time, or DeadlineExceeded."""

@@ -65,7 +65,7 @@ class House:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are shorter than in production."""
     monkeypatch.setattr(triton_upstream, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(triton_upstream, "ANSWER_S", 0.5)
+    monkeypatch.setattr(triton_upstream, "ANSWER_S", 1.5)
     monkeypatch.setattr(triton_upstream, "RETRY_MIN_S", 0.05)
     monkeypatch.setattr(triton_generation, "PLACE_S", 0.5)
     monkeypatch.setattr(triton_generation, "FULL_S", 0.2)
