@@ -142,6 +142,7 @@ async def test_R6_a_state_moves_only_when_its_server_lacks_it(house: House) -> N
     assert house.one.state_sizes == [0, 0]  # the first turn, and the next one with the id alone
     assert house.one.worker.status().states.num_hits == 1
     await house.one.stop()
+    await eventually(lambda: is_up(house.backend, 1))
     await house.one.start()  # its kept states are gone
     await eventually(lambda: is_up(house.backend, 2))
     again = await house.generate(dataclasses.replace(request, request_id="again"))
@@ -156,6 +157,21 @@ async def test_R6_a_state_moves_only_when_its_server_lacks_it(house: House) -> N
 
 async def is_up(backend: TritonBackend, number: int) -> bool:
     return sum(upstream.is_up for upstream in backend.upstreams) == number
+
+
+async def test_a_server_that_began_anew_between_two_heartbeats_is_asked_again_what_it_serves(house: House) -> None:
+    """Another model might answer at its address; what it was given meanwhile is given up."""
+    want = await house.generate(make_request("want", **TEXT))
+    await eventually(lambda: has_stepped(house.backend))
+    await house.one.stop()
+    await house.one.start()
+    got = await house.generate(make_request("got", **TEXT))
+    assert_same(got, want)
+    await eventually(lambda: is_up(house.backend, 2))
+
+
+async def has_stepped(backend: TritonBackend) -> bool:
+    return backend.stats().num_steps > 0
 
 
 async def test_the_server_with_the_least_to_do_gets_the_request(house: House) -> None:
