@@ -65,7 +65,7 @@ def verify(
         typer.Option(
             min=0.0,
             help="Most that a number of a state may differ, over max(1, itself); a rounded state, over its size.",
-            show_default="2e-4; 0.01 of one in fp16, 0.1 in int8",
+            show_default="0.001; 0.05 of one in fp16, 0.2 in int8",
         ),
     ] = None,
     model: options.Model = None,
