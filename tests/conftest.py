@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
+# Servers are forked by a process that talks gRPC: its fork handlers made one child in seven die before it became one.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import hypothesis
 import numpy as np
