@@ -51,7 +51,7 @@ RUNS: dict[str, str] = {
     "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
     "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
     # For tests and demonstrations
-    "small": f"--preset small --steps 1500 --rows 64 --eval-every 500 --save-every 1500 {LOW}",
+    "small": f"--preset small --steps 3050 --rows 64 --eval-every 500 --save-every 3050 {LOW}",
 }
 
 
