@@ -20,10 +20,12 @@ from nsm_core.engine.request import (
     PromptState,
     TokenEvent,
 )
-from nsm_core.engine.runner import Runner, SequenceModel, StepResult
+from nsm_core.engine.runner import Runner, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
+from nsm_core.execution.base import ExecutorFactory, SequenceModel
+from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.result import SampledToken
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
@@ -35,7 +37,8 @@ Events = list[tuple[str, Event]]
 class Engine:
     """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
 
-    `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state with NaN.
+    `executor`: how the model is computed; `clock` gives the seconds that deadlines are compared with; `poison` fills
+    free rows of state with NaN.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Engine:
         *,
         fingerprint: str,
         config: EngineConfig,
+        executor: ExecutorFactory = EagerExecutor,
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
     ) -> None:
@@ -57,7 +61,7 @@ class Engine:
         self._scheduler = Scheduler(
             max_slots=config.max_slots, token_budget=config.token_budget, queue_limit=config.queue_limit
         )
-        self._runner = Runner(model, num_rows=config.max_slots, poison=poison)
+        self._runner = Runner(executor(model, num_rows=config.max_slots, poison=poison))
         self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
         self._running: dict[int, RunningSequence] = {}  # by slot
         self._cancelled: set[str] = set()

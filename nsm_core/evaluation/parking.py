@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nsm_core.engine.runner import SequenceModel
 from nsm_core.errors import ConfigError
 from nsm_core.evaluation.losses import FloatArray
 from nsm_core.evaluation.perplexity import EncodedDocument, token_losses
 from nsm_core.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit
+from nsm_core.execution.base import SequenceModel
 from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, decode_state, encode_state, stored_bytes
 from nsm_core.state.spec import State, StateSpec

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nsm_core.engine.runner import SequenceModel
 from nsm_core.errors import ConfigError
 from nsm_core.evaluation.losses import IntArray
 from nsm_core.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit
+from nsm_core.execution.base import SequenceModel
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from nsm_core.engine.runner import SequenceModel
 from nsm_core.errors import ConfigError
 from nsm_core.evaluation.losses import DEFAULT_BUCKETS, FloatArray, IntArray, LossTally, PositionLosses
 from nsm_core.evaluation.reading import EvaluatedModel, reading
+from nsm_core.execution.base import SequenceModel
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.training.data_files import Document
 

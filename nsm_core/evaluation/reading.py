@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from nsm_core.engine.runner import SequenceModel
+from nsm_core.execution.base import SequenceModel
 from nsm_core.state.spec import State
 
 # Of the states of a batch together: rows of a model with a large state are fewer.

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nsm_core.engine.runner import SequenceModel
 from nsm_core.evaluation.reading import EvaluatedModel, reading
+from nsm_core.execution.base import SequenceModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow

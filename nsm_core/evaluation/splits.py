@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nsm_core.engine.runner import SequenceModel
 from nsm_core.evaluation.reading import EvaluatedModel, reading
+from nsm_core.execution.base import SequenceModel
 from nsm_core.state.spec import POSITION, State
 
 # The longest piece of a random split, in tokens.

@@ -103,7 +103,7 @@ class WindowAttention(Mixer):
         weights = torch.cat((scores, own), dim=-1).softmax(dim=-1)
         read = weights[..., :-1] @ ring[:, :, 1] + weights[..., -1:] * new[:, :, 1]
         place = (positions % self.window)[:, None, None, None, None].expand_as(new)
-        return self.out(read.flatten(1)), {"kv": ring.scatter(3, place, new)}
+        return self.out(read.flatten(1)), {"kv": ring.scatter(3, place, new.to(ring.dtype))}
 
     def _in_text(self, positions: Tensor) -> Tensor:
         """[B, window]: which places of the ring hold a token of the text, before the token at `positions` [B]."""

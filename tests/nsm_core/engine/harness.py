@@ -20,7 +20,7 @@ from nsm_core.engine.request import (
     Resume,
     TokenEvent,
 )
-from nsm_core.engine.runner import SequenceModel
+from nsm_core.execution.base import SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.spec import State, StateSpec, TensorSpec

@@ -1,0 +1,71 @@
+"""How an engine runs a model: the seam between what is decided (requests, batches) and a device's way to compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from nsm_core.state.pool import StatePool
+from nsm_core.state.spec import State, StateSpec
+
+
+class SequenceModel(Protocol):
+    """What a model must offer to be served. Functional: a state that is given is never modified."""
+
+    @property
+    def state_spec(self) -> StateSpec: ...
+
+    def initial_state(self, batch_size: int) -> State:
+        """The start of a sequence, tensors [batch_size, *shape]."""
+        ...
+
+    def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
+        """ids [B,T], right-padded to `lengths` [B]; returns hidden [B,T,d] and the state after each row's end."""
+        ...
+
+    def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
+        """ids [B] -> hidden [B,d] and the new state."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., d] -> logits [..., V] fp32."""
+        ...
+
+
+class Executor(Protocol):
+    """A model on the rows of a pool that it owns: rows advance in place. Not thread-safe; inference only.
+
+    Rows are leased from `pool` by the caller, distinct, and given in rising order.
+    """
+
+    @property
+    def pool(self) -> StatePool:
+        """The states of the running sequences."""
+        ...
+
+    @property
+    def initial(self) -> State:
+        """The start of a sequence, tensors [1, *shape]; not to be modified."""
+        ...
+
+    def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """Row rows[i] reads the token ids[i]: hidden [len(rows), d]."""
+        ...
+
+    def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Row rows[i] reads all of ids[i], at least one token: hidden [len(ids[i]), d] of each."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d] -> logits [n, V] fp32."""
+        ...
+
+
+class ExecutorFactory(Protocol):
+    """Makes the executor of one engine."""
+
+    def __call__(self, model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
+        """`num_rows`: states that run at a time; `poison`: free rows are filled with NaN."""
+        ...
