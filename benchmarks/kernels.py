@@ -14,10 +14,12 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -107,7 +109,7 @@ def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, fl
     """Relative error of every tensor: |got - want| / |want|, against fp64 on the same (rounded) inputs.
 
     Where the exact gradient all but vanishes (steepest decay: every slot holds the same) the error is seen relative to
-    a hundredth of the largest gradient.
+    a hundredth of the largest gradient, in bf16 to a tenth: what cancels there was rounded to three digits.
     """
     torch.manual_seed(0)
     shape = {"heads": HEADS, "slots": SLOTS, "head_dim": HEAD_DIM}
@@ -115,7 +117,9 @@ def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, fl
     d_out, d_state = torch.randn_like(inputs["q"]), torch.randn_like(inputs["state"])
     want = results(slot_scan_chunked, cast(inputs, torch.float64), d_out, d_state)
     got = results(slot_scan_kernel, inputs, d_out, d_state)
-    floor = 1e-2 * float(max(want[name].norm() for name in ("d_q", "d_k", "d_v")))
+    floor = (1e-1 if dtype == torch.bfloat16 else 1e-2) * float(
+        max(want[name].norm() for name in ("d_q", "d_k", "d_v"))
+    )
     errors = {}
     for name, tensor in want.items():
         size = tensor.norm().clamp(min=floor if name.startswith("d_") else 1e-30)
@@ -279,10 +283,25 @@ def profile_kernels(rows: int, tokens: int, copy: float, product: float) -> list
     return table
 
 
+def run_checks_apart(jobs: int) -> list[dict[str, Any]]:
+    """Every check in a process of its own: a kernel that reads where it must not takes only its own check down."""
+
+    def one(label: tuple[str, str]) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.kernels", "--check", *label]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines() or [f"check {' '.join(label)}: FAILED\n{done.stderr[-2000:]}"]
+        print("\n".join(line for line in lines if not line.startswith("{")), flush=True)
+        name = f"{label[0]} {label[1]}"
+        return json.loads(lines[-1]) if lines[-1].startswith("{") else {"check": name, "ok": False}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, ((name, dtype) for dtype in ("bfloat16", "float32") for name in CHECKS)))
+
+
 def run_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False
     report: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    report["checks"] = list(run_checks("cuda", (torch.bfloat16, torch.float32), CHECKS))
+    report["checks"] = run_checks_apart(arguments.jobs) if not arguments.times_only else []
     if arguments.checks_only:
         return report
     copy, product = ceilings()
@@ -315,10 +334,18 @@ def source_commit() -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks-only", action="store_true", help="no times")
+    parser.add_argument("--times-only", action="store_true", help="no checks")
+    parser.add_argument("--check", nargs=2, metavar=("NAME", "DTYPE"), help="one check, as one line of JSON")
+    parser.add_argument("--jobs", type=int, default=8, help="checks at a time: most of their time is compilation")
     parser.add_argument("--tiny", action="store_true", help="a small size in the interpreter, on a CPU")
     arguments = parser.parse_args()
     if arguments.tiny and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--tiny needs TRITON_INTERPRET=1 in the environment")
+    if arguments.check:
+        name, dtype = arguments.check
+        for row in run_checks("cuda", (getattr(torch, dtype),), {name: CHECKS[name]}):
+            print(json.dumps(row))
+        return
     report = {"commit": source_commit(), "torch": torch.__version__}
     report |= run_tiny() if arguments.tiny else run_gpu(arguments)
     print(json.dumps(report))

@@ -98,9 +98,11 @@ class Launch:
 
 def num_warps(kernel: str, slots: int, head_dim: int, dtype: torch.dtype) -> int:
     """Fixed choices instead of autotuning: a cold search costs minutes a model."""
+    if min(slots, head_dim) < 64:
+        return 2  # tiles too small for the four warps of a Hopper product: builds with 4 and 8 read where they must not
     is_large = max(slots, head_dim) > 64
     if kernel in ("read_backward", "bank_backward"):
-        return 8 if min(slots, head_dim) >= 64 else 4  # the tiles of fewer slots are too small to share between 8
+        return 8
     if kernel == "read":
         return 8 if is_large or dtype == torch.float32 else 4
     return 8 if is_large else 4
