@@ -75,6 +75,8 @@ def _missing() -> dict[str, str]:
         missing["gpu"] = "no CUDA device"
     if shutil.which("redis-server") is None:
         missing["redis"] = "no redis-server; Debian has it in the package redis-server"
+    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+        missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
     if not is_installed():
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not _may_mount():
