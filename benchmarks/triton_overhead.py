@@ -33,7 +33,8 @@ import torch
 from nsm_core.config import EngineConfig, ModelConfig
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume, TokenEvent
 from nsm_core.evaluation.provenance import command_line, source_commit
-from nsm_core.model.loader import BUNDLED, load_checkpoint
+from nsm_core.model.bundled import BUNDLED
+from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.sampling.params import SamplingParams

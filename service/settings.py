@@ -15,12 +15,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
+from nsm_core.model.bundled import find_checkpoint
 from service.wishes import wish_of
 
 ENV_PREFIX = "NSM_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
+TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
 LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit")  # settings of an engine in this process
 
 
@@ -40,10 +42,14 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
     data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
     store: str = Field(default="sqlite", repr=False)  # see STORES; a Redis URL may hold a password
-    model: Path | None = None  # a checkpoint directory; None: the bundled model, or with Triton whatever it serves
+    model: Path | None = None  # a directory or a bundled name; None: pulse-books, with Triton what it serves
     backend: Literal["local", "triton"] = "local"  # where the model runs: in this process, or in Triton servers
     triton_url: str | None = None  # host:port of their gRPC, with commas between several
     triton_wait_s: PositiveFloat = Field(default=60.0, le=3_600.0)  # for a first of them to be ready at the start
+    triton_tls_ca: Path | None = None  # PEM file of who signs their certificates; None: connections in the clear
+    triton_tls_cert: Path | None = None  # PEM file of this gateway's own certificate, where they ask for one
+    triton_tls_key: Path | None = None  # and its key's
+    triton_tls_name: str | None = Field(default=None, min_length=1)  # in their certificates; None: as in triton_url
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
     api_keys_file: Path | None = None  # None: one tenant, no keys
     allow_anonymous: bool = False  # without keys, serve other hosts too
@@ -74,7 +80,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False  # prompt text in the log; off: never
 
-    @field_validator("data_dir", "model", "api_keys_file", mode="after")
+    @field_validator("model", mode="after")
+    @classmethod
+    def _bundled_by_name(cls, model: Path | None) -> Path | None:
+        return model if model is None else find_checkpoint(model)
+
+    @field_validator("data_dir", "model", "api_keys_file", *TRITON_TLS_FILES, mode="after")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path if path is None else path.expanduser().absolute()
@@ -105,8 +116,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _backend_has_what_it_needs(self) -> Settings:
         if self.backend == "local":
-            if self.triton_url is not None:
-                raise ValueError("NSM_TRITON_URL has no effect unless NSM_BACKEND is triton")
+            for name in ("triton_url", *TRITON_TLS_FILES, "triton_tls_name"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{ENV_PREFIX}{name.upper()} has no effect unless NSM_BACKEND is triton")
             return self
         if self.triton_url is None:
             raise ValueError("NSM_BACKEND=triton needs NSM_TRITON_URL: host:port of the gRPC of a Triton server")
@@ -116,6 +128,14 @@ class Settings(BaseSettings):
                     f"{ENV_PREFIX}{name.upper()} has no effect with NSM_BACKEND=triton: it is a parameter of the "
                     "server's config.pbtxt"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Settings:
+        if (self.triton_tls_cert is None) != (self.triton_tls_key is None):
+            raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_KEY are of use together only")
+        if self.triton_tls_ca is None and not (self.triton_tls_cert is self.triton_tls_name is None):
+            raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_NAME have no effect without NSM_TRITON_TLS_CA")
         return self
 
     @model_validator(mode="after")

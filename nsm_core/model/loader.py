@@ -9,10 +9,10 @@ import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.model import storage
+from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model_info import ModelInfo
 from nsm_core.tokenizer import Tokenizer
-
-BUNDLED = Path(__file__).parent / "checkpoints" / "pulse-books"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,22 @@ class LoadedModel:
     num_parameters: int
     weight_format: str
 
+    @property
+    def info(self) -> ModelInfo:
+        """What is told of it to those who use it."""
+        spec = self.model.state_spec
+        return ModelInfo(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            numerics=self.numerics,
+            created=self.created,
+            vocab_size=self.tokenizer.vocab_size,
+            num_parameters=self.num_parameters,
+            state_bytes=spec.num_bytes,
+            state_layout=tuple(spec.layout()),
+            chat_template=self.config.chat_template,
+        )
+
 
 def numerics_class(device: torch.device) -> str:
     """Device kind, dtype and kernel build, e.g. `cpu/fp32/torch-2.13.0+cpu/AVX2`."""
@@ -41,8 +57,11 @@ def numerics_class(device: torch.device) -> str:
 
 
 def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedModel:
-    """Loads a model directory (None: the bundled one). Raises CheckpointError or ConfigError with the file's name."""
-    directory = BUNDLED if path is None else path
+    """Loads a model directory, or a bundled model by its name (None: the default one).
+
+    Raises CheckpointError or ConfigError with the file's name.
+    """
+    directory = find_checkpoint(path)
     model, tokenizer, form = storage.read_model(directory)
     target = torch.device(device)
     return LoadedModel(

@@ -139,10 +139,11 @@ async def _read_log(settings: Settings, tenant: str, session_id: str) -> tuple[S
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
     """The tokenizer of the session's model; raises StateMismatch when the model at hand is another."""
     from nsm_core.errors import StateMismatch
-    from nsm_core.model import loader, storage
+    from nsm_core.model import storage
+    from nsm_core.model.bundled import find_checkpoint
     from nsm_core.tokenizer import Tokenizer
 
-    directory = settings.model or loader.BUNDLED
+    directory = find_checkpoint(settings.model)
     fingerprint = storage.fingerprint(directory)
     if fingerprint != head.model_fingerprint:
         raise StateMismatch(

@@ -10,7 +10,8 @@ import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
-from nsm_core.model.loader import BUNDLED, load_checkpoint
+from nsm_core.model.bundled import CHECKPOINTS, find_checkpoint
+from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, fingerprint, quantize_rows, read_model, save_model
 from nsm_core.tokenizer import Tokenizer
@@ -154,19 +155,30 @@ def test_a_loaded_model_starts_with_a_fair_load(model: NsmModel, tiny_tokenizer:
         assert (block.mixer.router.slot_load == CONFIG.write_top_k / CONFIG.num_memory_slots).all()
 
 
+def test_a_directory_goes_before_a_bundled_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint(Path("pulse-books-small")) == CHECKPOINTS / "pulse-books-small"
+    (tmp_path / "pulse-books-small").mkdir()
+    assert find_checkpoint(Path("pulse-books-small")) == Path("pulse-books-small")
+
+
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model directory"):
         load_checkpoint(tmp_path / "nowhere")
 
 
-def test_the_bundled_model_is_whole_and_small_enough() -> None:
-    loaded = load_checkpoint()
-    assert loaded.name == "pulse-books"
+@pytest.mark.parametrize(
+    ("name", "most_bytes"), [(None, 45_000_000), ("pulse-books-small", 8_000_000)], ids=["default", "small"]
+)
+def test_the_bundled_models_are_whole_and_small_enough(name: str | None, most_bytes: int) -> None:
+    path = None if name is None else Path(name)
+    loaded = load_checkpoint(path)
+    assert loaded.name == (name or "pulse-books")
     assert loaded.weight_format == "int8"
-    assert sum(file.stat().st_size for file in BUNDLED.iterdir()) <= 45_000_000
+    assert sum(file.stat().st_size for file in find_checkpoint(path).iterdir()) <= most_bytes
     assert loaded.tokenizer.vocab_size == loaded.config.vocab_size
     assert all(value.isfinite().all() for value in loaded.model.state_dict().values())
-    prompt = loaded.tokenizer.encode("It was the best of times, it was the worst of")
+    prompt = loaded.tokenizer.encode("He said nothing, but shook his")
     hidden, _ = loaded.model(torch.tensor([[loaded.tokenizer.end_of_text_id, *prompt]]), loaded.model.initial_state(1))
     best = loaded.model.logits(hidden[0, -1]).topk(5).indices
-    assert " times" in [loaded.tokenizer.decode([token]) for token in best.tolist()]
+    assert " head" in [loaded.tokenizer.decode([token]) for token in best.tolist()]
