@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ LAYER_KINDS = "NWA"  # slot memory, window attention, full attention: see nsm_co
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def require_at_least(name: str, value: float, low: float) -> None:
+    """Raises ConfigError that names the setting, its bound and what was given. Infinity and NaN are no numbers here."""
+    _require(low <= value < math.inf, f"{name} must be a number of at least {low}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +154,15 @@ class EngineConfig:
     queue_limit: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "token_budget"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} must be at least 1, got {value}")
-        _require(self.queue_limit >= 0, f"queue_limit must be at least 0, got {self.queue_limit}")
+        for name, low in (("max_slots", 1), ("token_budget", 1), ("queue_limit", 0)):
+            require_at_least(name, getattr(self, name), low)
         _require(
             self.token_budget >= self.max_slots,
             f"token_budget ({self.token_budget}) must be at least max_slots ({self.max_slots}): "
             "every row decodes one token a step",
         )
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that the engine can hold, running and waiting."""
+        return self.max_slots + self.queue_limit

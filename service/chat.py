@@ -99,7 +99,7 @@ class PrefixCutter:
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
-    check_n(body.n, 1, choice_limit(services.settings))
+    check_n(body.n, 1, choice_limit(services.backend))
     tokenizer, settings = services.backend.tokenizer, services.settings
     template = get_template(services.backend.model.chat_template)
     sampling = body.sampling(

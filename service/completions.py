@@ -117,7 +117,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
     texts = body.texts()
-    check_n(body.n, len(texts), choice_limit(services.settings))
+    check_n(body.n, len(texts), choice_limit(services.backend))
     sampling = body.sampling(
         max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
     )

@@ -14,12 +14,12 @@ from typing import Any
 
 from nsm_core.engine.request import EndState, GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
+from nsm_core.model_info import ModelInfo
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat, coarsest
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import ModelInfo
 from service.replay import LostState, RebuildReason, Replay
 from service.sessions.base import SessionHead, StoredSession
 

@@ -13,7 +13,6 @@ from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
 from service.choices import ChoiceView, Delta
 from service.metrics import Metrics, RequestRecord
-from service.settings import Settings
 from service.tenants import Permit
 
 MAX_CHOICES = 128
@@ -156,9 +155,9 @@ def ends_of(run: Run) -> list[Finished]:
     return [choice.finished for choice in run.choices if choice.finished is not None]
 
 
-def choice_limit(settings: Settings) -> int:
-    """Most choices of one body: more than the engine can hold would be refused each time they are tried."""
-    return min(MAX_CHOICES, settings.max_slots + settings.queue_limit)
+def choice_limit(backend: InferenceBackend) -> int:
+    """Most choices of one body: more than the engines can hold would be refused each time they are tried."""
+    return min(MAX_CHOICES, backend.max_requests)
 
 
 def settle(event: Finished, choice: Choice) -> Finished:

@@ -8,11 +8,12 @@ import time
 
 from nsm_core.engine.request import FinishReason
 from nsm_core.errors import InvalidRequest, NsmError, StateMismatch
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
-from service.backends.base import InferenceBackend, ModelInfo
+from service.backends.base import InferenceBackend
 from service.prefill import read_again
 from service.session_file import SessionFile
 from service.sessions.base import SessionHead, SessionStore

@@ -22,7 +22,7 @@ from service.triton_server import is_installed
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
 
-pytest_plugins = ["tests.redis_servers", "tests.triton_servers"]
+pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends"]
 
 EXCUSED = {"gpu", "tmpfs"}  # markers of tests that --no-skips lets a machine skip: no package would help
 CAP_SYS_ADMIN = 21

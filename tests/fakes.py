@@ -20,10 +20,10 @@ from nsm_core.engine.request import (
     TokenLogprob,
 )
 from nsm_core.errors import NsmError, SnapshotCorrupt, StateMismatch
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
-from service.backends.base import ModelInfo
 
 DEFAULT_SCRIPT = "It was the best of times, it was the worst of times."
 STATE_LAYOUT: tuple[dict[str, object], ...] = (
@@ -83,6 +83,7 @@ class FakeBackend:
             chat_template="plain-v1",
         )
         self.script_ids: tuple[int, ...] = (*self.tokenizer.encode(script), self.tokenizer.end_of_text_id)
+        self.max_requests = 272
         self.fail_after = fail_after
         self.error = error or NsmError("the fake was told to fail")
         self.refusal: NsmError | None = None

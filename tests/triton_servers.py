@@ -17,13 +17,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc.aio as triton_grpc
 
-from nsm_core.config import ModelConfig
 from nsm_core.engine.request import Event, Finished
-from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.supervisor import SHARED_MEMORY, children_of, free_regions, stubs_of
 from nsm_core.wire.call_tensors import encode_call
@@ -33,6 +29,7 @@ from nsm_core.wire.errors import decode_failure
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from service.triton_server import TritonServer, default_home, write_repository
+from tests.models import save_small_model
 from tests.redis_servers import die_with_the_tests, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,26 +37,6 @@ START_S = 60.0
 MODEL = "nsm"
 MAX_SLOTS, QUEUE_LIMIT = 8, 40
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
-
-
-def save_tiny_model(directory: Path, tokenizer: Tokenizer) -> Path:
-    """Random weights everywhere: a fresh model has zeros where its state would come to matter."""
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        d_model=32,
-        num_layers=2,
-        num_heads=2,
-        num_memory_slots=8,
-        write_top_k=2,
-        mlp_hidden=64,
-    )
-    torch.manual_seed(0)
-    model = NsmModel(config).requires_grad_(False)
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            weight.normal_(std=weight.shape[-1] ** -0.5)
-    save_model(model, tokenizer, directory, WeightFormat.FP32)
-    return directory
 
 
 class RunningTriton:
@@ -248,7 +225,7 @@ def _input(name: str, array: np.ndarray[Any, Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
+    return save_small_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
-from nsm_core.triton.config import WorkerConfig
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure, encode_failure
 from nsm_core.wire.tensors import Tensors
-from tests.nsm_core.engine.harness import RandomModel
+from tests.models import RandomModel, as_loaded
+from tests.nsm_core.triton.fake_triton import worker_config
 from tests.redis_servers import free_port
 
 MAX_SLOTS, QUEUE_LIMIT = 2, 3
@@ -29,18 +29,7 @@ DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
 def random_loaded(
     tokenizer: Tokenizer, *, fingerprint: str = "stand-in", numerics: str = "cpu/fp32/test"
 ) -> LoadedModel:
-    model = RandomModel()
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=model.config,
-        fingerprint=fingerprint,
-        numerics=numerics,
-        name="random",
-        created=1_700_000_000,
-        num_parameters=1,
-        weight_format="fp32",
-    )
+    return as_loaded(RandomModel(), tokenizer, fingerprint=fingerprint, numerics=numerics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +76,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, loaded: LoadedModel, **config: Any) -> None:
         limits = {"max_slots": MAX_SLOTS, "queue_limit": QUEUE_LIMIT, "token_budget": 32, "drain_s": 0.0}
-        self.config = WorkerConfig(**{**limits, **config})
+        self.config = worker_config(**{**limits, **config})
         self.loaded = loaded
         self.url = f"127.0.0.1:{free_port()}"
         self.break_after: int | None = None

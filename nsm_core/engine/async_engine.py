@@ -107,7 +107,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._limit = engine.config.max_slots + engine.config.queue_limit
+        self._limit = engine.config.max_requests
         self._queue_limit = engine.config.queue_limit
         self._inbox = _Inbox()
         self._handles: dict[str, GenerationHandle] = {}

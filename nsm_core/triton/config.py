@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsm_core.config import EngineConfig
+from nsm_core.config import EngineConfig, require_at_least
 from nsm_core.errors import ConfigError
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
 MIB = 2**20
+DEVICES = ("auto", "cpu", "cuda")
 CONFIG_TYPES = {"BYTES": "TYPE_STRING", "INT32": "TYPE_INT32", "UINT8": "TYPE_UINT8"}
 # Parameters that are the backend's own, not the model's
 BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
@@ -25,54 +26,45 @@ class WorkerConfig:
     go on so long when the model is unloaded.
     """
 
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     model: Path | None = None
     device: str = "auto"
     num_threads: int = 0
-    max_slots: int = 16
-    token_budget: int = 256
-    queue_limit: int = 256
     max_prompt_tokens: int = 131072
     kept_states_mb: int = 1024
     drain_s: float = 20.0
 
-    @property
-    def engine(self) -> EngineConfig:
-        return EngineConfig(max_slots=self.max_slots, token_budget=self.token_budget, queue_limit=self.queue_limit)
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        for name, low in (("num_threads", 0), ("max_prompt_tokens", 1), ("kept_states_mb", 0), ("drain_s", 0)):
+            require_at_least(name, getattr(self, name), low)
 
 
 def _path(text: str) -> Path | None:
     return Path(text) if text else None
 
 
-def _device(text: str) -> str:
-    if text not in ("auto", "cpu", "cuda"):
-        raise ValueError("must be auto, cpu or cuda")
-    return text
-
-
-def _at_least(low: int, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], wish: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
-            value = kind(text)
+            return kind(text)
         except ValueError:
-            value = None
-        if value is None or not low <= value < float("inf"):
-            raise ValueError(f"must be a {'whole ' if kind is int else ''}number of at least {low}")
-        return value
+            raise ConfigError(f"must be {wish}, got {text!r}") from None
 
     return parse
 
 
+_whole = _number(int, "a whole number")
+_ENGINE_PARAMETERS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 PARAMETERS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_ENGINE_PARAMETERS, _whole),
     "model": _path,
-    "device": _device,
-    "num_threads": _at_least(0),
-    "max_slots": _at_least(1),
-    "token_budget": _at_least(1),
-    "queue_limit": _at_least(0),
-    "max_prompt_tokens": _at_least(1),
-    "kept_states_mb": _at_least(0),
-    "drain_s": _at_least(0, float),
+    "device": str,
+    "num_threads": _whole,
+    "max_prompt_tokens": _whole,
+    "kept_states_mb": _whole,
+    "drain_s": _number(float, "a number"),
 }
 
 
@@ -82,23 +74,26 @@ def read_config(model_config: str) -> WorkerConfig:
     _check_policy(config)
     _check_tensors("input", config.get("input", []), INPUTS)
     _check_tensors("output", config.get("output", []), OUTPUTS)
+    parsed = _parse(config.get("parameters", {}))
+    engine = {name: parsed.pop(name) for name in _ENGINE_PARAMETERS if name in parsed}
+    try:
+        return WorkerConfig(engine=EngineConfig(**engine), **parsed)
+    except ConfigError as error:
+        raise ConfigError(f"config.pbtxt: parameter {error}") from error
+
+
+def _parse(parameters: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     parsed = {}
-    for name, value in config.get("parameters", {}).items():
+    for name, value in parameters.items():
         if name in BACKEND_PARAMETERS:
             continue
-        parsed[name] = _parse(name, value.get("string_value", ""))
-    worker = WorkerConfig(**parsed)
-    _ = worker.engine  # the limits together; raises ConfigError
-    return worker
-
-
-def _parse(name: str, text: str) -> Any:
-    if name not in PARAMETERS:
-        raise ConfigError(f"config.pbtxt: unknown parameter {name}; known: {', '.join(PARAMETERS)}")
-    try:
-        return PARAMETERS[name](text)
-    except ValueError as error:
-        raise ConfigError(f"config.pbtxt: parameter {name} {error}, got {text!r}") from error
+        if name not in PARAMETERS:
+            raise ConfigError(f"config.pbtxt: unknown parameter {name}; known: {', '.join(PARAMETERS)}")
+        try:
+            parsed[name] = PARAMETERS[name](value.get("string_value", ""))
+        except ConfigError as error:
+            raise ConfigError(f"config.pbtxt: parameter {name} {error}") from error
+    return parsed
 
 
 def _check_policy(config: Mapping[str, Any]) -> None:

@@ -138,20 +138,13 @@ class Worker:
         return encode_status(self.status())
 
     def _describe(self) -> WorkerDescription:
-        loaded, spec = self._loaded, self._loaded.model.state_spec
+        engine = self._config.engine
         return WorkerDescription(
-            name=loaded.name,
-            fingerprint=loaded.fingerprint,
-            numerics=loaded.numerics,
-            created=loaded.created,
-            vocab_size=loaded.tokenizer.vocab_size,
-            num_parameters=loaded.num_parameters,
-            state_bytes=spec.num_bytes,
-            state_layout=tuple(spec.layout()),
-            chat_template=loaded.config.chat_template,
-            tokenizer=loaded.tokenizer.to_json(),
-            max_slots=self._config.max_slots,
-            queue_limit=self._config.queue_limit,
+            model=self._loaded.info,
+            tokenizer=self._loaded.tokenizer.to_json(),
+            max_slots=engine.max_slots,
+            queue_limit=engine.queue_limit,
+            max_prompt_tokens=self._config.max_prompt_tokens,
         )
 
     async def _generate(self, call: GenerateCall, responder: Responder) -> None:

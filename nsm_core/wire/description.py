@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import LayerUse, SlotFigures, SlotUse, StateReport
 from nsm_core.stats import EngineStats, StateCacheStats
 from nsm_core.wire.errors import reading_answer
@@ -23,23 +24,17 @@ from nsm_core.wire.tensors import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
-    """The answer to DescribeCall: the fields of the gateway's ModelInfo, the tokenizer, the engine's limits.
+    """The answer to DescribeCall: the model, and what the worker takes. Constant while a worker lives.
 
-    `tokenizer`: the text of its `tokenizer.json`, a few hundred KB. Constant while a worker lives.
+    `tokenizer`: the text of its `tokenizer.json`, a few hundred KB. `max_slots` requests run at once, `queue_limit` may
+    wait; each has at most `max_prompt_tokens`.
     """
 
-    name: str
-    fingerprint: str
-    numerics: str
-    created: int  # unix seconds
-    vocab_size: int
-    num_parameters: int
-    state_bytes: int
-    state_layout: tuple[Mapping[str, object], ...]
-    chat_template: str
+    model: ModelInfo
     tokenizer: str
     max_slots: int
     queue_limit: int
+    max_prompt_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +57,9 @@ def decode_description(tensors: Tensors) -> WorkerDescription:
         contract = details.pop("contract", None)
         if contract != CONTRACT_VERSION:
             refuse("contract", str(CONTRACT_VERSION), contract)
-        return WorkerDescription(**{**details, "state_layout": tuple(details["state_layout"])})
+        model = details["model"]
+        info = ModelInfo(**{**model, "state_layout": tuple(model["state_layout"])})
+        return WorkerDescription(**{**details, "model": info})
 
 
 def encode_status(status: WorkerStatus) -> dict[str, Any]:

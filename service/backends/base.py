@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Protocol, runtime_checkable
 
 from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
@@ -52,6 +53,11 @@ class Generation(Protocol):
 
     def events(self) -> AsyncIterator[Event]:
         """Each event once, in order; to be iterated by one consumer."""
+        ...
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that it can hold, running and waiting: more at once are refused each time they are tried."""
         ...
 
     def cancel(self) -> None:

@@ -9,11 +9,11 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.model.loader import LoadedModel
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import ModelInfo
 
 
 class LocalBackend:
@@ -21,8 +21,9 @@ class LocalBackend:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self._tokenizer = loaded.tokenizer
-        self._model = _describe(loaded)
+        self._model = loaded.info
         self._served = loaded.model
+        self._max_requests = config.max_requests
         self._engine = AsyncEngine(
             Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config)
         )
@@ -34,6 +35,10 @@ class LocalBackend:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def max_requests(self) -> int:
+        return self._max_requests
 
     async def start(self) -> None:
         await self._engine.start()
@@ -57,18 +62,3 @@ class LocalBackend:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
-
-
-def _describe(loaded: LoadedModel) -> ModelInfo:
-    spec = loaded.model.state_spec
-    return ModelInfo(
-        name=loaded.name,
-        fingerprint=loaded.fingerprint,
-        numerics=loaded.numerics,
-        created=loaded.created,
-        vocab_size=loaded.tokenizer.vocab_size,
-        num_parameters=loaded.num_parameters,
-        state_bytes=spec.num_bytes,
-        state_layout=tuple(spec.layout()),
-        chat_template=loaded.config.chat_template,
-    )

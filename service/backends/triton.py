@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout, parse_layout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import InspectCall
-from nsm_core.wire.description import WorkerDescription
-from service.backends.base import ModelInfo, UpstreamStats
+from service.backends.base import UpstreamStats
 from service.backends.triton_generation import TritonGeneration
 from service.backends.triton_upstreams import Upstreams
 
@@ -48,11 +48,16 @@ class TritonBackend:
     async def start(self) -> None:
         await self.upstreams.start()
         description, tokenizer = self.upstreams.served
-        self._model = _model_info(description)
+    @property
+    def max_requests(self) -> int:
+        """What its servers hold together, also those that are down: they may be back when it is tried again."""
+        return sum(upstream.capacity for upstream in self.upstreams)
+
+        self._model = description.model
         self._admission = AdmissionCheck(
             vocab_size=tokenizer.vocab_size,
-            spec=StateLayout(parse_layout(description.state_layout)),
-            fingerprint=description.fingerprint,
+            spec=StateLayout(parse_layout(self._model.state_layout)),
+            fingerprint=self._model.fingerprint,
         )
         self._end = None
 
@@ -125,17 +130,3 @@ class TritonBackend:
         if num_generated or finished.reason is not FinishReason.ERROR:
             self._counts.tokens_computed += finished.prompt_tokens - finished.cached_tokens
             self._counts.tokens_resumed += finished.cached_tokens
-
-
-def _model_info(description: WorkerDescription) -> ModelInfo:
-    return ModelInfo(
-        name=description.name,
-        fingerprint=description.fingerprint,
-        numerics=description.numerics,
-        created=description.created,
-        vocab_size=description.vocab_size,
-        num_parameters=description.num_parameters,
-        state_bytes=description.state_bytes,
-        state_layout=description.state_layout,
-        chat_template=description.chat_template,
-    )

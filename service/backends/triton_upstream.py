@@ -43,7 +43,8 @@ class Upstream:
         self.counted = EngineStats()  # steps seen of it; its own counters begin anew when it does
         self._admit = admit
         self._on_change = on_change
-        self._description: WorkerDescription | None = None
+        self._description: WorkerDescription | None = None  # as it told last
+        self._is_described = False  # since it was lost
         self._status: WorkerStatus | None = None
         self._is_suspect = False
         self._num_others = 0
@@ -61,12 +62,13 @@ class Upstream:
 
     @property
     def max_slots(self) -> int:
-        return 0 if self._description is None else self._description.max_slots
+        return self._description.max_slots if self._description is not None and self._is_described else 0
 
     @property
     def capacity(self) -> int:
-        """Requests that it runs or lets wait."""
-        return 0 if self._description is None else self.max_slots + self._description.queue_limit
+        """Requests that it runs or lets wait, by what it told last."""
+        told = self._description
+        return 0 if told is None else told.max_slots + told.queue_limit
 
     @property
     def num_own(self) -> int:
@@ -106,7 +108,7 @@ class Upstream:
     def suspect(self) -> None:
         """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""
         self._is_suspect = True
-        self._description = None  # another may answer at this address
+        self._is_described = False  # another may answer at this address
         self._hurry.set()
 
     async def watch(self) -> None:
@@ -130,13 +132,13 @@ class Upstream:
         await asyncio.gather(self._channel.close(), self._control.close())
 
     async def _beat(self) -> None:
-        if self._description is None:
+        if not self._is_described:
             description = await self._describe()
             self._admit(self.url, description)
-            self._description = description
+            self._description, self._is_described = description, True
         status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
         if self._status is not None and status.engine.num_steps < self._status.engine.num_steps:
-            self._description = None  # it began anew between two heartbeats
+            self._is_described = False  # it began anew between two heartbeats
             raise EngineDead("it was started again")
         self._note(status)
 
@@ -165,7 +167,7 @@ class Upstream:
 
     def _lose(self, error: NsmError) -> None:
         is_news = self.error is None or str(error) != str(self.error)
-        self.error, self._status, self._description = error, None, None
+        self.error, self._status, self._is_described = error, None, False
         for stream in tuple(self._streams):
             stream.cut()
         if is_news:

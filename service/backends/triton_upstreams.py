@@ -134,14 +134,15 @@ class Upstreams:
     def _admit(self, url: str, description: WorkerDescription) -> None:
         """The first server says what this gateway serves; its life long no other model will do."""
         if self._served is None:
-            if self._fingerprint not in (None, description.fingerprint):
-                raise _unfit(url, "fingerprint", description.fingerprint, f"NSM_MODEL has {self._fingerprint}")
+            if self._fingerprint not in (None, description.model.fingerprint):
+                raise _unfit(url, "fingerprint", description.model.fingerprint, f"NSM_MODEL has {self._fingerprint}")
             self._served = description, Tokenizer.from_json(description.tokenizer)
             return
-        served = self._served[0]
+        served, model = self._served[0], description.model
         for name in ("fingerprint", "numerics", "chat_template", "state_bytes"):
-            if getattr(description, name) != getattr(served, name):
-                raise _unfit(url, name, getattr(description, name), f"this gateway serves {getattr(served, name)}")
+            given, wanted = getattr(model, name), getattr(served.model, name)
+            if given != wanted:
+                raise _unfit(url, name, given, f"this gateway serves {wanted}")
         if description.tokenizer != served.tokenizer:
             raise ConfigError(f"Triton server {url} has another tokenizer than this gateway")
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from nsm_core.engine.request import Resume
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import ModelInfo
 from service.prefixes.base import PrefixKey
 from service.prefixes.keys import ID_BYTES
 

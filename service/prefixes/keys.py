@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Sequence
 
-from service.backends.base import ModelInfo
+from nsm_core.model_info import ModelInfo
 from service.prefixes.base import PrefixKey
 
 # Shorter beginnings are neither kept nor looked up: reading them again costs about as much as fetching a state.

@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.test_sessions_survive_kill import Server, running
-from tests.integration.test_sessions_survive_kill import model_dir as model_dir
 from tests.integration.test_streams_survive import Reader, log_of
 from tests.redis_servers import Topology
+from tests.server_processes import Server, running
 
 GRACE_S = 0.01  # no turn of these tests is done by then
 RESPONSE = {"input": "It was the best of times,", "stream": True, "max_output_tokens": 300, "temperature": 0}
@@ -101,21 +100,23 @@ async def read_on_like(
 
 @pytest.mark.redis
 async def test_P3_R14_another_replica_goes_on_with_the_turns_of_one_that_stops(
-    model_dir: Path, tmp_path: Path, redis_single: Topology
+    backend_settings: dict[str, object], tmp_path: Path, redis_single: Topology
 ) -> None:
     url = redis_single.own_url()
     turn, response = Reader("stopped"), ResponseReader()
-    async with running(model_dir, tmp_path / "survivor", STORE=url) as survivor:
+    async with running(backend_settings, tmp_path / "survivor", STORE=url) as survivor:
         expected = await unbroken(survivor)
-        async with running(model_dir, tmp_path / "stopped", STORE=url, GRACE_S=GRACE_S) as server:
+        async with running(backend_settings, tmp_path / "stopped", STORE=url, GRACE_S=GRACE_S) as server:
             await stop_in_mid_turn(server, turn, response)
         await read_on_like(survivor, turn, response, expected)
 
 
-async def test_P3_R14_a_server_goes_on_with_its_turns_after_a_restart(model_dir: Path, tmp_path: Path) -> None:
+async def test_P3_R14_a_server_goes_on_with_its_turns_after_a_restart(
+    backend_settings: dict[str, object], tmp_path: Path
+) -> None:
     turn, response = Reader("stopped"), ResponseReader()
-    async with running(model_dir, tmp_path, GRACE_S=GRACE_S) as server:
+    async with running(backend_settings, tmp_path, GRACE_S=GRACE_S) as server:
         expected = await unbroken(server)
         await stop_in_mid_turn(server, turn, response)
-    async with running(model_dir, tmp_path) as server:
+    async with running(backend_settings, tmp_path) as server:
         await read_on_like(server, turn, response, expected)

@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from tests.counts import scaled
-from tests.integration.test_sessions_survive_kill import Server, running
-from tests.integration.test_sessions_survive_kill import model_dir as model_dir
 from tests.redis_servers import Topology
+from tests.server_processes import Server, running
 
 pytestmark = pytest.mark.redis
 LEASE_S = 1.0
@@ -99,10 +98,12 @@ class Reader:
 
 
 @pytest.fixture
-async def survivor(model_dir: Path, tmp_path: Path, redis_single: Topology) -> AsyncIterator[tuple[Server, str]]:
+async def survivor(
+    backend_settings: dict[str, object], tmp_path: Path, redis_single: Topology
+) -> AsyncIterator[tuple[Server, str]]:
     """A server that lives through the test, and the NSM_STORE it is on."""
     url = redis_single.own_url()
-    async with running(model_dir, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
+    async with running(backend_settings, tmp_path / "survivor", STORE=url, LEASE_S=LEASE_S) as server:
         yield server, url
 
 
@@ -119,13 +120,13 @@ async def log_of(server: Server, session_id: str) -> dict[str, Any]:
 
 
 async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
-    model_dir: Path, tmp_path: Path, survivor: tuple[Server, str]
+    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     server, url = survivor
     expected, rng = await unbroken(server), random.Random(3)
     for number in range(scaled(1, 100)):
         reader = Reader(f"killed{number}")
-        async with running(model_dir, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
+        async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
             await victim.create(reader.session_id)
             starting = asyncio.create_task(reader.start(victim))
             await reader.wait_for(rng.randrange(0, 200))
@@ -145,11 +146,11 @@ async def test_R14_S10_kill_9_in_mid_stream_is_a_pause_for_the_client(
 
 
 async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothing(
-    model_dir: Path, tmp_path: Path, survivor: tuple[Server, str]
+    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
 ) -> None:
     server, url = survivor
     expected = await unbroken(server)
-    async with running(model_dir, tmp_path / "sleeper", STORE=url, LEASE_S=LEASE_S) as sleeper:
+    async with running(backend_settings, tmp_path / "sleeper", STORE=url, LEASE_S=LEASE_S) as sleeper:
         for number in range(scaled(1, 20)):
             reader = Reader(f"slept{number}")
             await sleeper.create(reader.session_id)
@@ -170,10 +171,12 @@ async def test_D8_a_holder_that_wakes_after_its_turn_was_taken_over_writes_nothi
             assert follow_up["session"]["version"] == 2
 
 
-async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(model_dir: Path, tmp_path: Path) -> None:
+async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
+    backend_settings: dict[str, object], tmp_path: Path
+) -> None:
     """SQLite: the turn's record is in the file, and the store knows at once that its holder is gone."""
     reader = Reader("s")
-    async with running(model_dir, tmp_path) as victim:
+    async with running(backend_settings, tmp_path) as victim:
         expected = await unbroken(victim)
         await victim.create("s")
         starting = asyncio.create_task(reader.start(victim))
@@ -182,7 +185,7 @@ async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(mo
         with contextlib.suppress(*LOST):
             await starting
         await victim.process.wait()
-    async with running(model_dir, tmp_path) as server:
+    async with running(backend_settings, tmp_path) as server:
         await reader.read_on(server)
         assert (reader.is_done, reader.text, reader.usage) == (True, expected.text, expected.usage)
         retry = Reader("s")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.config import EngineConfig, ModelConfig
+from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import (
     EndState,
@@ -21,46 +21,14 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.execution.base import SequenceModel
-from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
+from tests.models import RandomModel
 
 FINGERPRINT = "test-model"
 # fp32: what different splits, batches and kernels may differ by, relative to states of size about 1
 TOLERANCE = 2e-4
-
-
-class RandomModel(NsmModel):
-    """A small model with random weights everywhere (a fresh one has zeros, so its state changes nothing) and an output
-    head of its own (with tied embeddings a random model repeats one token for ever).
-    """
-
-    def __init__(self, vocab_size: int = 512, seed: int = 1, *, layer_pattern: str = "N") -> None:
-        super().__init__(
-            ModelConfig(
-                layer_pattern=layer_pattern,
-                vocab_size=vocab_size,
-                d_model=32,
-                num_layers=2,
-                num_heads=2,
-                num_memory_slots=8,
-                write_top_k=2,
-                mlp_hidden=64,
-                num_kv_heads=1,
-                window=24,
-                max_context=64,
-            )
-        )
-        self.requires_grad_(False)
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-        self.head = torch.randn(vocab_size, 32, generator=generator)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden, self.head)
 
 
 @functools.cache

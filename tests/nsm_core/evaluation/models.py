@@ -9,22 +9,11 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
+from tests import models
 
 
 def small_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:
-    fields: dict[str, Any] = {
-        "vocab_size": tokenizer.vocab_size,
-        "d_model": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "num_memory_slots": 8,
-        "write_top_k": 2,
-        "mlp_hidden": 64,
-        "window": 16,
-        "max_context": 64,
-    }
-    return ModelConfig(**{**fields, **changes})
+    return models.small_config(tokenizer.vocab_size, **{"num_kv_heads": 2, "window": 16, **changes})
 
 
 def random_model(config: ModelConfig) -> NsmModel:

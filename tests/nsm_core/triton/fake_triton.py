@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from nsm_core.model.loader import LoadedModel
+from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.config import WorkerConfig
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure
 from nsm_core.wire.tensors import OUTPUTS, Tensors
+from tests.models import as_loaded
 from tests.nsm_core.engine.harness import FINGERPRINT, small_model
 
 WAIT_S = 20.0
@@ -23,20 +24,14 @@ WAIT_S = 20.0
 
 def make_worker(tokenizer: Tokenizer, **config: Any) -> Worker:
     """Not started. Two rows, three places in the queue, room for a few kept states."""
-    model = small_model()
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=model.config,
-        fingerprint=FINGERPRINT,
-        numerics="cpu/fp32/test",
-        name="random",
-        created=1_700_000_000,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weight_format="fp32",
-    )
     defaults = {"max_slots": 2, "token_budget": 32, "queue_limit": 3, "kept_states_mb": 1, "drain_s": 0.0}
-    return Worker(loaded, WorkerConfig(**{**defaults, **config}))
+    return Worker(as_loaded(small_model(), tokenizer, fingerprint=FINGERPRINT), worker_config(**{**defaults, **config}))
+
+
+def worker_config(**fields: Any) -> WorkerConfig:
+    """Those of the engine among the others, as in `config.pbtxt`."""
+    engine = {field.name: fields.pop(field.name) for field in dataclasses.fields(EngineConfig) if field.name in fields}
+    return WorkerConfig(engine=EngineConfig(**engine), **fields)
 
 
 class FakeResponder:

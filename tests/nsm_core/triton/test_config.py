@@ -11,6 +11,7 @@ import pytest
 from nsm_core.errors import ConfigError
 from nsm_core.triton.config import BACKEND_PARAMETERS, CONFIG_TYPES, PARAMETERS, WorkerConfig, read_config
 from nsm_core.wire.tensors import INPUTS, OUTPUTS
+from tests.nsm_core.triton.fake_triton import worker_config
 
 CONFIG_FILE = Path(__file__).parents[3] / "model_repository" / "nsm" / "config.pbtxt"
 
@@ -45,7 +46,7 @@ def test_parameters_are_the_workers_settings() -> None:
             model="/m", device="cpu", max_slots="4", queue_limit="0", drain_s="1.5", FORCE_CPU_ONLY_INPUT_TENSORS="yes"
         )
     )
-    assert config == WorkerConfig(model=Path("/m"), device="cpu", max_slots=4, queue_limit=0, drain_s=1.5)
+    assert config == worker_config(model=Path("/m"), device="cpu", max_slots=4, queue_limit=0, drain_s=1.5)
 
 
 def test_the_file_names_every_parameter_with_its_default() -> None:
@@ -57,13 +58,15 @@ def test_the_file_names_every_parameter_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_slots", "0", "parameter max_slots must be a whole number of at least 1, got '0'"),
-        ("max_slots", "many", "parameter max_slots must be a whole number of at least 1, got 'many'"),
-        ("max_slots", "1.5", "parameter max_slots must be a whole number"),
+        ("max_slots", "0", "parameter max_slots must be a number of at least 1, got 0"),
+        ("max_slots", "many", "parameter max_slots must be a whole number, got 'many'"),
+        ("max_slots", "1.5", "parameter max_slots must be a whole number, got '1.5'"),
+        ("queue_limit", "-1", "parameter queue_limit must be a number of at least 0, got -1"),
+        ("max_prompt_tokens", "0", "parameter max_prompt_tokens must be a number of at least 1, got 0"),
         ("max_slots", "512", r"token_budget \(256\) must be at least max_slots"),
-        ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got 'inf'"),
-        ("device", "tpu", "parameter device must be auto, cpu or cuda, got 'tpu'"),
-        ("max_slot", "3", "unknown parameter max_slot; known: model, device"),
+        ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got inf"),
+        ("device", "tpu", "parameter device must be one of auto, cpu, cuda, got 'tpu'"),
+        ("max_slot", "3", "unknown parameter max_slot; known: max_slots, token_budget"),
     ],
 )
 def test_a_bad_parameter_is_told_by_name(name: str, value: str, message: str) -> None:

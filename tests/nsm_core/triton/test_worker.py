@@ -233,7 +233,7 @@ def test_a_call_that_comes_while_the_worker_stops_is_refused(start: StartWorker)
 def test_the_worker_describes_itself(start: StartWorker, tiny_tokenizer: Tokenizer) -> None:
     worker = start()
     description = decode_description(ask(worker, DescribeCall()).wait().answers[0])
-    assert (description.fingerprint, description.max_slots) == (FINGERPRINT, 2)
+    assert (description.model.fingerprint, description.max_slots) == (FINGERPRINT, 2)
     assert Tokenizer.from_json(description.tokenizer).fingerprint == tiny_tokenizer.fingerprint
     assert decode_status(ask(worker, StatusCall()).wait().answers[0]).is_ready
     assert decode_report(ask(worker, InspectCall()).wait().answers[0]).position == 0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nsm_core.errors import EngineDead
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import LayerUse, SlotFigures, SlotUse, StateReport
 from nsm_core.stats import EngineStats, StateCacheStats
 from nsm_core.wire.description import (
@@ -22,18 +23,21 @@ from nsm_core.wire.description import (
 from tests.nsm_core.wire.wire_values import received
 
 DESCRIPTION = WorkerDescription(
-    name="tiny",
-    fingerprint="f",
-    numerics="cpu/fp32",
-    created=1_700_000_000,
-    vocab_size=512,
-    num_parameters=99,
-    state_bytes=8,
-    state_layout=({"name": "position", "shape": [], "dtype": "int64"},),
-    chat_template="plain-v1",
+    model=ModelInfo(
+        name="tiny",
+        fingerprint="f",
+        numerics="cpu/fp32",
+        created=1_700_000_000,
+        vocab_size=512,
+        num_parameters=99,
+        state_bytes=8,
+        state_layout=({"name": "position", "shape": [], "dtype": "int64"},),
+        chat_template="plain-v1",
+    ),
     tokenizer='{"é": 1}',
     max_slots=16,
     queue_limit=256,
+    max_prompt_tokens=1000,
 )
 FIGURES = SlotFigures(key_norm=1.5, value_norm=None, moved=0.25, cosine=1.0)
 USE = SlotUse(num_slots=8, untouched_share=0.5, effective_slots=None, mean=FIGURES, slots=(FIGURES, FIGURES))
@@ -71,6 +75,7 @@ def text(value: str) -> np.ndarray[Any, Any]:
     [
         (decode_description, '{"contract":2}'),
         (decode_description, '{"contract":1,"name":"x"}'),
+        (decode_description, '{"contract":1,"model":{"name":"x"}}'),
         (decode_status, '{"is_ready":true}'),
         (decode_status, '{"is_ready":true,"engine":{"speed":9},"states":{}}'),
         (decode_report, '{"layers":[{"layer":0}]}'),

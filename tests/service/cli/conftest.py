@@ -10,50 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
-from nsm_core.config import ModelConfig
-from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
 from service.cli.main import app
+from tests.models import save_small_model
 
 # Runs the command; the data directory is the test's own, and no other NSM_* variable is set.
 Nsm = Callable[..., Result]
 NSM = [sys.executable, "-c", "from service.cli.main import main; main()"]
 
 
-def save_random_model(directory: Path, tokenizer: Tokenizer, *, seed: int) -> Path:
-    """Random weights, those that start at zero included: the state matters to what is written."""
-    torch.manual_seed(seed)
-    model = NsmModel(
-        ModelConfig(
-            vocab_size=tokenizer.vocab_size,
-            d_model=32,
-            num_layers=2,
-            num_heads=2,
-            num_memory_slots=8,
-            write_top_k=2,
-            mlp_hidden=64,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.2)
-    save_model(model, tokenizer, directory, WeightFormat.FP32)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models") / "tiny", tiny_tokenizer, seed=1)
+    return save_small_model(tmp_path_factory.mktemp("models") / "tiny", tiny_tokenizer, seed=1)
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("models") / "other", tiny_tokenizer, seed=2)
+    return save_small_model(tmp_path_factory.mktemp("models") / "other", tiny_tokenizer, seed=2)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import pytest
 from nsm_core.model.storage import fingerprint
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
+from tests.models import save_small_model
 from tests.redis_servers import Topology
-from tests.service.cli.conftest import Nsm, assert_one_line, save_random_model
+from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
 
 
@@ -93,7 +94,7 @@ def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Pat
 
 
 def test_sessions_that_cannot_be_migrated_are_told_once_and_by_the_status(nsm: Nsm, tmp_path: Path) -> None:
-    stranger = save_random_model(tmp_path / "stranger", Tokenizer.train(["another text"] * 4, vocab_size=280), seed=3)
+    stranger = save_small_model(tmp_path / "stranger", Tokenizer.train(["another text"] * 4, vocab_size=280), seed=3)
     session_id = talk(nsm)
     for dry, title in ((("--dry-run",), "would migrate"), ((), "migrate")):
         result = nsm("sessions", "migrate", "--model", stranger, *dry)

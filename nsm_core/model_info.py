@@ -1,0 +1,26 @@
+"""What whoever serves a model may tell of it. No torch here: a gateway whose models run elsewhere uses it too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a client may know of the served model; `LoadedModel.info` makes it.
+
+    `fingerprint`: hash over config, weights and tokenizer. `numerics`: device kind, dtype and kernel build, the class
+    within which equal input gives equal bits. `state_bytes`: size of one state, constant for ever; `state_layout`: its
+    tensors in order (`StateSpec.layout()`), for a snapshot's header.
+    """
+
+    name: str
+    fingerprint: str
+    numerics: str
+    created: int  # unix seconds
+    vocab_size: int
+    num_parameters: int
+    state_bytes: int
+    state_layout: tuple[Mapping[str, object], ...]
+    chat_template: str

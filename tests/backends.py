@@ -1,0 +1,38 @@
+"""What a gateway's model runs on, as a parameter of the tests that prove its promises: an engine here, or Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nsm_core.tokenizer import Tokenizer
+from service.backends.base import InferenceBackend
+from service.backends.triton import TritonBackend
+from tests.models import local_backend
+from tests.triton_servers import RunningTriton
+
+BACKENDS = ["local", pytest.param("triton", marks=pytest.mark.triton)]
+MakeBackend = Callable[[], InferenceBackend]
+
+
+def triton_backend(server: RunningTriton) -> TritonBackend:
+    return TritonBackend([server.grpc_url], wait_s=30)
+
+
+@pytest.fixture(params=BACKENDS)
+def make_backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> MakeBackend:
+    """Each call: another backend, not started, of one and the same model over the tiny tokenizer."""
+    if request.param == "local":
+        return lambda: local_backend(tiny_tokenizer)
+    server: RunningTriton = request.getfixturevalue("triton")
+    return lambda: triton_backend(server)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> dict[str, object]:
+    """Of a server process: the model in it, or in a Triton server that lives on when it is killed."""
+    if request.param == "local":
+        return {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
+    return {"BACKEND": "triton", "TRITON_URL": request.getfixturevalue("triton").grpc_url}

@@ -1,0 +1,93 @@
+"""Whole `nsm serve` processes on loopback: to be killed, stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SERVE = "from service.server import run; from service.settings import load_settings; run(load_settings())"
+
+
+class Server:
+    """One process and a client of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+        self.process = process
+        self.client = client
+
+    async def create(self, session_id: str) -> None:
+        response = await self.client.post("/v1/sessions", json={"id": session_id})
+        assert response.status_code == 200, response.text
+
+    async def say(self, session_id: str, text: str, **body: Any) -> dict[str, Any]:
+        body = {"input": text, "max_tokens": 24, **body}
+        response = await self.client.post(f"/v1/sessions/{session_id}/generate", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    async def say_once(self, session_id: str, text: str, **body: Any) -> dict[str, Any]:
+        await self.create(session_id)
+        return await self.say(session_id, text, **body)
+
+    async def head(self, session_id: str) -> tuple[int, int]:
+        session = (await self.client.get(f"/v1/sessions/{session_id}")).json()
+        return session["version"], session["position"]
+
+    async def kill_in_mid_stream(self, session_id: str, text: str, **body: Any) -> None:
+        """kill -9 after a few chunks of a turn that would go on for long."""
+        body = {"input": text, "max_tokens": 20_000, "stream": True, **body}
+        num_chunks = 0
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            async with self.client.stream("POST", f"/v1/sessions/{session_id}/generate", json=body) as stream:
+                async for line in stream.aiter_lines():
+                    assert '"finish_reason":null' in line or not line.startswith("data:")
+                    num_chunks += line.startswith("data:")
+                    if num_chunks == 5:
+                        self.process.kill()
+        assert await self.process.wait() == -9
+        assert num_chunks >= 5
+
+
+@contextlib.asynccontextmanager
+async def running(backend_settings: Mapping[str, object], data_dir: Path, **changes: object) -> AsyncIterator[Server]:
+    """`backend_settings`: the fixture's. `changes`: other settings, named without NSM_."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("NSM_")}
+    settings = {"DATA_DIR": data_dir, "PORT": 0, "GRACE_S": 1, **backend_settings, **changes}
+    environment.update({f"NSM_{name}": str(value) for name, value in settings.items()})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, cwd=REPOSITORY, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        url = await read_url(process.stderr)
+        async with asyncio.TaskGroup() as group, httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+            group.create_task(process.stderr.read())  # a full pipe would stop the server
+            yield Server(process, client)
+            stop(process)
+    finally:
+        stop(process)
+        await process.wait()
+
+
+def stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # killed by the test
+        process.terminate()
+
+
+async def read_url(log: asyncio.StreamReader) -> str:
+    lines = []
+    async for line in log:
+        lines.append(line.decode())
+        found = re.search(r"serving .* on (http://\S+)", lines[-1])
+        if found:
+            return found[1]
+    raise RuntimeError("the server did not start:\n" + "".join(lines))
