@@ -14,26 +14,6 @@ from nsm_core.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What a client may know of the served model.
-
-    `fingerprint`: hash over config, weights and tokenizer. `numerics`: device kind, dtype and kernel build, the class
-    within which equal input gives equal bits. `state_bytes`: size of one state, constant for ever; `state_layout`: its
-    tensors in order (`StateSpec.layout()`), for a snapshot's header.
-    """
-
-    name: str
-    fingerprint: str
-    numerics: str
-    created: int  # unix seconds
-    vocab_size: int
-    num_parameters: int
-    state_bytes: int
-    state_layout: tuple[Mapping[str, object], ...]
-    chat_template: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamStats:
     """Of a backend whose engines are on other servers. The last three are counters.
 
@@ -75,6 +55,11 @@ class InferenceBackend(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def max_requests(self) -> int:
+        """Requests that it can hold, running and waiting: more at once are refused each time they are tried."""
+        ...
+
 
     async def start(self) -> None:
         """Ready to serve when it returns. Raises CheckpointError or ConfigError, and then need not be stopped."""
