@@ -35,11 +35,6 @@ class Generation(Protocol):
         """Each event once, in order; to be iterated by one consumer."""
         ...
 
-    @property
-    def max_requests(self) -> int:
-        """Requests that it can hold, running and waiting: more at once are refused each time they are tried."""
-        ...
-
     def cancel(self) -> None:
         """Ask the engine to stop within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
         ...
@@ -55,11 +50,11 @@ class InferenceBackend(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
     @property
     def max_requests(self) -> int:
         """Requests that it can hold, running and waiting: more at once are refused each time they are tried."""
         ...
-
 
     async def start(self) -> None:
         """Ready to serve when it returns. Raises CheckpointError or ConfigError, and then need not be stopped."""
