@@ -45,14 +45,14 @@ class TritonBackend:
     def tokenizer(self) -> Tokenizer:
         return self.upstreams.served[1]
 
-    async def start(self) -> None:
-        await self.upstreams.start()
-        description, tokenizer = self.upstreams.served
     @property
     def max_requests(self) -> int:
         """What its servers hold together, also those that are down: they may be back when it is tried again."""
         return sum(upstream.capacity for upstream in self.upstreams)
 
+    async def start(self) -> None:
+        await self.upstreams.start()
+        description, tokenizer = self.upstreams.served
         self._model = description.model
         self._admission = AdmissionCheck(
             vocab_size=tokenizer.vocab_size,
