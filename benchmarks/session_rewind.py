@@ -39,7 +39,7 @@ from nsm_core.training.data_files import read_documents
 from service.backends.local import LocalBackend
 from service.earlier_states import read_up_to
 from service.leases import HeldLease, Leases
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import SessionStore
 from service.sessions.sqlite import SqliteSessionStore
 

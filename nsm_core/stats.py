@@ -3,6 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+# What the energy went through, and how it is known: see docs/energy.md
+Source = Literal["gpu", "cpu", "dram"]
+Method = Literal["nvml", "nvml_power", "rapl", "estimate"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EnergyUse:
+    """Joules of one source, by one method."""
+
+    source: Source
+    method: Method
+    joules: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStats:
+    """What one layer with routed slots did with the tokens that were sampled last; the counters count in samples only.
+
+    Shares are in [0, 1]. `entropy`: of a token's write weights over the slots of a head, 1 where all are equal;
+    `sparsity`: share of slots with a write weight below a thousandth; `states_per_token`: exp of that entropy, in
+    slots; `openness`: mean write weight; `utilisation`: share of slots that are not where they started.
+    """
+
+    layer: int
+    entropy: float
+    sparsity: float
+    states_per_token: float
+    openness: float
+    utilisation: float
+    num_allocated: int = 0  # counter: slots that left their start
+    num_pruned: int = 0  # counter: slots that were put back to it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -13,11 +47,30 @@ class EngineStats:
     num_waiting: int = 0  # gauge: requests in the queue
     max_slots: int = 0  # gauge: rows of the state pool
     state_pool_bytes: int = 0  # gauge
+    device_memory_bytes: int = 0  # gauge: of an accelerator, allocated by this process; 0 without one
     num_steps: int = 0  # counter
     step_seconds: float = 0.0  # counter
+    step_rows: int = 0  # counter: requests that a step advanced, over all steps
+    step_tokens: int = 0  # counter: tokens that the model read, over all steps
     tokens_computed: int = 0  # counter: prompt tokens the model read
     tokens_resumed: int = 0  # counter: prompt tokens covered by a resumed state
     tokens_generated: int = 0  # counter
+    num_observed: int = 0  # counter: tokens that `layers` was made of
+    layers: tuple[LayerStats, ...] = ()
+    energy: tuple[EnergyUse, ...] = ()  # counters: since the engine started
+    request_energy: tuple[EnergyUse, ...] = ()  # counters: of that, what requests were charged
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> EngineStats:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        return cls(
+            **{
+                **fields,
+                "layers": tuple(LayerStats(**layer) for layer in fields.get("layers", ())),
+                "energy": tuple(EnergyUse(**use) for use in fields.get("energy", ())),
+                "request_energy": tuple(EnergyUse(**use) for use in fields.get("request_energy", ())),
+            }
+        )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

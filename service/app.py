@@ -22,7 +22,8 @@ from service.deps import Services
 from service.documentation import add_docs_page
 from service.errors import handle
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
+from service.metrics.shared import sharing
 from service.middleware import Body, CatchErrors, Gate, RequestContext
 from service.prefix_resume import PrefixResume
 from service.prefixes.base import PrefixStore
@@ -64,7 +65,8 @@ def create_app(
 
     Raises ConfigError when the file of API keys cannot be used.
     """
-    collected, lifecycle = Metrics(backend), Lifecycle()
+    lifecycle = Lifecycle()
+    collected = Metrics(backend, num_in_flight=lambda: lifecycle.num_active)
     if isinstance(store, RedisSessionStore):
         collected.watch_redis_pool(store.num_connections_in_use)
     if isinstance(backend, HasUpstreams):
@@ -145,6 +147,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await services.store.open()
         await stack.enter_async_context(sweeping(services.store))
         await stack.enter_async_context(sweeping(services.records))
+        await stack.enter_async_context(sharing(services.metrics.refresh))
         await stack.enter_async_context(services.prefix_resume.running())
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()

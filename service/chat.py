@@ -123,7 +123,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
         )
         for choice_index in range(body.n)
     ]
-    services.metrics.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
+    services.metrics.requests.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
     permit = services.tenants.enter(tenant, len(requests))
     run = Run(
         services.backend,

@@ -127,7 +127,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
     requests = _requests(body, prompts, sampling, envelope.id, deadline)
-    services.metrics.body_accepted(n=body.n, max_tokens=body.max_tokens)
+    services.metrics.requests.body_accepted(n=body.n, max_tokens=body.max_tokens)
     run = Run(
         services.backend,
         services.metrics,

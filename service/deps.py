@@ -16,7 +16,7 @@ from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.background import Background
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.prefix_resume import PrefixResume
 from service.prompts import PromptEncoder
 from service.records.base import RecordStore

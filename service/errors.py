@@ -41,6 +41,7 @@ from nsm_core.errors import (
     Unauthenticated,
     VersionConflict,
 )
+from service.current_request import current_request
 from service.wishes import length_of, wish_of
 
 logger = logging.getLogger("nsm.errors")
@@ -128,7 +129,18 @@ class ErrorAnswer:
 
 
 def answer(error: Exception, *, request_id: str | None = None) -> ErrorAnswer:
-    """Any exception as an answer. What nobody raised on purpose tells the client the request id only; see `report`."""
+    """Any exception as an answer. What nobody raised on purpose tells the client the request id only; see `report`.
+
+    The request that is being answered is noted as one that ended in an error.
+    """
+    made = _answer(error, request_id)
+    request = current_request()
+    if request is not None:
+        request.error = made.code or made.type
+    return made
+
+
+def _answer(error: Exception, request_id: str | None) -> ErrorAnswer:
     if isinstance(error, NsmError):
         return _answer_deliberate(error)
     if isinstance(error, RequestValidationError):

@@ -12,7 +12,8 @@ from nsm_core.engine.request import EndState, Finished, FinishReason, Generation
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
 from service.choices import ChoiceView, Delta
-from service.metrics import Metrics, RequestRecord
+from service.metrics.metrics import Metrics
+from service.metrics.requests import RequestRecord
 from service.tenants import Permit
 
 MAX_CHOICES = 128
@@ -61,7 +62,7 @@ class Run:
         try:
             for request, keep in zip(requests, keeps or [None] * len(requests), strict=True):
                 generation = backend.submit(request)
-                self.choices.append(Choice(generation, metrics.start_request(arrival=arrival), is_score_only, keep))
+                self.choices.append(Choice(generation, metrics.requests.start(arrival=arrival), is_score_only, keep))
         except BaseException:
             self.cancel()
             raise
@@ -91,11 +92,7 @@ class Run:
         record = self.choices[index].record
         if first_text_at is not None:
             record.delivered(at=first_text_at)
-        record.finish(
-            "stop" if finished.reason is FinishReason.STOP else "length",
-            prompt_tokens=finished.prompt_tokens,
-            completion_tokens=finished.completion_tokens,
-        )
+        record.finish("stop" if finished.reason is FinishReason.STOP else "length", finished)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
         if len(self.choices) == 1:
@@ -164,7 +161,7 @@ def settle(event: Finished, choice: Choice) -> Finished:
     """The end as the client shall see it. Raises when there is no good end."""
     choice.finished = event
     if event.reason is FinishReason.ERROR:
-        choice.record.finish("error")
+        choice.record.finish("error", event)
         raise event.error or NsmError("the engine failed on this request")
     if choice.is_score_only and choice.is_scored:
         return dataclasses.replace(

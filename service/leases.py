@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nsm_core.errors import LeaseLost, NsmError, SnapshotCorrupt
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import LeasedSession, SessionHead, SessionStore
 from service.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot, plan_kept
 from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
@@ -106,7 +106,7 @@ class HeldLease:
             head: SessionHead = await write(self._lease, **fields)
         except LeaseLost:
             self._is_over = True
-            self._metrics.lease_lost()
+            self._metrics.sessions.lease_lost()
             raise
         self._is_over = self.has_written = True
         return head
@@ -136,7 +136,7 @@ class HeldLease:
                 self._lease = await self._store.renew(self._lease, lease_s=self._lease_s)
             except LeaseLost as error:
                 self._is_over = True
-                self._metrics.lease_lost()
+                self._metrics.sessions.lease_lost()
                 self._on_lost(error)
                 return
             except NsmError as error:  # the store is away: the next renewal, or the commit, will tell

@@ -21,6 +21,11 @@ class Lifecycle:
         """True once the server refuses new work."""
         return self._is_draining
 
+    @property
+    def num_active(self) -> int:
+        """Pieces of work under way, see `track`."""
+        return self._num_active
+
     def begin_drain(self) -> None:
         """From now on new work is refused; what runs goes on. Idempotent."""
         self._is_draining = True

@@ -14,9 +14,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from service.current_request import CurrentRequest, answering
 from service.errors import answer, report
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 
 access_logger = logging.getLogger("nsm.access")
 
@@ -50,14 +51,15 @@ class RequestContext:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        try:
-            await self.app(scope, receive, send_with_headers)
-        finally:
-            self._report(scope, status, time.monotonic() - arrival)
+        with answering(request_id) as request:
+            try:
+                await self.app(scope, receive, send_with_headers)
+            finally:
+                self._report(scope, request, status, time.monotonic() - arrival)
 
-    def _report(self, scope: Scope, status: int, duration_s: float) -> None:
+    def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        self.metrics.http_request(method=scope["method"], route=route, status=status)
+        self.metrics.requests.http_answered(method=scope["method"], route=route, status=status, error=request.error)
         caller = scope["state"].get("caller")
         who = {} if caller is None or caller.key_id is None else {"tenant": caller.tenant, "key": caller.key_id}
         fields = {

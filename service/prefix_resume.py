@@ -24,7 +24,8 @@ from nsm_core.errors import NsmError, SnapshotCorrupt
 from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, rounded_state
 from service.backends.base import InferenceBackend
-from service.metrics import Metrics, PrefixOutcome
+from service.metrics.metrics import Metrics
+from service.metrics.prefixes import PrefixOutcome
 from service.prefix_writes import Breaker, PrefixWriter
 from service.prefixes.base import PrefixStore
 from service.prefixes.entry import decode_entry
@@ -128,7 +129,7 @@ class PrefixResume:
         """
         writer = self._writer
         if writer is None or not is_wanted:
-            self._metrics.prefix_resume("off")
+            self._metrics.prefixes.resumed("off")
             return Start(ids=ids)
         resume, places = None, []
         if len(ids) > MIN_TOKENS:
@@ -138,7 +139,7 @@ class PrefixResume:
                 resumed=resume.position if resume else 0, shared=self._seen.meet(tenant, digests), end=len(ids)
             )
         else:
-            self._metrics.prefix_resume("short")
+            self._metrics.prefixes.resumed("short")
         last = places[-1] if places else resume.position if resume else 0
 
         def keep(kept: PromptState | EndState) -> None:
@@ -160,9 +161,9 @@ class PrefixResume:
                     resume, outcome = await self._fetch(tenant, digests)
             except (NsmError, TimeoutError) as error:
                 self._breaker.failed(error)
-        self._metrics.prefix_resume(outcome)
+        self._metrics.prefixes.resumed(outcome)
         num_resumed = resume.position if resume else 0
-        self._metrics.prefix_looked_up(time.monotonic() - started, num_tokens=digests.num_ids, num_resumed=num_resumed)
+        self._metrics.prefixes.looked_up(time.monotonic() - started, num_tokens=digests.num_ids, num_resumed=num_resumed)
         return resume
 
     async def _fetch(self, tenant: str, digests: PromptDigests) -> tuple[Resume | None, PrefixOutcome]:
@@ -208,7 +209,7 @@ class PrefixResume:
             text = next_text(tokenizer.decode(kept))
             again = (await asyncio.to_thread(tokenizer.encode_batch, [text]))[0]
             if (tokenizer.end_of_text_id, *again)[: end.position] != fed:
-                self._metrics.prefix_kept("other_ids")
+                self._metrics.prefixes.kept("other_ids")
                 return
         writer.add(tenant, fed, end.state)
 

@@ -12,7 +12,7 @@ from typing import Any
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.prefixes.base import PrefixKey, PrefixStore
 from service.prefixes.entry import encode_entry
 from service.prefixes.keys import ID_BYTES, PromptDigests
@@ -82,7 +82,7 @@ class PrefixWriter:
         if key in waiting:
             return
         if len(waiting) >= MAX_TENANT_PENDING or num_all >= MAX_PENDING:
-            self._metrics.prefix_kept("dropped")
+            self._metrics.prefixes.kept("dropped")
             return
         waiting[key] = Pending(digests, state)
         self.spawn(self._write(tenant, key))
@@ -117,10 +117,10 @@ class PrefixWriter:
                 if not self._breaker.is_open:
                     entry = await asyncio.to_thread(self._encode, tenant, key, pending)
                     await self._store.put(tenant=tenant, key=key, entry=entry)
-            self._metrics.prefix_kept("dropped" if self._breaker.is_open else "stored")
+            self._metrics.prefixes.kept("dropped" if self._breaker.is_open else "stored")
         except NsmError as error:
             self._breaker.failed(error)
-            self._metrics.prefix_kept("failed")
+            self._metrics.prefixes.kept("failed")
         finally:
             del self._pending[tenant][key]
             if not self._pending[tenant]:

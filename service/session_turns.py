@@ -157,7 +157,7 @@ async def open_session_turn(
     )
     source = await services.turns.open_or_join(request)
     if not source.is_replay:
-        services.metrics.body_accepted(n=1, max_tokens=body.max_tokens)
+        services.metrics.requests.body_accepted(n=1, max_tokens=body.max_tokens)
     return SessionAnswer(services, source, has_usage_chunk=body.has_usage_chunk)
 
 
@@ -167,7 +167,7 @@ async def open_stream(services: Services, tenant: str, stream_id: str) -> Sessio
     if found is None or not SESSION_ID.fullmatch(found["session_id"]):
         raise stream_not_found(stream_id)
     source = await services.turns.follow(tenant=tenant, session_id=found["session_id"], turn_id=stream_id)
-    services.metrics.stream_resumed()
+    services.metrics.sessions.stream_resumed()
     return SessionAnswer(services, source, has_usage_chunk=source.framing.get("has_usage_chunk", False))
 
 

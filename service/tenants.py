@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 
 from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited, Unauthenticated
 from service.api_keys import KeyFile, TenantLimits
-from service.metrics import Metrics, Rejection
+from service.metrics.metrics import Metrics
+from service.metrics.requests import Rejection
 from service.rate_limit import Allowance, TokenBucket
 from service.records.base import RecordStore
 from service.sessions.base import DEFAULT_TENANT, SessionStore
@@ -84,7 +85,7 @@ class Tenants:
             return ANYBODY
         entry = None if key is None else self._keys.find(key)
         if entry is None:
-            self._metrics.rejected("invalid_api_key")
+            self._metrics.requests.rejected("invalid_api_key")
             problem = "an API key is required" if key is None else "the API key is not valid"
             raise Unauthenticated(f"{problem}; send it as Authorization: Bearer nsm_…")
         return Caller(tenant=entry.tenant, key_id=entry.id, may_read_metrics=entry.metrics)
@@ -100,7 +101,7 @@ class Tenants:
         burst = limits.burst or max(1, math.ceil(limits.requests_per_s))
         allowance = bucket.take(per_s=limits.requests_per_s, burst=burst)
         if allowance.retry_after_s is not None:
-            self._metrics.rejected("rate_limit")
+            self._metrics.requests.rejected("rate_limit")
         return allowance
 
     def enter(self, tenant: str, num_requests: int = 1) -> Permit:
@@ -114,7 +115,7 @@ class Tenants:
             message = f"n times the number of prompts must be at most {limit} (max_concurrent of this API key's tenant)"
             raise InvalidRequest(f"{message}, got {num_requests}", param="n")
         if limit is not None and running + num_requests > limit:
-            self._metrics.rejected("concurrency_limit")
+            self._metrics.requests.rejected("concurrency_limit")
             raise RateLimited(
                 f"max_concurrent of this API key's tenant is {limit}: {running} requests are running, "
                 f"{num_requests} more would be too many",
@@ -184,5 +185,5 @@ class Tenants:
             )
 
     def _reject(self, reason: Rejection, message: str) -> None:
-        self._metrics.rejected(reason)
+        self._metrics.requests.rejected(reason)
         raise QuotaExceeded(f"{message}; delete sessions, responses or conversations, or ask the operator for more")

@@ -11,7 +11,8 @@ from nsm_core.engine.request import Finished, FinishReason, TokenEvent
 from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.continuation import Continuation, TurnRequest
-from service.metrics import Metrics, RequestRecord
+from service.metrics.metrics import Metrics
+from service.metrics.requests import RequestRecord
 from service.replay import RebuildReason
 from service.sessions.base import SessionHead
 from service.tenants import Permit
@@ -153,7 +154,7 @@ class Turn:
         if not self._num_readers and not self.ended.is_set():
             late = TurnCancelled(f"the turn was stopped: its client had left {self._detached_s:g} seconds before")
             self._timer = asyncio.get_running_loop().call_later(self._detached_s, self.stop, late)
-            self._metrics.turn_detached(1)
+            self._metrics.sessions.turn_detached(1)
 
     def stop(self, error: NsmError) -> None:
         """End within a step, with `error`, and keep nothing. Only the first call counts; too late once committing."""
@@ -230,14 +231,11 @@ class Turn:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._metrics.turn_detached(-1)
+            self._metrics.sessions.turn_detached(-1)
 
     def _count(self, end: TurnEnd) -> None:
         if self._record is not None:
-            finished = end.finished
-            self._record.finish(
-                _reason(end), prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens
-            )
+            self._record.finish(_reason(end), end.finished)
 
 
 class Follower:

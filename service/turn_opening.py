@@ -14,7 +14,7 @@ from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, TurnRequest, require_version, resume
 from service.leases import HeldLease, Leases
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.reframing import Reframer
 from service.replay import LostState, read_replay
 from service.sessions.base import SessionHead, SessionStore
@@ -48,7 +48,7 @@ class TurnOpening:
         started = time.monotonic()
         with _count_outcomes(self.metrics):
             held = await self.leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
-        self.metrics.state_fetched(time.monotonic() - started)
+        self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
     async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
@@ -94,7 +94,7 @@ class TurnOpening:
         run = self._submit(turn, held, start, request, generation_request, tokens, len(record.chunks))
         turn.identity, turn.digest = record.identity, record.digest
         logger.warning("session %s: a turn is taken over after %d tokens", head.session_id, len(tokens))
-        self.metrics.turn_taken_over()
+        self.metrics.sessions.turn_taken_over()
         return run
 
     def _submit(
@@ -113,7 +113,7 @@ class TurnOpening:
         turn.begin(
             generation,
             start,
-            self.metrics.start_request(arrival=request.arrival),
+            self.metrics.requests.start(arrival=request.arrival),
             request,
             earlier=[reframer.feed(token) for token in earlier],
         )
@@ -139,7 +139,7 @@ class TurnOpening:
             found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
             start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
         if start.head.num_log_tokens:
-            self.metrics.session_resume(start.rebuilt or "hit")
+            self.metrics.sessions.resumed(start.rebuilt or "hit")
         return start
 
     async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
@@ -158,8 +158,8 @@ def _count_outcomes(metrics: Metrics) -> Iterator[None]:
     try:
         yield
     except StateMismatch:
-        metrics.session_resume("refused")
+        metrics.sessions.resumed("refused")
         raise
     except (NotFound, SnapshotCorrupt):
-        metrics.session_resume("miss")
+        metrics.sessions.resumed("miss")
         raise

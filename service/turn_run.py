@@ -15,7 +15,7 @@ from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
 from service.continuation import Continuation
 from service.leases import HeldLease
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import SessionHead
 from service.sessions.turn_records import REPEATABLE, EndedTurn
 from service.stored_turns import Place, StoredToken, TurnResult, encode_result, stored_token
@@ -71,7 +71,7 @@ class TurnRun:
         """The session stays where it is, and the record tells why; that of a turn handed over still runs."""
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
         if isinstance(error, HandedOver):
-            self.metrics.turn_handed_over()
+            self.metrics.sessions.turn_handed_over()
         elif isinstance(error, LeaseLost):
             error = await self._fate(error)
         else:
@@ -141,9 +141,9 @@ class TurnRun:
                 turn=ended,
             )
         except VersionConflict:
-            self.metrics.commit_conflict()
+            self.metrics.sessions.commit_conflict()
             raise
-        self.metrics.state_committed(time.monotonic() - started, num_bytes=len(raw))
+        self.metrics.sessions.state_committed(time.monotonic() - started, num_bytes=len(raw))
         return head
 
     def _ended(

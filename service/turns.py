@@ -21,7 +21,7 @@ from service.backends.base import InferenceBackend
 from service.continuation import TurnRequest
 from service.leases import NO_CHUNKS, HeldLease, Leases
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import SessionStore
 from service.sessions.records import session_busy
 from service.sessions.turn_records import TurnRecord
@@ -110,14 +110,14 @@ class Turns:
                 if record.status == "running":
                     turn.is_replay = True
                     run = await self._opening.go_on(turn, held, record)
-                    self._metrics.turn_replayed()
+                    self._metrics.sessions.turn_replayed()
                     return self._run(run)
         except SessionBusy:
             known = await self._known_elsewhere(request)
             if known is None:
                 raise
             return known
-        self._metrics.turn_replayed()
+        self._metrics.sessions.turn_replayed()
         return await self._reader(request.tenant, request.session_id, record)
 
     async def follow(self, *, tenant: str, session_id: str, turn_id: str) -> TurnSource:
@@ -158,7 +158,7 @@ class Turns:
             _require_same(running.digest, request)
             await running.begun.wait()
             if running.turn_id:
-                self._metrics.turn_replayed()
+                self._metrics.sessions.turn_replayed()
                 return running.follow()
             await running.ended.wait()  # it was refused: this one tries itself
         return None
@@ -173,7 +173,7 @@ class Turns:
         if record is None:
             return None
         _require_same(record.digest, request)
-        self._metrics.turn_replayed()
+        self._metrics.sessions.turn_replayed()
         return await self._reader(request.tenant, request.session_id, record)
 
     async def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:

@@ -13,7 +13,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import Snapshot
 from service.continuation import TurnRequest
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import Lease, SessionHead
 from service.sessions.memory import MemorySessionStore
 from service.tenants import Tenants

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # part of this contract, defined where it is made
+from nsm_core.stats import EnergyUse
 
 
 class FinishReason(enum.StrEnum):
@@ -111,12 +112,24 @@ class EndState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where a request's time went, in seconds: in the queue until it got a slot, then to its first token, then to its
+    end. `prefill_s`: None for a request that sampled nothing.
+    """
+
+    queue_s: float
+    prefill_s: float | None = None
+    decode_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The last event of every request, whatever happens to it.
 
     `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
     end-of-text. `num_dropped_tokens`: how many of the last TokenEvents are not visible because of a stop string or id.
-    `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them.
+    `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None from an engine
+    that did not tell; `energy`: this request's share, empty where nothing is measured.
     """
 
     reason: FinishReason
@@ -128,6 +141,8 @@ class Finished:
     completion_tokens: int = 0
     end_state: EndState | None = None
     error: NsmError | None = None
+    timings: Timings | None = None
+    energy: tuple[EnergyUse, ...] = ()
 
 
 Event = PromptScored | PromptState | TokenEvent | Finished

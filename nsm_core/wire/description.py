@@ -70,7 +70,7 @@ def decode_status(tensors: Tensors) -> WorkerStatus:
     """Raises EngineDead for what no worker of this contract sends."""
     with reading_answer():
         details = _read_details(tensors)
-        engine, states = EngineStats(**details["engine"]), StateCacheStats(**details["states"])
+        engine, states = EngineStats.from_dict(details["engine"]), StateCacheStats(**details["states"])
         return WorkerStatus(is_ready=details["is_ready"], engine=engine, states=states)
 
 

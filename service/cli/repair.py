@@ -224,7 +224,7 @@ async def _migrate(
     from nsm_core.errors import NsmError
     from nsm_core.state.quantize import StateFormat
     from service.leases import Leases
-    from service.metrics import Metrics
+    from service.metrics.metrics import Metrics
     from service.migration import Migrator
 
     async with _opened(settings) as (store, backend):

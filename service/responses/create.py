@@ -125,7 +125,7 @@ def _opening(
         max_tokens_limit=settings.max_tokens_limit,
         vocab_size=services.backend.tokenizer.vocab_size,
     )
-    services.metrics.body_accepted(n=1, max_tokens=sampling.max_tokens)
+    services.metrics.requests.body_accepted(n=1, max_tokens=sampling.max_tokens)
     deadline = arrival.time + (body.timeout or settings.request_timeout_s)
     return Opening(
         services=services,

@@ -9,7 +9,7 @@ import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, SessionBusy, StoreUnavailable
 from service.leases import Leases
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import Lease, LeasedSession
 from service.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend

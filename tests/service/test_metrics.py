@@ -7,7 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsm_core.errors import DeadlineExceeded
-from service.metrics import SECONDS, Metrics
+from service.metrics.buckets import SECONDS
+from service.metrics.metrics import Metrics
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, gateway
 
@@ -140,7 +141,7 @@ def test_every_metric_is_ours_and_named_once() -> None:
 
 def test_two_applications_do_not_share_numbers() -> None:
     first, second = Metrics(FakeBackend()), Metrics(FakeBackend())
-    first.session_resume("hit")
+    first.sessions.resumed("hit")
     assert first.registry.get_sample_value("nsm_session_resume_total", {"outcome": "hit"}) == 1
     assert second.registry.get_sample_value("nsm_session_resume_total", {"outcome": "hit"}) is None
 
@@ -148,7 +149,7 @@ def test_two_applications_do_not_share_numbers() -> None:
 @pytest.mark.parametrize("reason", ["stop", "abort", "error"])
 def test_a_request_ends_once(reason: str) -> None:
     metrics = Metrics(FakeBackend())
-    record = metrics.start_request(arrival=0.0)
+    record = metrics.requests.start(arrival=0.0)
     record.delivered()
     record.delivered()
     record.finish(reason)  # type: ignore[arg-type]

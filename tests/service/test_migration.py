@@ -9,7 +9,7 @@ from nsm_core.errors import EngineDead
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.leases import Leases
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.migration import Migrated, Migrator
 from service.moving import SessionName, all_sessions
 from service.sessions.base import SessionStore

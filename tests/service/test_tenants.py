@@ -7,7 +7,7 @@ import pytest
 
 from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited
 from service.api_keys import KeyFile
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.base import TenantUsage
 from service.sessions.memory import MemorySessionStore
 from service.tenants import Tenants

@@ -14,7 +14,7 @@ from nsm_core.errors import KeyReused, LeaseLost, NotFound, NsmError, StateMisma
 from nsm_core.state.snapshot import Snapshot
 from service.continuation import TurnRequest
 from service.lifecycle import Lifecycle
-from service.metrics import Metrics
+from service.metrics.metrics import Metrics
 from service.sessions.memory import MemorySessionStore
 from service.sessions.turn_records import TurnRecord
 from service.tenants import Tenants
