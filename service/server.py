@@ -79,6 +79,7 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
     """Only a model that the settings name is read, for its fingerprint. Raises CheckpointError or ConfigError."""
     try:
         from service.backends.triton import TritonBackend
+        from service.backends.triton_tls import TritonTls
     except ModuleNotFoundError as error:
         raise ConfigError("NSM_BACKEND=triton needs the extra: pip install 'nsm-serve[triton]'") from error
 
@@ -87,7 +88,15 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
         from nsm_core.model import storage
 
         fingerprint = storage.fingerprint(settings.model)
-    return TritonBackend(settings.triton_urls(), wait_s=settings.triton_wait_s, fingerprint=fingerprint)
+    tls = None
+    if settings.triton_tls_ca is not None:
+        tls = TritonTls.read(
+            ca=settings.triton_tls_ca,
+            cert=settings.triton_tls_cert,
+            key=settings.triton_tls_key,
+            server_name=settings.triton_tls_name,
+        )
+    return TritonBackend(settings.triton_urls(), wait_s=settings.triton_wait_s, fingerprint=fingerprint, tls=tls)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -30,6 +30,33 @@ def is_installed() -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTls:
+    """PEM files: the server's certificate and its key. `client_ca`: who signs those of clients; None asks for none."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @classmethod
+    def of(cls, *, cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
+        """None where nothing is given. Raises ConfigError where something lacks."""
+        if cert is None and key is None and client_ca is None:
+            return None
+        if cert is None or key is None:
+            raise ConfigError("TLS needs a certificate and its key (--tls-cert, --tls-key)")
+        for path in (cert, key, client_ca):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"there is no file {path}")
+        return cls(cert=cert, key=key, client_ca=client_ca)
+
+    def options(self) -> list[str]:
+        options = ["--grpc-use-ssl=1", f"--grpc-server-cert={self.cert}", f"--grpc-server-key={self.key}"]
+        if self.client_ca is not None:
+            options += ["--grpc-use-ssl-mutual=1", f"--grpc-root-cert={self.client_ca}"]
+        return options
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TritonServer:
     """One server. `home`: its environment; `repository`: a model repository, see `write_repository`."""
 
@@ -40,6 +67,7 @@ class TritonServer:
     grpc_port: int
     metrics_port: int
     drain_s: float = 30.0
+    tls: ServerTls | None = None
 
     @property
     def region_prefix(self) -> str:
@@ -64,6 +92,7 @@ class TritonServer:
             f"--metrics-address={self.host}",
             f"--metrics-port={self.metrics_port}",
             f"--exit-timeout-secs={round(self.drain_s)}",
+            *([] if self.tls is None else self.tls.options()),
         ]
 
     def environment(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import InspectCall
 from service.backends.base import UpstreamStats
 from service.backends.triton_generation import TritonGeneration
+from service.backends.triton_tls import TritonTls
 from service.backends.triton_upstreams import Upstreams
 
 
@@ -23,11 +24,14 @@ class TritonBackend:
     """An InferenceBackend on one or several Triton servers. Needs neither torch nor the model's files.
 
     `urls`: host:port of each server's gRPC; `wait_s`: how long `start` waits for a first one; `fingerprint`: of the one
-    model to be used, None for whatever the first server has. Before `start` there is no model and no tokenizer.
+    model to be used, None for whatever the first server has; `tls`: with all of them. Before `start` there is no model
+    and no tokenizer.
     """
 
-    def __init__(self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None) -> None:
-        self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint)
+    def __init__(
+        self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None, tls: TritonTls | None = None
+    ) -> None:
+        self.upstreams = Upstreams(urls, wait_s=wait_s, fingerprint=fingerprint, tls=tls)
         self._open: dict[str, TritonGeneration] = {}
         self._end: EngineDead | None = EngineDead("the backend was not started")
         self._num_failovers = 0

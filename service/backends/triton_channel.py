@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from nsm_core.errors import DeadlineExceeded, EngineDead
 from nsm_core.wire.errors import Failure, decode_failure, reading_answer
 from nsm_core.wire.tensors import Tensors
+from service.backends.triton_tls import TritonTls, explained
 
 MODEL = "nsm"
 LENGTH_BYTES = 4  # in front of each string of a BYTES tensor
@@ -39,9 +40,12 @@ class CallFailed(Exception):
 class TritonChannel:
     """To be made on the event loop that uses it."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: host:port. Nothing is connected yet."""
-        self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+    def __init__(self, url: str, *, tls: TritonTls | None = None) -> None:
+        """`url`: host:port; `tls`: None for a connection in the clear. Nothing is connected yet."""
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(url, tls.credentials(), options=(*_OPTIONS, *tls.options()))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def open(self, *, timeout_s: float | None) -> TritonStream:
@@ -134,4 +138,4 @@ def _loss(error: Any) -> EngineDead | DeadlineExceeded:
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the Triton server did not answer in time")
-    return EngineDead(f"the connection to the Triton server broke: {code.name.lower()}: {error.details()}")
+    return EngineDead(f"the connection to the Triton server broke: {code.name.lower()}: {explained(error.details())}")

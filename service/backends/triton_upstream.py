@@ -15,6 +15,7 @@ from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton_channel import CallFailed, TritonChannel, TritonStream
+from service.backends.triton_tls import TritonTls
 
 logger = logging.getLogger("nsm.triton")
 
@@ -36,7 +37,12 @@ class Upstream:
     """
 
     def __init__(
-        self, url: str, *, admit: Callable[[str, WorkerDescription], None], on_change: Callable[[], None]
+        self,
+        url: str,
+        *,
+        tls: TritonTls | None = None,
+        admit: Callable[[str, WorkerDescription], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.url = url
         self.error: NsmError | None = None  # why it is not up, None while nobody knows
@@ -51,9 +57,9 @@ class Upstream:
         self._most_own = 0  # since the last heartbeat
         self._streams: set[TritonStream] = set()
         self._hurry = asyncio.Event()
-        self._channel = TritonChannel(url)
+        self._channel = TritonChannel(url, tls=tls)
         # apart from the requests: a full connection must not look like a dead server
-        self._control = TritonChannel(url)
+        self._control = TritonChannel(url, tls=tls)
 
     @property
     def is_up(self) -> bool:

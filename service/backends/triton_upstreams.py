@@ -12,6 +12,7 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import InspectCall
 from nsm_core.wire.description import WorkerDescription, decode_report
 from service.backends.triton_channel import CallFailed
+from service.backends.triton_tls import TritonTls
 from service.backends.triton_upstream import Upstream
 
 INSPECT_S = 30.0
@@ -21,13 +22,18 @@ MAX_PLACES = 16_384  # states whose servers are known
 class Upstreams:
     """`start` and `stop` once each, on one event loop."""
 
-    def __init__(self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None) -> None:
-        """`wait_s`: how long `start` waits for a first server. `fingerprint`: of the one model to be used, if known."""
+    def __init__(
+        self, urls: Sequence[str], *, wait_s: float, fingerprint: str | None = None, tls: TritonTls | None = None
+    ) -> None:
+        """`wait_s`: how long `start` waits for a first server. `fingerprint`: of the one model to be used, if known.
+        `tls`: with all of them; None for connections in the clear.
+        """
         self._urls = tuple(urls)
         self.num_state_hits = 0  # turns whose state was where they went
         self.num_state_misses = 0  # turns whose state had to be sent
         self._wait_s = wait_s
         self._fingerprint = fingerprint
+        self._tls = tls
         self._served: tuple[WorkerDescription, Tokenizer] | None = None
         self._all: tuple[Upstream, ...] = ()
         self._watches: list[asyncio.Task[None]] = []
@@ -60,7 +66,7 @@ class Upstreams:
 
     async def start(self) -> None:
         """Returns when one server is ready and no other is unfit. Raises ConfigError, and then nothing is left open."""
-        self._all = tuple(Upstream(url, admit=self._admit, on_change=self._tell) for url in self._urls)
+        self._all = tuple(Upstream(url, tls=self._tls, admit=self._admit, on_change=self._tell) for url in self._urls)
         self._watches = [asyncio.create_task(upstream.watch()) for upstream in self._all]
         try:
             async with asyncio.timeout(self._wait_s):

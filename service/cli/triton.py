@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from service.cli.output import note
 
 app = typer.Typer(help="Run the model inside a Triton server.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """A group even with one command, so that others may join it."""
 
 
 @app.command()
@@ -31,18 +27,49 @@ def serve(
         Path | None,
         typer.Option(help="Where scripts/triton-server installed it.", show_default="in the environment"),
     ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: gRPC over TLS with this certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="PEM file: clients need a certificate of this CA.")] = None,
 ) -> None:
     """Serve the model with Triton until Ctrl-C. For development: production uses the vendor's container."""
-    from service.triton_server import TritonServer, default_home, run
+    from service.triton_server import ServerTls, TritonServer, default_home, run
 
     parameters = dict(_split(item) for item in parameter or ())
     if model is not None:
         parameters["model"] = str(model.resolve())
     note(f"gRPC {host}:{grpc_port}, HTTP {host}:{http_port}, metrics {host}:{metrics_port}/metrics")
     server = TritonServer(
-        home=home or default_home(), host=host, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
+        home=home or default_home(),
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        tls=ServerTls.of(cert=tls_cert, key=tls_key, client_ca=tls_client_ca),
     )
     raise typer.Exit(run(server, parameters))
+
+
+@app.command()
+def probe(
+    kind: Annotated[Literal["startup", "readiness", "liveness"], typer.Argument(help="What is asked.")],
+    url: Annotated[str, typer.Option(help="host:port of the server's gRPC.")] = "localhost:8001",
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds for each of three questions at most.")] = 1.5,
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the CA of its certificate.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    tls_name: Annotated[str | None, typer.Option(help="The name in its certificate.", show_default="the host")] = None,
+) -> None:
+    """Ask a Triton server's worker whether it is well; the exit status tells. For the probes of a container.
+
+    liveness: the engine's loop runs. startup, readiness: the model makes a step, now.
+    """
+    from service.backends.triton_tls import TritonTls
+    from service.triton_probe import ask_worker
+
+    if tls_ca is None and (tls_cert or tls_key or tls_name):
+        raise typer.BadParameter("needed with the other --tls options", param_hint="'--tls-ca'")
+    tls = None if tls_ca is None else TritonTls.read(ca=tls_ca, cert=tls_cert, key=tls_key, server_name=tls_name)
+    note(asyncio.run(ask_worker(kind, url, tls=tls, timeout_s=timeout_s)))
 
 
 def _split(item: str) -> tuple[str, str]:

@@ -1,0 +1,72 @@
+"""TLS between this process and Triton servers: what gRPC needs, read from PEM files that were found to be of use."""
+
+from __future__ import annotations
+
+import dataclasses
+import ssl
+from pathlib import Path
+
+import grpc
+
+from nsm_core.errors import ConfigError
+
+# What gRPC tells of a handshake that failed, in its own words, and ours
+NOT_CONNECTED = "failed to connect"
+_REASONS = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by the CA that this side trusts"),
+    ("Hostname Verification Check failed", "its certificate is for another name than its address"),
+    ("WRONG_VERSION_NUMBER", "it speaks without TLS"),
+    ("Socket closed", "it hung up at once, as servers do that want TLS, or another certificate of this side"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TritonTls:
+    """PEM texts. `ca`: who signs the servers' certificates; `cert` and `key`: of this side, both or neither.
+
+    `server_name`: the name that the certificates are for, None for that of each server's address.
+    """
+
+    ca: bytes
+    cert: bytes | None = None
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    server_name: str | None = None
+
+    @classmethod
+    def read(
+        cls, *, ca: Path, cert: Path | None = None, key: Path | None = None, server_name: str | None = None
+    ) -> TritonTls:
+        """Raises ConfigError: a file is missing, holds something else, or the key is not the certificate's."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(ca)
+        except OSError as error:
+            raise ConfigError(f"{ca} is no file with certificates of a CA: {_reason(error)}") from error
+        if (cert is None) != (key is None):
+            raise ConfigError("a certificate of this side needs its key, and a key its certificate")
+        if cert is None or key is None:
+            return cls(ca=ca.read_bytes(), server_name=server_name)
+        try:
+            context.load_cert_chain(cert, key, password="")  # without one, an encrypted key would ask the terminal
+        except OSError as error:
+            raise ConfigError(f"{cert} and {key} are no certificate and its key: {_reason(error)}") from error
+        return cls(ca=ca.read_bytes(), cert=cert.read_bytes(), key=key.read_bytes(), server_name=server_name)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """Of the channel."""
+        return () if self.server_name is None else (("grpc.ssl_target_name_override", self.server_name),)
+
+
+def explained(details: str) -> str:
+    """What gRPC tells of a connection that was lost, with a handshake's failure in plain words before it."""
+    for words, reason in _REASONS:
+        if NOT_CONNECTED in details and words in details:
+            return f"{reason} ({details})"
+    return details
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
