@@ -113,7 +113,7 @@ class EnergyMetrics:
             registry=registry,
         )
         self._requests = FollowingCounter(
-            "nsm_request_energy_joules_total", "Of that, what requests were charged.", labels, registry=registry
+            "nsm_energy_charged_joules_total", "Of that, what requests were charged.", labels, registry=registry
         )
 
     def follow(self, stats: EngineStats) -> None:
