@@ -125,8 +125,8 @@ def _with_parameter(text: str, name: str, value: str) -> str:
         raise ConfigError(f"unknown parameter {name}; known: {', '.join(PARAMETERS)}")
     try:
         PARAMETERS[name](value)
-    except ValueError as error:
-        raise ConfigError(f"{name} {error}, got {value!r}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name} {error}") from error
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     place = re.compile(rf'(key: "{name}" value {{ string_value: )"[^"]*"')
     return place.sub(lambda found: f'{found[1]}"{quoted}"', text)

@@ -71,7 +71,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
     `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are. `options`: what calls asked for, in order;
-    `state_sizes`: bytes of states that came along.
+    `state_sizes`: bytes of states that came along; `credentials`: TLS, from the next start on.
     """
 
     def __init__(self, loaded: LoadedModel, **config: Any) -> None:
@@ -84,6 +84,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.is_hung = self.is_mute = False
         self.options: list[dict[str, Any]] = []
         self.state_sizes: list[int] = []
+        self.credentials: grpc.ServerCredentials | None = None
         self._worker: Worker | None = None
         self._server: Any = None
 
@@ -97,7 +98,10 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._worker.start()
         self._server = grpc.aio.server()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        assert self._server.add_insecure_port(self.url)
+        if self.credentials is None:
+            assert self._server.add_insecure_port(self.url)
+        else:
+            assert self._server.add_secure_port(self.url, self.credentials)
         await self._server.start()
 
     async def stop(self, *, grace_s: float | None = None) -> None:

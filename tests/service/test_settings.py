@@ -74,6 +74,9 @@ def test_store_choices(store: str, path: str | None) -> None:
     assert settings.database_path() == (None if path is None else Path.cwd() / path)
 
 
+TRITON = {"backend": "triton", "triton_url": "host:8001"}
+
+
 def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSM_BACKEND", "triton")
     monkeypatch.setenv("NSM_TRITON_URL", "one:8001, [::1]:8001,one:8001")
@@ -92,6 +95,11 @@ def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyP
         ({"backend": "triton", "triton_url": "host:8001", "max_slots": 4}, "NSM_MAX_SLOTS has no effect"),
         ({"backend": "triton", "triton_url": "host:8001", "num_threads": 1}, "NSM_NUM_THREADS has no effect"),
         ({"backend": "cloud"}, "NSM_BACKEND"),
+        ({"triton_tls_ca": "ca.pem"}, "NSM_TRITON_TLS_CA has no effect unless NSM_BACKEND is triton"),
+        ({**TRITON, "triton_tls_cert": "a", "triton_tls_ca": "b"}, "are of use together only"),
+        ({**TRITON, "triton_tls_key": "a", "triton_tls_ca": "b"}, "are of use together only"),
+        ({**TRITON, "triton_tls_name": "triton"}, "have no effect without NSM_TRITON_TLS_CA"),
+        ({**TRITON, "triton_tls_cert": "a", "triton_tls_key": "b"}, "have no effect without NSM_TRITON_TLS_CA"),
     ],
     ids=str,
 )
