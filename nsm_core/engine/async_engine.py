@@ -27,6 +27,14 @@ HEARTBEAT_LIMIT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Submit:
+    """`at`: a `time.monotonic()` reading."""
+
+    request: GenerationRequest
+    at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
 
@@ -79,11 +87,11 @@ class _Inbox:
     """Commands for the engine's thread, in order."""
 
     def __init__(self) -> None:
-        self._commands: list[GenerationRequest | _Cancel] = []
+        self._commands: list[_Submit | _Cancel] = []
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def put(self, command: GenerationRequest | _Cancel) -> None:
+    def put(self, command: _Submit | _Cancel) -> None:
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
@@ -93,7 +101,7 @@ class _Inbox:
             self._is_closed = True
             self._changed.notify()
 
-    def take(self, *, wait_s: float) -> tuple[list[GenerationRequest | _Cancel], bool]:
+    def take(self, *, wait_s: float) -> tuple[list[_Submit | _Cancel], bool]:
         """All commands, and whether the inbox was closed. Waits up to `wait_s` when there is nothing to tell."""
         with self._changed:
             if not self._commands and not self._is_closed:
@@ -143,7 +151,7 @@ class AsyncEngine:
         self._engine.check(request)
         handle = GenerationHandle(request, self._inbox)
         self._handles[request.request_id] = handle
-        self._inbox.put(request)
+        self._inbox.put(_Submit(request, time.monotonic()))
         return handle
 
     def is_ready(self) -> bool:
@@ -180,11 +188,11 @@ class AsyncEngine:
         self._post(events)
         return not is_closed
 
-    def _add(self, request: GenerationRequest) -> Events:
+    def _add(self, command: _Submit) -> Events:
         try:
-            self._engine.add(request)
+            self._engine.add(command.request, arrival=command.at)
         except NsmError as error:
-            return [(request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
+            return [(command.request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
         return []
 
     def _post(self, events: Events) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
 from nsm_core.config import EngineConfig
+from nsm_core.energy.meter import EnergyMeter
+from nsm_core.engine.accounts import Accounts
 from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.end_state import make_end_state
 from nsm_core.engine.output import StopMatch
@@ -26,6 +27,7 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.result import SampledToken
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
@@ -37,8 +39,9 @@ Events = list[tuple[str, Event]]
 class Engine:
     """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
 
-    `executor`: how the model is computed; `clock` gives the seconds that deadlines are compared with; `poison` fills
-    free rows of state with NaN.
+    `executor`: how the model is computed; `meter`: of the energy that requests are charged; `observer`: looks at what
+    the model's states do; `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state
+    with NaN.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Engine:
         fingerprint: str,
         config: EngineConfig,
         executor: ExecutorFactory = EagerExecutor,
+        meter: EnergyMeter | None = None,
+        observer: ModelObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
     ) -> None:
@@ -65,7 +70,8 @@ class Engine:
         self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
         self._running: dict[int, RunningSequence] = {}  # by slot
         self._cancelled: set[str] = set()
-        self._stats = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
+        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
+        self._accounts = Accounts(counted, meter=meter, observer=observer)
 
     @property
     def has_work(self) -> bool:
@@ -76,12 +82,12 @@ class Engine:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
         self._admission.check(request)
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises what `check` raises, or Overloaded."""
+    def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
+        """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded."""
         self.check(request)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
-        sequence = RunningSequence(request, self._tokenizer)
+        sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival)
         self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), borders=request.keep_states_at)
         self._sequences[request.request_id] = sequence
 
@@ -100,18 +106,23 @@ class Engine:
         events = self._end_early()
         plan = self._scheduler.plan()
         if plan.is_empty:
+            self._accounts.rest()
             return events
-        started = time.monotonic()
         self._open(plan)
+        self._accounts.begin(plan, self._running, self._runner.pool)
+        started = time.monotonic()
         result = self._runner.run(plan, self._running)
+        self._accounts.charge(plan, self._running, time.monotonic() - started)
         self._scheduler.apply(plan)
         events += self._apply(plan, result)
-        self._count_step(plan, result, time.monotonic() - started)
+        if not self._sequences:
+            self._accounts.rest()
+        self._accounts.counted.step_seconds += time.monotonic() - started
         return events
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        stats = dataclasses.replace(self._stats)
+        stats = self._accounts.stats()
         stats.num_running, stats.num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         return stats
 
@@ -130,12 +141,14 @@ class Engine:
         return events
 
     def _open(self, plan: Plan) -> None:
+        now = self._clock()
         for admission in plan.admitted:
             sequence = self._sequences[admission.request_id]
+            sequence.timeline.admitted = now
             self._runner.open(admission.slot, sequence.request.resume)
             self._running[admission.slot] = sequence
             sequence.slot = admission.slot
-            self._stats.tokens_resumed += sequence.resumed_position
+            self._accounts.counted.tokens_resumed += sequence.resumed_position
 
     def _apply(self, plan: Plan, result: StepResult) -> Events:
         for slot, scores in result.scored.items():
@@ -163,6 +176,9 @@ class Engine:
         events: Events = []
         sequence = self._running[slot]
         request = sequence.request
+        self._accounts.counted.tokens_generated += 1
+        if sequence.timeline.first_token is None:
+            sequence.timeline.first_token = self._clock()
         if request.prompt_logprobs is not None and not sequence.sampled:
             events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
         events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
@@ -207,6 +223,8 @@ class Engine:
             completion_tokens=len(sequence.sampled),
             end_state=self._end_state(sequence, reason, stop),
             error=error,
+            timings=sequence.timeline.timings(self._clock()),
+            energy=self._accounts.close(request.request_id),
         )
         self._scheduler.remove(request.request_id)
         del self._sequences[request.request_id]
@@ -221,9 +239,3 @@ class Engine:
         if not sequence.request.keep_state or slot is None or reason in (FinishReason.ABORT, FinishReason.ERROR):
             return None
         return make_end_state(self._runner, sequence, slot, stop, self._tokenizer)
-
-    def _count_step(self, plan: Plan, result: StepResult, seconds: float) -> None:
-        self._stats.num_steps += 1
-        self._stats.step_seconds += seconds
-        self._stats.tokens_computed += sum(chunk.length for chunk in plan.prefill)
-        self._stats.tokens_generated += sum(isinstance(item, SampledToken) for item in result.sampled.values())

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from nsm_core.engine.output import OutputStream, Step
 from nsm_core.engine.request import GenerationRequest, PromptState
 from nsm_core.engine.rewind import RewindPoints
+from nsm_core.engine.timeline import Timeline
 from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
@@ -15,8 +16,10 @@ from nsm_core.tokenizer import Tokenizer
 class RunningSequence:
     """A request from the moment it is queued; its state lives in the slot of the pool that it gets later."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float) -> None:
+        """`arrival`: in seconds, by the clock that the timeline is kept by."""
         self.request = request
+        self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
         self.prompt_scores: list[TokenLogprob] = []

@@ -1,0 +1,133 @@
+"""Looks at what a model's routed states do with a few tokens, now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.router import Router
+from nsm_core.state.inspection import UNTOUCHED
+from nsm_core.state.spec import State
+from nsm_core.stats import LayerStats
+
+OBSERVE_EVERY_S = 5.0
+MAX_SHARE = 0.004  # of all time, whatever a look costs
+MAX_ROWS = 4
+UNUSED_WEIGHT = 1e-3
+
+
+@dataclasses.dataclass(slots=True)
+class _Layer:
+    """`start` [H, M, 2K], the learned slots; the counters of LayerStats."""
+
+    number: int
+    router: Router
+    start: Tensor
+    num_allocated: int = 0
+    num_pruned: int = 0
+
+
+class ModelObserver:
+    """Makes one step of the model again, beside the running ones, and watches its routers. Not thread-safe.
+
+    `clock` in seconds, by which a look is due every few seconds, or more rarely where it costs much.
+    """
+
+    def __init__(self, model: NsmModel, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_observed = 0
+        self.layers: tuple[LayerStats, ...] = ()
+        self._model = model
+        self._clock = clock
+        self._due_at = clock()
+        with torch.inference_mode():
+            initial = model.initial_state(1)
+        self._layers = [
+            _Layer(number, router, initial[f"layers.{number}.slots"][0])
+            for number, block in enumerate(model.layers)
+            if (router := getattr(block.mixer, "router", None)) is not None
+        ]
+        self._moved: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots had left their start
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._layers) and self._clock() >= self._due_at
+
+    @torch.inference_mode()
+    def observe(self, request_ids: Sequence[str], *, is_fresh: Sequence[bool], ids: Sequence[int], state: State) -> None:
+        """Requests whose next tokens are `ids`, on top of `state` [B, *shape], which stays as it is.
+
+        `is_fresh`: whether a request began with the learned start.
+        """
+        began = self._clock()
+        weights: dict[int, Tensor] = {}
+        with self._watching(weights):
+            self._model.step(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].start.device), state)
+        moved = [_moved(state[f"layers.{layer.number}.slots"], layer.start) for layer in self._layers]
+        self._count_changes(request_ids, is_fresh, moved)
+        self.layers = tuple(
+            _figures(layer, weights[layer.number], share) for layer, share in zip(self._layers, moved, strict=True)
+        )
+        self.num_observed += len(ids)
+        now = self._clock()
+        self._due_at = now + max(OBSERVE_EVERY_S, (now - began) / MAX_SHARE)
+
+    @contextlib.contextmanager
+    def _watching(self, weights: dict[int, Tensor]) -> Iterator[None]:
+        """Puts each router's write weights [B, H, M] into `weights`, by layer."""
+
+        def watch(number: int) -> Callable[..., None]:
+            def keep(router: Router, given: object, log_decay: Tensor) -> None:
+                weights[number] = -torch.expm1(log_decay)
+
+            return keep
+
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                handle = layer.router.register_forward_hook(watch(layer.number))
+                stack.callback(handle.remove)
+            yield
+
+    def _count_changes(self, request_ids: Sequence[str], is_fresh: Sequence[bool], moved: Sequence[Tensor]) -> None:
+        """Against the last look, or the start; a resumed state that was not seen before tells no change."""
+        seen: dict[str, list[Tensor]] = {}
+        for row, request_id in enumerate(request_ids):
+            now = [layer[row] for layer in moved]
+            before = self._moved.get(request_id)
+            if before is None:
+                before = [torch.zeros_like(layer) for layer in now] if is_fresh[row] else now
+            for layer, was, is_now in zip(self._layers, before, now, strict=True):
+                layer.num_allocated += int((is_now & ~was).sum())
+                layer.num_pruned += int((was & ~is_now).sum())
+            seen[request_id] = now
+        self._moved = seen
+
+
+def _moved(slots: Tensor, start: Tensor) -> Tensor:
+    """slots [B, H, M, 2K], start [H, M, 2K] -> bool [B, H, M]."""
+    moved: Tensor = (slots - start).norm(dim=-1) > UNTOUCHED * start.norm(dim=-1)
+    return moved
+
+
+def _figures(layer: _Layer, weights: Tensor, moved: Tensor) -> LayerStats:
+    """weights [B, H, M], moved [B, H, M]."""
+    total = weights.sum(dim=-1, keepdim=True)
+    shares = weights / total.where(total > 0, torch.ones_like(total))
+    entropy = torch.special.entr(shares).sum(dim=-1)
+    num_slots = weights.shape[-1]
+    return LayerStats(
+        layer=layer.number,
+        entropy=float(entropy.mean()) / math.log(max(2, num_slots)),
+        sparsity=float((weights < UNUSED_WEIGHT).float().mean()),
+        states_per_token=float((entropy.exp() * (total[..., 0] > 0)).mean()),
+        openness=float(weights.mean()),
+        utilisation=float(moved.float().mean()),
+        num_allocated=layer.num_allocated,
+        num_pruned=layer.num_pruned,
+    )
