@@ -63,14 +63,16 @@ class NsmModel(nn.Module):
             state.update({f"layers.{layer}.{name}": value for name, value in initial.items()})
         return state
 
-    def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, ids: Tensor, state: State, lengths: Tensor | None = None, *, piece_len: int = SUPER_CHUNK_LEN
+    ) -> tuple[Tensor, State]:
         """Reads ids [B,T] (any T >= 1) on top of `state`; returns hidden [B,T,d] and the state after each row's end.
 
         `lengths` [B] int64 in [0, T]: rows are right-padded; hidden vectors of padding are meaningless, and a row of
-        length 0 keeps its state.
+        length 0 keeps its state. `piece_len`: tokens of a row that are read at a time.
         """
         pieces, start = [], 0
-        for piece in torch.split(ids, SUPER_CHUNK_LEN, dim=1):
+        for piece in torch.split(ids, piece_len, dim=1):
             rest = valid = None
             if lengths is not None:
                 rest = (lengths - start).clamp(min=0, max=piece.shape[1])

@@ -40,6 +40,11 @@ class StatePool:
         """Bytes of all rows, leased or not."""
         return self.num_rows * self.spec.num_bytes
 
+    @property
+    def tensors(self) -> State:
+        """Storage of all rows, [num_rows, *shape], for an executor that works on its leased rows in place."""
+        return self._storage
+
     def lease(self, row: int) -> None:
         """The row belongs to the caller until `free`; its content means nothing before `write`."""
         if not 0 <= row < self.num_rows:
@@ -50,14 +55,14 @@ class StatePool:
 
     def free(self, row: int) -> None:
         """The row may be leased again; what it held cannot be read any more."""
-        self._check_leased((row,))
+        self.check_leased((row,))
         self._leased.remove(row)
         if self._poison:
             self._fill_with_poison(row)
 
     def gather(self, rows: Sequence[int]) -> State:
         """Tensors [len(rows), *shape]. May share memory with the pool: read it, and only until the next write."""
-        self._check_leased(rows)
+        self.check_leased(rows)
         if is_contiguous(rows):
             return {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in self._storage.items()}
         index = self._index(rows)
@@ -65,7 +70,7 @@ class StatePool:
 
     def scatter(self, rows: Sequence[int], state: Mapping[str, Tensor]) -> None:
         """Entry i of `state` [len(rows), *shape] becomes the content of rows[i]; a copy."""
-        self._check_leased(rows)
+        self.check_leased(rows)
         if is_contiguous(rows):
             for name, tensor in self._storage.items():
                 tensor[rows[0] : rows[-1] + 1].copy_(state[name])
@@ -84,14 +89,15 @@ class StatePool:
 
     def pack(self, row: int) -> bytes:
         """The row's state as `StateSpec.pack` writes it."""
-        self._check_leased((row,))
+        self.check_leased((row,))
         return self.spec.pack(self._storage, row)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         device = next(iter(self._storage.values())).device
         return torch.tensor(rows, dtype=torch.int64, device=device)
 
-    def _check_leased(self, rows: Sequence[int]) -> None:
+    def check_leased(self, rows: Sequence[int]) -> None:
+        """Raises RuntimeError unless there are rows, leased and distinct."""
         if not self._leased.issuperset(rows) or len(set(rows)) != len(rows) or not rows:
             raise RuntimeError(f"rows {list(rows)} must be leased and distinct; leased are {sorted(self._leased)}")
 

@@ -29,7 +29,7 @@ def _one_minus_exp_of_minus(x):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """max(x, 0) + log1p(exp(-|x|)); log1p(u) = 2 artanh(u / (2 + u)), a series that is exact to fp32 on [0, 1]."""
     u = tl.exp(-tl.abs(x))
     s = u / (2.0 + u)
@@ -39,7 +39,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _kth_largest_after(scores, TOP_K: tl.constexpr):
+def kth_largest_after(scores, TOP_K: tl.constexpr):
     """scores [R, M] -> [R]: the (TOP_K + 1)-th largest of each row, equal scores counted one by one.
 
     Maxima of what is strictly lower find it where no scores are equal. Where some are, the result is too low, and goes
@@ -58,7 +58,7 @@ def _kth_largest_after(scores, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _distribution(logits, scores, threshold, taper, TAPERED: tl.constexpr):
+def distribution(logits, scores, threshold, taper, TAPERED: tl.constexpr):
     """The write distribution [R, M]. Nothing masks a NaN: it reaches the output, as in the reference."""
     weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     if TAPERED:
@@ -100,7 +100,7 @@ def _forward(
     at = rows[:, None] * M + slots
     mask = is_token[:, None] & is_slot
     logits = tl.load(logits_ptr + at, mask=mask, other=-float("inf"))
-    strength = _softplus(tl.load(strength_ptr + rows, mask=is_token, other=0.0))
+    strength = softplus(tl.load(strength_ptr + rows, mask=is_token, other=0.0))
     timescale = tl.exp(tl.load(timescale_ptr + head * M + slots, mask=is_slot, other=0.0))
     bias = tl.load(bias_ptr + head * M + slots, mask=is_slot, other=0.0)
     # rows past the end must not make the search for ties run longer, or their sums NaN
@@ -108,9 +108,9 @@ def _forward(
     scores = logits + bias
     threshold = tl.max(logits, axis=1)
     if TOP_K < M:
-        threshold = _kth_largest_after(scores, TOP_K)
+        threshold = kth_largest_after(scores, TOP_K)
         tl.store(threshold_ptr + rows, threshold, mask=is_token)
-    routing = _distribution(logits, scores, threshold, taper, TOP_K < M)
+    routing = distribution(logits, scores, threshold, taper, TOP_K < M)
     raw = -timescale * strength[:, None] * routing
     log_decay = tl.where(_may_write(valid_ptr, tokens, is_token)[:, None], tl.where(raw < floor, floor, raw), 0.0)
     tl.store(log_decay_ptr + at, log_decay, mask=mask)
@@ -154,8 +154,8 @@ def _backward(
     threshold = tl.max(logits, axis=1)
     if TOP_K < M:
         threshold = tl.load(threshold_ptr + rows, mask=is_token, other=-float("inf"))
-    routing = _distribution(logits, logits + bias, threshold, taper, TOP_K < M)
-    write_strength = _softplus(strength)
+    routing = distribution(logits, logits + bias, threshold, taper, TOP_K < M)
+    write_strength = softplus(strength)
     per_strength = -timescale * routing
     raw = per_strength * write_strength[:, None]
     grad = tl.where(raw < floor, 0.0, grad)

@@ -1,0 +1,144 @@
+"""Decode as recorded graphs of fused kernels, prompts by the model's own kernels: the executor for a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
+from nsm_core.execution.cuda.kernels.linear import padded, run_linear
+from nsm_core.execution.cuda.weights import pack_weights
+from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
+from nsm_core.state.pool import StatePool
+from nsm_core.state.spec import State
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
+PREFILL_TOKENS = 8 * SUPER_CHUNK_LEN
+
+
+class CudaWeights(enum.StrEnum):
+    """What the large matrices are multiplied in. Router, gates, states and softmax are fp32 with each."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """`graphs`: record the launches of a step once and replay them; without, every step launches them one by one.
+
+    `capture_at_start`: record all sizes when the executor is made, not when a batch of the size first comes.
+    """
+
+    weights: CudaWeights = CudaWeights.BF16
+    graphs: bool = True
+    capture_at_start: bool = False
+
+    def numerics(self, device: torch.device) -> str:
+        """The class within which equal input gives equal bits."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+        return f"{device.type}/{self.weights}-weights/fp32-state/torch-{torch.__version__}/{name}"
+
+
+class CudaExecutor:
+    """Rows advance in place, in the pool (see Executor). A token's bits do not depend on the rows beside it.
+
+    A batch is padded to the next of BUCKETS. Without a GPU, `graphs` must be False, and the kernels' compiler must run
+    in its interpreter.
+    """
+
+    def __init__(
+        self, model: NsmModel, *, num_rows: int, poison: bool = False, options: CudaOptions | None = None
+    ) -> None:
+        self.options = options or CudaOptions()
+        self._model = model
+        self._device = model.embedding.weight.device
+        with torch.inference_mode():
+            self.initial: State = model.initial_state(1)
+        self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
+        self.weights = pack_weights(model, self.options.weights.dtype)
+        largest = next((bucket for bucket in BUCKETS if bucket >= num_rows), BUCKETS[-1])
+        self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
+        self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if self.options.capture_at_start and self.options.graphs:
+            for bucket in self._buckets:
+                self._graphs[bucket] = self._capture(bucket)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        self.pool.check_leased(rows)
+        most = self._buckets[-1]
+        parts = [self._step_once(rows[at : at + most], ids[at : at + most]) for at in range(0, len(rows), most)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One right-padded batch: rows of very different lengths are better read by several calls."""
+        longest = max(len(row) for row in ids)
+        padded_ids = self._tensor([[*row, *[0] * (longest - len(row))] for row in ids])
+        is_ragged = any(len(row) < longest for row in ids)
+        lengths = self._tensor([len(row) for row in ids]) if is_ragged else None
+        piece_len = max(1, PREFILL_TOKENS // SUPER_CHUNK_LEN // len(rows)) * SUPER_CHUNK_LEN
+        is_rounded = self.options.weights is not CudaWeights.FP32
+        # bf16 with fp16 weights too: the decay factors of a chunk pass the range of fp16
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_rounded):
+            hidden, state = self._model.forward(padded_ids, self.pool.gather(rows), lengths, piece_len=piece_len)
+        self.pool.scatter(rows, state)
+        return [hidden[index, : len(row)].float() for index, row in enumerate(ids)]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        width = hidden.shape[1]
+        if padded(width) != width or not hidden.is_contiguous():
+            hidden = F.pad(hidden, (0, padded(width) - width)).contiguous()
+        logits = hidden.new_empty(hidden.shape[0], self.weights.output.num_outputs)
+        with torch.cuda.device_of(hidden):
+            run_linear(self.weights.output, hidden, logits)
+        return logits
+
+    def _step_once(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        num_rows = len(rows)
+        bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
+        if self.options.graphs and bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(bucket)
+        inputs = self._step.inputs(bucket)
+        padding = inputs.shape[1] - num_rows
+        # from memory that is not pinned: copied before the call returns, so nothing has to outlive it
+        inputs.copy_(torch.tensor([[*rows, *[NO_ROW] * padding], [*ids, *[0] * padding]]))
+        if self.options.graphs:
+            self._graphs[bucket].replay()
+        else:
+            with torch.cuda.device_of(inputs):
+                self._step.run(bucket)
+        return self._step.buffers.hidden[:num_rows, : self._model.config.d_model].clone()
+
+    @torch.inference_mode()
+    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+        """Records a step; no row is touched. Kernels are compiled by a run before."""
+        self._step.inputs(bucket).fill_(NO_ROW)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step.run(bucket)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self._step.run(bucket)
+        return graph
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,191 @@
+"""An attention layer between its two projections, for one token a row: two kernels over the ring of keys and values.
+
+The ring is cut into pieces of PLACES places. A program of the first kernel reads a piece of one key-value head for all
+query heads that share it; the second kernel joins the pieces in their order with the token's own key and value, and
+puts these into the ring. The cut is the same for every batch, so batches of any size give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PLACES = 64
+
+
+@triton.jit
+def _rotated(x_ptr, cos, sin, pairs, is_pair, eps, HALF: tl.constexpr):
+    """One head, normed and rotated: its two halves [HALF] fp32."""
+    first = tl.load(x_ptr + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + HALF + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
+    first, second = first * factor, second * factor
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _read_ring(
+    rows_ptr,
+    start_ptr,
+    projected_ptr,
+    projected_stride,
+    cos_ptr,
+    sin_ptr,
+    scale_ptr,
+    ring_ptr,
+    sums_ptr,
+    stats_ptr,
+    window,
+    num_pieces,
+    eps,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    K: tl.constexpr = 2 * HALF
+    piece, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(rows_ptr + index)
+    if row < 0:
+        return
+    start = tl.load(start_ptr + index)
+    places = piece * PLACES + tl.arange(0, PLACES)
+    # before the text has filled the ring once, its first places are the ones that hold tokens
+    is_seen = (places < window) & (places < start)
+    pairs = tl.arange(0, PAIRS)
+    is_pair = pairs < HALF
+    mask = is_seen[:, None] & is_pair[None, :]
+    kv_heads = H // GROUP
+    at = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + places[:, None] * K + pairs[None, :]
+    first_keys = tl.load(at, mask=mask, other=0.0)
+    second_keys = tl.load(at + HALF, mask=mask, other=0.0)
+    first_values = tl.load(at + window * K, mask=mask, other=0.0)
+    second_values = tl.load(at + window * K + HALF, mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
+    for member in tl.static_range(GROUP):
+        head = kv_head * GROUP + member
+        x_ptr = projected_ptr + index * projected_stride + head * K
+        first, second = _rotated(x_ptr, cos, sin, pairs, is_pair, eps, HALF)
+        scores = tl.sum(first_keys * first[None, :] + second_keys * second[None, :], axis=1)
+        scores = tl.where(is_seen, scores * tl.load(scale_ptr + head), -float("inf"))
+        largest = tl.max(scores, axis=0)
+        # a piece without tokens has nothing but -inf
+        weights = tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest))
+        to = (index * H + head).to(tl.int64) * num_pieces + piece
+        tl.store(stats_ptr + 2 * to, largest)
+        tl.store(stats_ptr + 2 * to + 1, tl.sum(weights, axis=0))
+        tl.store(sums_ptr + to * K + pairs, tl.sum(weights[:, None] * first_values, axis=0), mask=is_pair)
+        tl.store(sums_ptr + to * K + HALF + pairs, tl.sum(weights[:, None] * second_values, axis=0), mask=is_pair)
+
+
+@triton.jit
+def _join(
+    rows_ptr,
+    start_ptr,
+    projected_ptr,
+    projected_stride,
+    cos_ptr,
+    sin_ptr,
+    scale_ptr,
+    ring_ptr,
+    sums_ptr,
+    stats_ptr,
+    out_ptr,
+    out_stride,
+    window,
+    num_pieces,
+    eps,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    K: tl.constexpr = 2 * HALF
+    head, index = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows_ptr + index)
+    if row < 0:
+        return
+    kv_head = head // GROUP
+    kv_heads = H // GROUP
+    start = tl.load(start_ptr + index)
+    pairs, pieces = tl.arange(0, PAIRS), tl.arange(0, PIECES)
+    is_pair = pairs < HALF
+    cos = tl.load(cos_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
+    x_ptr = projected_ptr + index * projected_stride
+    first, second = _rotated(x_ptr + head * K, cos, sin, pairs, is_pair, eps, HALF)
+    first_key, second_key = _rotated(x_ptr + (H + kv_head) * K, cos, sin, pairs, is_pair, eps, HALF)
+    own_at = x_ptr + (H + kv_heads + kv_head) * K + pairs
+    first_value = tl.load(own_at, mask=is_pair, other=0.0).to(tl.float32)
+    second_value = tl.load(own_at + HALF, mask=is_pair, other=0.0).to(tl.float32)
+    own = tl.load(scale_ptr + head) * tl.sum(first * first_key + second * second_key, axis=0)
+    # pieces that no token of the text is in have a largest score of -inf
+    to = (index * H + head).to(tl.int64) * num_pieces + pieces
+    is_piece = pieces < num_pieces
+    largest = tl.load(stats_ptr + 2 * to, mask=is_piece, other=-float("inf"))
+    totals = tl.load(stats_ptr + 2 * to + 1, mask=is_piece, other=0.0)
+    top = tl.maximum(tl.max(largest, axis=0), own)
+    factors = tl.exp(largest - top)
+    own_weight = tl.exp(own - top)
+    total = tl.sum(totals * factors, axis=0) + own_weight
+    mask = is_piece[:, None] & is_pair[None, :]
+    sums_at = sums_ptr + to[:, None] * K + pairs[None, :]
+    first_sum = tl.sum(factors[:, None] * tl.load(sums_at, mask=mask, other=0.0), axis=0)
+    second_sum = tl.sum(factors[:, None] * tl.load(sums_at + HALF, mask=mask, other=0.0), axis=0)
+    out_at = out_ptr + index * out_stride + head * K + pairs
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_at, ((first_sum + own_weight * first_value) / total).to(dtype), mask=is_pair)
+    tl.store(out_at + HALF, ((second_sum + own_weight * second_value) / total).to(dtype), mask=is_pair)
+    if head % GROUP == 0:
+        place = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + (start % window) * K + pairs
+        tl.store(place, first_key, mask=is_pair)
+        tl.store(place + HALF, second_key, mask=is_pair)
+        tl.store(place + window * K, first_value, mask=is_pair)
+        tl.store(place + window * K + HALF, second_value, mask=is_pair)
+
+
+def num_pieces(window: int) -> int:
+    """Pieces that a ring is read in."""
+    return triton.cdiv(window, PLACES)
+
+
+def attend_in_place(
+    *,
+    rows: Tensor,
+    start: Tensor,
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor,
+    ring: Tensor,
+    sums: Tensor,
+    stats: Tensor,
+    out: Tensor,
+    eps: float,
+) -> None:
+    """rows, start [B] int64; projected [B, >= (H + 2 Hkv) K]: q, k, v; cos, sin [B,K/2]; scale [H].
+
+    ring [rows of the pool, Hkv, 2, window, K] fp32 gets the token at place start % window; out [B, >= H K] is what the
+    output projection reads. sums [>= B H pieces K] and stats [>= 2 B H pieces] fp32 hold what passes between the kernels.
+    """
+    _, kv_heads, _, window, head_dim = ring.shape
+    heads, pieces = scale.shape[0], num_pieces(window)
+    constants = {"H": heads, "GROUP": heads // kv_heads, "HALF": head_dim // 2}
+    constants["PAIRS"] = triton.next_power_of_2(head_dim // 2)
+    shared = (rows, start, projected, projected.stride(0), cos, sin, scale, ring, sums, stats)
+    _read_ring[(pieces, kv_heads, rows.shape[0])](*shared, window, pieces, eps, PLACES=PLACES, num_warps=4, **constants)
+    _join[(heads, rows.shape[0])](
+        *shared,
+        out,
+        out.stride(0),
+        window,
+        pieces,
+        eps,
+        PIECES=triton.next_power_of_2(pieces),
+        num_warps=1,
+        **constants,
+    )

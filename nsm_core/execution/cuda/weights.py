@@ -1,0 +1,140 @@
+"""A model's weights in the form that the decode kernels read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsm_core.execution.cuda.kernels.linear import Linear, padded
+from nsm_core.execution.cuda.kernels.slots import SlotWeights
+from nsm_core.model.attention import WindowAttention
+from nsm_core.model.block import Block
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.router import SoftmaxRouter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotLayer:
+    """`project` makes q, k, v and the gate; `router` logits (and write strengths), in fp32."""
+
+    project: Linear
+    router: Linear
+    slots: SlotWeights
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """`project` makes q, k, v; scale [H] fp32 multiplies the scores."""
+
+    project: Linear
+    scale: Tensor
+    window: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A block: its mixer, and what every block has."""
+
+    mixer: SlotLayer | AttentionLayer
+    out: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeWeights:
+    """embedding [V,d] fp32 is that of the inputs; `output` gives the logits of hidden vectors."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_gain: Tensor
+    output: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a step reads of matrices."""
+        total = self.output.num_bytes
+        for layer in self.layers:
+            linears = [layer.mixer.project, layer.out, layer.up, layer.down]
+            linears += [layer.mixer.router] if isinstance(layer.mixer, SlotLayer) else []
+            total += sum(linear.num_bytes for linear in linears)
+        return total
+
+
+def _pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.pad(weight, (0, padded(weight.shape[1]) - weight.shape[1])).to(dtype).contiguous()
+
+
+def _plain(weight: Tensor, dtype: torch.dtype) -> Linear:
+    return Linear(_pack(weight, dtype), weight.shape[1])
+
+
+def _after_norm(
+    norm: torch.nn.RMSNorm, weight: Tensor, dtype: torch.dtype, *, bias: Tensor | None = None, is_gated: bool = False
+) -> Linear:
+    """The layer on normalised inputs: the norm's gain goes into the weight, in fp32."""
+    packed = _pack(weight.float() * norm.weight.float(), dtype)
+    eps = 0.0 if norm.eps is None else norm.eps
+    return Linear(packed, weight.shape[1], is_normed=True, is_gated=is_gated, bias=bias, eps=eps)
+
+
+def _slot_layer(block: Block, mixer: PulseMixer, dtype: torch.dtype) -> SlotLayer:
+    router = mixer.router
+    weight, bias = router.logits.weight, router.logits.bias
+    selection_bias = timescale = None
+    if isinstance(router, SoftmaxRouter):
+        weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))
+        selection_bias, timescale = router.selection_bias.float(), router.log_timescale.float()
+    return SlotLayer(
+        project=_after_norm(block.mixer_norm, mixer.project.weight, dtype),
+        router=_after_norm(block.mixer_norm, weight, torch.float32, bias=bias.float()),
+        slots=SlotWeights(
+            conv=mixer.conv.weight.float().contiguous(),
+            scale=mixer.scale.float(),
+            gain=mixer.out_norm.float(),
+            bias=selection_bias,
+            timescale=timescale,
+            top_k=router.top_k if isinstance(router, SoftmaxRouter) else 0,
+            taper=router.taper if isinstance(router, SoftmaxRouter) else 1.0,
+            eps=mixer.eps,
+        ),
+    )
+
+
+def _attention_layer(block: Block, mixer: WindowAttention, dtype: torch.dtype) -> AttentionLayer:
+    scale = mixer.log_scale.float().exp() / math.sqrt(mixer.head_dim)
+    return AttentionLayer(_after_norm(block.mixer_norm, mixer.project.weight, dtype), scale, mixer.window)
+
+
+def _layer(block: Block, dtype: torch.dtype) -> LayerWeights:
+    mixer = block.mixer
+    if isinstance(mixer, PulseMixer):
+        packed: SlotLayer | AttentionLayer = _slot_layer(block, mixer, dtype)
+        out = mixer.out.weight
+    elif isinstance(mixer, WindowAttention):
+        packed, out = _attention_layer(block, mixer, dtype), mixer.out.weight
+    else:
+        raise TypeError(f"no decode kernels for layers of the kind {type(mixer).__name__}")
+    return LayerWeights(
+        mixer=packed,
+        out=_plain(out, dtype),
+        up=_after_norm(block.mlp_norm, block.mlp.up.weight, dtype, is_gated=True),
+        down=_plain(block.mlp.down.weight, dtype),
+    )
+
+
+@torch.no_grad()
+def pack_weights(model: NsmModel, dtype: torch.dtype) -> DecodeWeights:
+    """The large matrices in `dtype`; router, convolution, norms and scales in fp32. Raises TypeError for other layers."""
+    embedding = model.embedding.weight.detach()
+    return DecodeWeights(
+        embedding=embedding.float(),
+        layers=tuple(_layer(block, dtype) for block in model.layers),
+        final_gain=model.final_norm.weight.detach().float(),
+        output=_plain(embedding, dtype),
+    )
