@@ -12,7 +12,7 @@ class EnergyMeter(Protocol):
     """Implementations: `nvml` (GPUs), `rapl` (CPUs and memory), `estimate` (of a CPU), `CombinedMeter`."""
 
     def read(self) -> tuple[EnergyUse, ...]:
-        """Joules since the meter was made, one entry for each source, always in the same order. Never fewer than before.
+        """Joules since the meter was made, an entry for each source, always in the same order; never fewer than before.
 
         Costs tens of microseconds: not for every token.
         """

@@ -21,7 +21,7 @@ class NvmlMeter:
     def __init__(
         self, uuids: Sequence[str], *, library: ModuleType | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`uuids`: as NVML and torch name devices, `GPU-…` or without that. `library`: pynvml, or what stands in for it.
+        """`uuids`: as NVML and torch name devices, with or without `GPU-`. `library`: pynvml, or a stand-in.
 
         Raises ConfigError where there is no NVML, no such device, or it tells neither energy nor power.
         """

@@ -129,7 +129,8 @@ class Finished:
     `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
     end-of-text. `num_dropped_tokens`: how many of the last TokenEvents are not visible because of a stop string or id.
     `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None from an engine
-    that did not tell; `energy`: this request's share, empty where nothing is measured.
+    that did not tell; `energy`: this request's share, empty where nothing is measured. Both are no part of the result:
+    equal requests end equal.
     """
 
     reason: FinishReason
@@ -141,8 +142,8 @@ class Finished:
     completion_tokens: int = 0
     end_state: EndState | None = None
     error: NsmError | None = None
-    timings: Timings | None = None
-    energy: tuple[EnergyUse, ...] = ()
+    timings: Timings | None = dataclasses.field(default=None, compare=False)
+    energy: tuple[EnergyUse, ...] = dataclasses.field(default=(), compare=False)
 
 
 Event = PromptScored | PromptState | TokenEvent | Finished

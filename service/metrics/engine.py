@@ -80,7 +80,7 @@ class ModelMetrics:
             "sparsity": gauge(
                 "routing_sparsity", "Share of slots that a token writes to with a weight below a thousandth."
             ),
-            "states_per_token": gauge("states_used_per_token", "Effective number of slots of a head a token writes to."),
+            "states_per_token": gauge("states_used_per_token", "Effective number of slots of a head a token writes."),
             "openness": gauge("update_gate_openness", "Mean write weight."),
             "utilisation": gauge("state_utilisation", "Share of slots that are not where they started."),
         }

@@ -1,4 +1,4 @@
-"""Every Prometheus metric of the gateway. Names and units follow vLLM's, with our own prefix: docs/metrics.md lists them."""
+"""Every Prometheus metric of the gateway. Names and units follow vLLM's, with our own prefix: see docs/metrics.md."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class RequestMetrics:
             "method", "route", "status",
         )  # fmt: skip
         self._errors = counter(
-            "errors_total", "HTTP requests that were answered with an error, or whose stream ended in one, by its code.",
+            "errors_total", "HTTP requests whose answer was an error, or whose stream ended in one, by its code.",
             "code",
         )  # fmt: skip
         self._rejected = counter(
