@@ -94,6 +94,11 @@ class Continuation:
             return None
         return self.snapshot.header.numerics
 
+    @property
+    def energy_joules(self) -> float:
+        """Of all turns before this one, as far as it is known: a state that is made again from the log has none."""
+        return self.snapshot.header.energy_joules if self.snapshot else 0.0
+
     def generation_request(self, turn: TurnRequest) -> GenerationRequest:
         """The engine's request for `turn`; raises InvalidRequest when there is nothing to read."""
         return GenerationRequest(
@@ -147,9 +152,11 @@ class Continuation:
             lambda: self.next_snapshot(end, seed=seed, created_at=created_at, form=form).encode()
         )
 
-    def next_snapshot(self, end: EndState, *, seed: int, created_at: float, form: StateFormat) -> Snapshot:
+    def next_snapshot(
+        self, end: EndState, *, seed: int, created_at: float, form: StateFormat, joules: float = 0.0
+    ) -> Snapshot:
         """The state after the turn, as the session's next version, to be stored in `form`. `seed` is the one the turn
-        drew with.
+        drew with, `joules` what it has cost.
         """
         header = SnapshotHeader(
             model_fingerprint=self.model.fingerprint,
@@ -166,6 +173,7 @@ class Continuation:
             version=self.head.version + 1,
             parent=self.head.version,
             created_at=created_at,
+            energy_joules=self.energy_joules + joules,
         )
         return Snapshot(header, end.state)
 

@@ -16,6 +16,7 @@ import nsm_core.errors
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent, TokenLogprob
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.stats import EnergyUse
 from service.continuation import TurnRequest
 
 
@@ -40,8 +41,8 @@ class Place:
 class TurnResult:
     """What is kept of a turn that ended. `place` is None, and `error` is not, when it was not committed.
 
-    `framing`: what whoever answers the client stored with the turn. Counts and reason are those of `finished`; its text
-    follows from the tokens.
+    `framing`: what whoever answers the client stored with the turn. Counts, reason and energy are those of `finished`;
+    its text follows from the tokens. `session_joules`: see TurnEnd.
     """
 
     sampling: SamplingParams
@@ -51,6 +52,7 @@ class TurnResult:
     place: Place | None = None
     rebuilt: str | None = None
     other_numerics: str | None = None
+    session_joules: float = 0.0
     error: NsmError | None = None
 
 
@@ -120,6 +122,8 @@ def encode_result(result: TurnResult) -> bytes:
         "place": None if result.place is None else dataclasses.asdict(result.place),
         "rebuilt": result.rebuilt,
         "other_numerics": result.other_numerics,
+        "energy": [dataclasses.asdict(use) for use in finished.energy],
+        "session_joules": result.session_joules,
         "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
     }
     return _dump(fields)
@@ -128,14 +132,16 @@ def encode_result(result: TurnResult) -> bytes:
 def decode_result(raw: bytes) -> TurnResult:
     fields = json.loads(raw)
     counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+    energy = tuple(EnergyUse(**use) for use in fields.get("energy", ()))  # absent in results of before it was measured
     return TurnResult(
         sampling=_sampling_of(fields["sampling"]),
         framing=fields["framing"],
         tokens=[_token_of(token) for token in fields["tokens"]],
-        finished=Finished(reason=FinishReason(fields["reason"]), **counts),
+        finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
         place=None if fields["place"] is None else Place(**fields["place"]),
         rebuilt=fields["rebuilt"],
         other_numerics=fields["other_numerics"],
+        session_joules=fields.get("session_joules", 0.0),
         error=None if fields["error"] is None else _error_of(**fields["error"]),
     )
 

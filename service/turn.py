@@ -23,11 +23,12 @@ class TurnEnd:
     """The last event of every turn. `head` is the session's after it.
 
     `error` is None if and only if the turn was committed; otherwise the session is where it was. HandedOver: the turn
-    itself has not ended, only here.
+    itself has not ended, only here. `session_joules`: of a committed turn and all before it, as far as it was measured.
     """
 
     finished: Finished
     head: SessionHead
+    session_joules: float = 0.0
     error: NsmError | None = None
 
 

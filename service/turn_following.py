@@ -151,7 +151,12 @@ class TurnFollower:
         self.rebuilt, self.other_numerics = result.rebuilt, result.other_numerics
         head = await self._store.get(tenant=self._tenant, session_id=self._session_id)
         finished = self._reframer.finish(result.finished)
-        return TurnEnd(finished=finished, head=_head_at(head, result.place), error=result.error)
+        return TurnEnd(
+            finished=finished,
+            head=_head_at(head, result.place),
+            session_joules=result.session_joules,
+            error=result.error,
+        )
 
 
 def _head_at(head: SessionHead, place: Place | None) -> SessionHead:

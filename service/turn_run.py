@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
 from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
 from service.continuation import Continuation
@@ -112,7 +112,7 @@ class TurnRun:
             head = await self._commit(finished, finished.end_state, tokens)
         except NsmError as commit_error:
             return await self._fail(finished, commit_error, tokens)
-        return TurnEnd(finished=finished, head=head)
+        return TurnEnd(finished=finished, head=head, session_joules=self._session_joules(finished))
 
     async def _commit(self, finished: Finished, end: EndState, tokens: list[StoredToken]) -> SessionHead:
         started = time.monotonic()
@@ -125,7 +125,13 @@ class TurnRun:
         )
 
         def encode() -> tuple[bytes, EndedTurn]:
-            snapshot = start.next_snapshot(end, seed=seed, created_at=self.clock(), form=self.held.state_format)
+            snapshot = start.next_snapshot(
+                end,
+                seed=seed,
+                created_at=self.clock(),
+                form=self.held.state_format,
+                joules=joules_of((finished,)),
+            )
             return snapshot.encode(), self._ended(finished, tokens, place=place)
 
         raw, ended = await asyncio.to_thread(encode)
@@ -146,6 +152,9 @@ class TurnRun:
         self.metrics.sessions.state_committed(time.monotonic() - started, num_bytes=len(raw))
         return head
 
+    def _session_joules(self, finished: Finished) -> float:
+        return self.start.energy_joules + joules_of((finished,))
+
     def _ended(
         self,
         finished: Finished,
@@ -162,6 +171,7 @@ class TurnRun:
             place=place,
             rebuilt=self.start.rebuilt,
             other_numerics=self.start.other_numerics,
+            session_joules=0.0 if place is None else self._session_joules(finished),
             error=error,
         )
         return EndedTurn(turn_id=self.turn.turn_id, result=encode_result(result), ttl_s=self.record_ttl_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SamplingParams
@@ -147,3 +148,8 @@ class Finished:
 
 
 Event = PromptScored | PromptState | TokenEvent | Finished
+
+
+def joules_of(ends: Iterable[Finished]) -> float:
+    """Of all sources together."""
+    return math.fsum(use.joules for end in ends for use in end.energy)

@@ -60,7 +60,9 @@ class ModelObserver:
         return bool(self._layers) and self._clock() >= self._due_at
 
     @torch.inference_mode()
-    def observe(self, request_ids: Sequence[str], *, is_fresh: Sequence[bool], ids: Sequence[int], state: State) -> None:
+    def observe(
+        self, request_ids: Sequence[str], *, is_fresh: Sequence[bool], ids: Sequence[int], state: State
+    ) -> None:
         """Requests whose next tokens are `ids`, on top of `state` [B, *shape], which stays as it is.
 
         `is_fresh`: whether a request began with the learned start.

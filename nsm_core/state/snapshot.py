@@ -1,6 +1,6 @@
 """A stored state: one self-describing, checksummed string of bytes. No torch here.
 
-Byte formats 1 to 4, all integers little endian:
+Byte formats 1 to 8, all integers little endian:
 
     offset        bytes  what
     0             8      magic "NSMSNAP" and a zero byte
@@ -9,12 +9,14 @@ Byte formats 1 to 4, all integers little endian:
     16            8      S, length of the state as it stands here
     24            H      header: JSON, ASCII, sorted keys, no blanks
     24 + H        S      state: the layout's tensors in order, little endian, no padding;
-                         in formats 3 and 4 in the header's `stored_dtype`, see quantize.py,
+                         in formats 3, 4, 7 and 8 in the header's `stored_dtype`, see quantize.py,
                          and with `rounded_to` in the header;
-                         in formats 2 and 4 packed, see packing.py
+                         in formats 2, 4, 6 and 8 packed, see packing.py;
+                         in formats 5 to 8 with `energy_joules` in the header
     24 + H + S    32     blake2b-256 over everything before
 
-A state that was never rounded is in format 1 or 2, which builds that know no others read; those refuse 3 and 4.
+A build refuses the formats that it does not know. What was neither rounded nor metered is in format 1 or 2, which all
+read.
 """
 
 from __future__ import annotations
@@ -37,9 +39,8 @@ from nsm_core.state.quantize import FORMATS, StateFormat, coarsest, decode_state
 
 MAGIC = b"NSMSNAP\0"
 FORMAT_VERSION = 1
-PACKED = 1  # added to the version of the same bytes unpacked
-ROUNDED_VERSION = 3
-NEWEST_VERSION = ROUNDED_VERSION + PACKED
+PACKED, ROUNDED, METERED = 1, 2, 4  # added to the version
+NEWEST_VERSION = FORMAT_VERSION + PACKED + ROUNDED + METERED
 
 _PREFIX = struct.Struct("<8sIIQ")
 _CHECKSUM_BYTES = 32
@@ -48,7 +49,7 @@ _MAX_COUNT = 2**63 - 1
 _MAX_SEED = 2**64 - 1
 
 
-def _is_date(value: object) -> bool:
+def _is_amount(value: object) -> bool:
     return isinstance(value, float) and 0 <= value < math.inf
 
 
@@ -74,6 +75,7 @@ class SnapshotHeader:
     session's version this snapshot is; `parent`: the version it came from. `created_at`: unix seconds. `stored_dtype`:
     what the state's numbers are at rest, whatever `layout` says that they are while it runs; `rounded_to`: the coarsest
     dtype that this state, or one that it was computed from, was at rest in. float32: it is what its log makes it.
+    `energy_joules`: of all turns that led here, as far as it was measured.
     """
 
     model_fingerprint: str
@@ -90,6 +92,7 @@ class SnapshotHeader:
     version: int
     parent: int
     created_at: float
+    energy_joules: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("model_fingerprint", "numerics", "tokenizer_fingerprint", "tenant", "session_id"):
@@ -106,7 +109,8 @@ class SnapshotHeader:
         require(valid_pending, f"pending token {self.pending_id!r}")
         require(is_int(self.version, 1, _MAX_COUNT), f"version {self.version!r}")
         require(is_int(self.parent, 0, self.version - 1), f"parent {self.parent!r} of version {self.version}")
-        require(_is_date(self.created_at), f"date {self.created_at!r}")
+        require(_is_amount(self.created_at), f"date {self.created_at!r}")
+        require(_is_amount(self.energy_joules), f"energy {self.energy_joules!r}")
 
     @property
     def state_bytes(self) -> int:
@@ -128,10 +132,14 @@ class SnapshotHeader:
         return FORMATS[self.rounded_to]
 
     def to_json(self) -> bytes:
-        """Canonical: equal headers have equal bytes. Without `rounded_to` where there was no rounding."""
+        """Canonical: equal headers have equal bytes. Without `rounded_to` where there was no rounding, and without
+        `energy_joules` where none was measured.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.rounding is StateFormat.FP32:
             del fields["rounded_to"]
+        if not self.energy_joules:
+            del fields["energy_joules"]
         fields["layout"] = [dataclasses.asdict(tensor) for tensor in self.layout]
         fields["sampler"] = {
             "seed": self.sampler.seed,
@@ -147,7 +155,7 @@ class SnapshotHeader:
         except (ValueError, RecursionError) as error:
             raise SnapshotCorrupt("snapshot refused: the header is not JSON") from error
         names = {field.name for field in dataclasses.fields(cls)}
-        is_complete = isinstance(fields, dict) and set(fields) | {"rounded_to"} == names
+        is_complete = isinstance(fields, dict) and set(fields) | {"rounded_to", "energy_joules"} == names
         require(is_complete, "the header does not have the fields of its format")
         require(isinstance(fields["layout"], list), "the layout is not a list")
         fields["layout"] = parse_layout(fields["layout"])
@@ -187,7 +195,7 @@ class Snapshot:
         """
         header, state = self._at_rest()
         packed = pack(state, word_bytes=header.stored_format.word_bytes) if is_packed else None
-        version = FORMAT_VERSION if header.rounding is StateFormat.FP32 else ROUNDED_VERSION
+        version = FORMAT_VERSION + _additions(header)
         if packed is not None:
             version, state = version + PACKED, packed
         raw_header = header.to_json()
@@ -212,11 +220,21 @@ class Snapshot:
         header = SnapshotHeader.from_json(raw[_PREFIX.size : header_end])
         state, form = raw[header_end:-_CHECKSUM_BYTES], header.stored_format
         version = _PREFIX.unpack_from(raw)[1]
-        is_fitting = (version >= ROUNDED_VERSION) == (header.rounding is not StateFormat.FP32)
-        require(is_fitting, f"a state that was rounded to {header.rounded_to} in format version {version}")
-        if version in (FORMAT_VERSION + PACKED, ROUNDED_VERSION + PACKED):
+        additions = version - FORMAT_VERSION
+        is_fitting = additions & ~PACKED == _additions(header)
+        require(
+            is_fitting,
+            f"a state rounded to {header.rounded_to} that cost {header.energy_joules} J in format version {version}",
+        )
+        if additions & PACKED:
             state = unpack(state, header.stored_bytes, word_bytes=form.word_bytes)
         return cls(header, decode_state(header.layout, state, form))
+
+
+def _additions(header: SnapshotHeader) -> int:
+    """What a header adds to the format version."""
+    rounded = 0 if header.rounding is StateFormat.FP32 else ROUNDED
+    return rounded + (METERED if header.energy_joules else 0)
 
 
 def verify(raw: bytes) -> int:

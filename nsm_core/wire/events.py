@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    FinishReason,
+    PromptScored,
+    PromptState,
+    Timings,
+    TokenEvent,
+)
 from nsm_core.sampling.result import TokenLogprob
+from nsm_core.stats import EnergyUse
 from nsm_core.wire.call_tensors import decode_resume, encode_resume
 from nsm_core.wire.calls import GenerateCall, ResumePoint, state_id
 from nsm_core.wire.errors import reading_answer
@@ -105,6 +116,10 @@ class EventEncoder:
             "stop_reason": finished.stop_reason,
             "num_dropped_tokens": finished.num_dropped_tokens,
         }
+        if finished.timings is not None:
+            details["timings"] = dataclasses.asdict(finished.timings)
+        if finished.energy:
+            details["energy"] = [dataclasses.asdict(use) for use in finished.energy]
         end = finished.end_state
         if end is not None:
             point = ResumePoint(
@@ -185,6 +200,8 @@ class EventDecoder:
             cached_tokens=details["cached_tokens"],
             completion_tokens=details["completion_tokens"],
             end_state=end,
+            timings=Timings(**details["timings"]) if "timings" in details else None,
+            energy=tuple(EnergyUse(**use) for use in details.get("energy", ())),
         )
 
 
