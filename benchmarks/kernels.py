@@ -109,7 +109,7 @@ def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, fl
     """Relative error of every tensor: |got - want| / |want|, against fp64 on the same (rounded) inputs.
 
     Where the exact gradient all but vanishes (steepest decay: every slot holds the same) the error is seen relative to
-    a hundredth of the largest gradient, in bf16 to a tenth: what cancels there was rounded to three digits.
+    a tenth of the largest gradient: what cancels there had been rounded.
     """
     torch.manual_seed(0)
     shape = {"heads": HEADS, "slots": SLOTS, "head_dim": HEAD_DIM}

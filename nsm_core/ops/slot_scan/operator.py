@@ -21,9 +21,12 @@ _INPUTS = (
 _NAMES = [declared.split()[-1] for declared in _INPUTS.split(",")]
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "scale", "state", "initial", "read_bias")
 
-# (slots, head dimensions) whose results were compared on a GPU, in bf16 and fp32. The kernels are written for 16 to 128
-# slots and 32 to 128 dimensions, but a build of 16 x 32 read where it must not: what was not checked runs in chunks.
-CHECKED_SIZES = ((64, 64),)
+# (slots, head dimensions) whose results were compared on a GPU, by the dtype of the products. The kernels are written
+# for 16 to 128 slots and 32 to 128 dimensions; what was not checked runs in chunks.
+CHECKED_SIZES = {
+    torch.bfloat16: ((16, 32), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128)),
+    torch.float32: ((16, 32), (64, 64)),
+}
 SUPPORTED_HEAD_DIMS = (32, 64, 128)
 SUPPORTED_SLOTS = (16, 32, 64, 128)
 LARGEST_BANK_BYTES = 32768  # fp32 with 128 slots of 128 dimensions would need more shared memory than there is
@@ -106,7 +109,8 @@ _slot_scan.register_autograd(_gradients, setup_context=_save)
 
 def is_supported(q: Tensor, log_decay: Tensor) -> bool:
     """Whether the kernels are to be used for these shapes and dtypes: those that a GPU has shown to be right."""
-    return q.dtype != torch.float64 and (log_decay.shape[-1], q.shape[-1]) in CHECKED_SIZES
+    sizes = CHECKED_SIZES[_operand_dtype(q)]
+    return q.dtype != torch.float64 and (log_decay.shape[-1], q.shape[-1]) in sizes
 
 
 def slot_scan_kernel(
