@@ -221,11 +221,10 @@ class Snapshot:
         state, form = raw[header_end:-_CHECKSUM_BYTES], header.stored_format
         version = _PREFIX.unpack_from(raw)[1]
         additions = version - FORMAT_VERSION
-        is_fitting = additions & ~PACKED == _additions(header)
-        require(
-            is_fitting,
-            f"a state rounded to {header.rounded_to} that cost {header.energy_joules} J in format version {version}",
-        )
+        is_fitting = additions & ROUNDED == _additions(header) & ROUNDED
+        require(is_fitting, f"a state that was rounded to {header.rounded_to} in format version {version}")
+        is_fitting = additions & METERED == _additions(header) & METERED
+        require(is_fitting, f"a state that cost {header.energy_joules:g} J in format version {version}")
         if additions & PACKED:
             state = unpack(state, header.stored_bytes, word_bytes=form.word_bytes)
         return cls(header, decode_state(header.layout, state, form))

@@ -138,7 +138,7 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=5), "format version 5, this build reads up to 4"),
+        (seal(header_json(), version=9), "format version 9, this build reads up to 8"),
         (seal(header_json(), version=0), "format version 0"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),
@@ -167,6 +167,11 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
         (seal(header_json(rounded_to=4)), "rounded_to 4"),
         (seal(header_json(rounded_to="int8")), "rounded to int8 in format version 1"),
         (seal(header_json(), version=3), "rounded to float32 in format version 3"),
+        (seal(header_json(), version=5), "cost 0 J in format version 5"),
+        (seal(header_json(energy_joules=2.5)), "cost 2.5 J in format version 1"),
+        (seal(header_json(energy_joules=0.0)), "canonical"),
+        (seal(header_json(energy_joules=-1.0), version=5), "energy -1.0"),
+        (seal(header_json(energy_joules=1), version=5), "energy 1"),
         (seal(header_json(stored_dtype="float16", rounded_to="float16"), version=3), "has 16 bytes, the state 24"),
         (seal(header_json(created_at=-1.0)), "date"),
         (seal(header_json(layout={})), "layout"),
@@ -215,6 +220,17 @@ def test_a_packed_snapshot_gives_back_the_same_state_from_fewer_bytes() -> None:
     for index in range(0, len(packed), 97):
         with pytest.raises(SnapshotCorrupt):
             Snapshot.decode(packed[:index] + bytes((packed[index] ^ 1,)) + packed[index + 1 :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_M6_what_a_session_cost_comes_back_with_its_state(dtype: str, is_packed: bool) -> None:
+    free = rounded_snapshot(dtype)
+    metered = dataclasses.replace(free, header=dataclasses.replace(free.header, energy_joules=12.25))
+    raw = metered.encode(is_packed=is_packed)
+    assert Snapshot.decode(raw).header.energy_joules == 12.25
+    version, free_version = (int.from_bytes(each[8:12], "little") for each in (raw, free.encode(is_packed=is_packed)))
+    assert version == free_version + 4  # builds that know nothing of energy refuse it by name
 
 
 def test_what_packs_to_nothing_or_not_at_all_is_left_as_it_is() -> None:

@@ -69,7 +69,9 @@ def test_a_stream_and_one_answer_say_the_same(start: StartWorker) -> None:
     assert streamed.ids == whole.ids
     assert len(whole.ids) == 6
     assert "".join(answer["text_output"][0].decode() for answer in streamed.answers) == whole_text(whole)
-    assert streamed.details == whole.details
+    timed = set(streamed.details["timings"])
+    assert timed == set(whole.details["timings"]) == {"queue_s", "prefill_s", "decode_s"}
+    assert {**streamed.details, "timings": None} == {**whole.details, "timings": None}
     assert streamed.num_last == whole.num_last == 1
 
 
