@@ -16,6 +16,7 @@ from nsm_core.errors import ConfigError
 from nsm_core.triton.config import PARAMETERS
 from nsm_core.triton.supervisor import DEFAULT_PREFIX, Supervisor
 
+LOOPBACK = "127.0.0.1"
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 
 
@@ -62,12 +63,17 @@ class TritonServer:
 
     home: Path
     repository: Path = REPOSITORY
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     http_port: int
     grpc_port: int
     metrics_port: int
     drain_s: float = 30.0
     tls: ServerTls | None = None
+
+    @property
+    def http_host(self) -> str:
+        """Triton has no HTTPS, and an open door beside a locked one locks nothing."""
+        return self.host if self.tls is None else LOOPBACK
 
     @property
     def region_prefix(self) -> str:
@@ -85,7 +91,7 @@ class TritonServer:
             f"--model-repository={self.repository}",
             f"--backend-directory={server / 'backends'}",
             "--disable-auto-complete-config",
-            f"--http-address={self.host}",
+            f"--http-address={self.http_host}",
             f"--http-port={self.http_port}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.grpc_port}",

@@ -37,7 +37,6 @@ def serve(
     parameters = dict(_split(item) for item in parameter or ())
     if model is not None:
         parameters["model"] = str(model.resolve())
-    note(f"gRPC {host}:{grpc_port}, HTTP {host}:{http_port}, metrics {host}:{metrics_port}/metrics")
     server = TritonServer(
         home=home or default_home(),
         host=host,
@@ -46,6 +45,7 @@ def serve(
         metrics_port=metrics_port,
         tls=ServerTls.of(cert=tls_cert, key=tls_key, client_ca=tls_client_ca),
     )
+    note(f"gRPC {host}:{grpc_port}, HTTP {server.http_host}:{http_port}, metrics {host}:{metrics_port}/metrics")
     raise typer.Exit(run(server, parameters))
 
 

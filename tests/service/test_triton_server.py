@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from nsm_core.errors import ConfigError
-from service.triton_server import REPOSITORY, TritonServer, write_repository
+from service.triton_server import REPOSITORY, ServerTls, TritonServer, write_repository
 from tests.redis_servers import free_port
 from tests.triton_servers import wait_until
 
@@ -32,6 +33,26 @@ def test_the_command_names_ports_repository_and_no_other_address(server: TritonS
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3"} <= set(options)
     assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"} <= set(options)
     assert f"--model-repository={server.repository}" in options
+
+
+def test_with_tls_only_grpc_is_there_for_others(server: TritonServer, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("server.pem", "server.key", "ca.pem")]
+    for file in files:
+        file.touch()
+    tls = ServerTls.of(cert=files[0], key=files[1], client_ca=files[2])
+    options = dataclasses.replace(server, host="0.0.0.0", tls=tls).command()
+    assert {"--grpc-use-ssl=1", f"--grpc-server-cert={files[0]}", f"--grpc-server-key={files[1]}"} <= set(options)
+    assert {"--grpc-use-ssl-mutual=1", f"--grpc-root-cert={files[2]}"} <= set(options)
+    assert {"--grpc-address=0.0.0.0", "--http-address=127.0.0.1"} <= set(options)
+
+
+def test_tls_is_whole_or_not_there(tmp_path: Path) -> None:
+    assert ServerTls.of(cert=None, key=None, client_ca=None) is None
+    for given in ({"cert": tmp_path}, {"key": tmp_path}, {"client_ca": tmp_path}):
+        with pytest.raises(ConfigError, match="needs a certificate and its key"):
+            ServerTls.of(**{"cert": None, "key": None, "client_ca": None, **given})
+    with pytest.raises(ConfigError, match="there is no file"):
+        ServerTls.of(cert=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=None)
 
 
 def test_the_environment_leads_to_the_servers_own_python(server: TritonServer) -> None:
@@ -73,15 +94,17 @@ def test_a_repository_is_required(tmp_path: Path) -> None:
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "nsm"), "triton", "serve", *arguments]
+    command = [str(Path(sys.executable).parent / "nsm"), "triton", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--parameter", "max_slots"), "must be NAME=VALUE, got 'max_slots'"),
-        (("--home", "nowhere"), "there is no Triton server in nowhere: scripts/triton-server installs one"),
+        (("serve", "--parameter", "max_slots"), "must be NAME=VALUE, got 'max_slots'"),
+        (("probe", "liveness", "--tls-name", "triton"), "needed with the other --tls options"),
+        (("probe", "liveness", "--tls-ca", "nowhere"), "nowhere is no file with certificates of a CA"),
+        (("serve", "--home", "nowhere"), "there is no Triton server in nowhere: scripts/triton-server installs one"),
     ],
 )
 def test_the_command_line_tells_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
