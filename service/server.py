@@ -67,12 +67,15 @@ def make_backend(settings: Settings) -> InferenceBackend:
         return make_triton_backend(settings)
     import torch  # a gateway whose models run elsewhere needs none
 
+    from nsm_core.engine.metering import meter_of
     from nsm_core.model.loader import load_checkpoint
     from service.backends.local import LocalBackend
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    return LocalBackend(load_checkpoint(settings.model), settings.engine_config())
+    loaded = load_checkpoint(settings.model)
+    meter = meter_of(loaded.model, core_watts=settings.energy_core_watts) if settings.energy else None
+    return LocalBackend(loaded, settings.engine_config(), meter=meter)
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:

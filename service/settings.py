@@ -23,7 +23,7 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
 TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
-LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit")  # settings of an engine in this process
+LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")  # settings of an engine in this process
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -76,6 +76,9 @@ class Settings(BaseSettings):
     prefix_cache_mb: int = Field(default=512, ge=1, le=2**20)  # MiB that these take in all
     prefix_cache_tenant_mb: int | None = Field(default=None, ge=1)  # MiB of each tenant; None: as much as of all
     prefix_cache_ttl_s: float = Field(default=3_600.0, ge=1.0, le=2_592_000.0)  # since a state was last used
+
+    energy: bool = True  # count joules, and charge them to requests
+    energy_core_watts: PositiveFloat = Field(default=10.0, le=1_000.0)  # of a busy core, where nothing measures it
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False  # prompt text in the log; off: never

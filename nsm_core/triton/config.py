@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.config import EngineConfig, require_at_least
+from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
@@ -23,7 +24,8 @@ BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 class WorkerConfig:
     """`model`: a model directory, None for the bundled one. `device`: auto, cpu or cuda. `num_threads`: of torch, 0 for
     its own choice. `kept_states_mb`: MiB of states that wait for their next turn; 0 keeps none. `drain_s`: requests may
-    go on so long when the model is unloaded.
+    go on so long when the model is unloaded. `energy`: count joules; `energy_core_watts`: of a busy core, where nothing
+    measures it.
     """
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -33,16 +35,26 @@ class WorkerConfig:
     max_prompt_tokens: int = 131072
     kept_states_mb: int = 1024
     drain_s: float = 20.0
+    energy: bool = True
+    energy_core_watts: float = CORE_WATTS
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         for name, low in (("num_threads", 0), ("max_prompt_tokens", 1), ("kept_states_mb", 0), ("drain_s", 0)):
             require_at_least(name, getattr(self, name), low)
+        if not self.energy_core_watts > 0:
+            raise ConfigError(f"energy_core_watts must be above 0, got {self.energy_core_watts}")
 
 
 def _path(text: str) -> Path | None:
     return Path(text) if text else None
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ConfigError(f"must be true or false, got {text!r}")
+    return text == "true"
 
 
 def _number(kind: type[int] | type[float], wish: str) -> Callable[[str], Any]:
@@ -65,6 +77,8 @@ PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     "max_prompt_tokens": _whole,
     "kept_states_mb": _whole,
     "drain_s": _number(float, "a number"),
+    "energy": _flag,
+    "energy_core_watts": _number(float, "a number"),
 }
 
 

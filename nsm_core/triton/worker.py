@@ -15,8 +15,10 @@ from typing import Any
 
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
+from nsm_core.engine.metering import meter_of
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.model.loader import LoadedModel
+from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.inspection import inspect_state
 from nsm_core.triton.config import MIB, WorkerConfig
@@ -50,7 +52,14 @@ class Worker:
         self._loaded = loaded
         self._config = config
         self._engine = AsyncEngine(
-            Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config.engine)
+            Engine(
+                loaded.model,
+                loaded.tokenizer,
+                fingerprint=loaded.fingerprint,
+                config=config.engine,
+                meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
+                observer=ModelObserver(loaded.model),
+            )
         )
         self._states = StateCache(config.kept_states_mb * MIB)
         tokenizer = loaded.tokenizer

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from nsm_core.config import EngineConfig
+from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.model.loader import LoadedModel
+from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
 from nsm_core.state.report import Detail, StateReport
@@ -19,14 +21,23 @@ from nsm_core.tokenizer import Tokenizer
 class LocalBackend:
     """An InferenceBackend on an AsyncEngine."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, meter: EnergyMeter | None = None) -> None:
+        """`meter`: of the energy that requests are charged, and closed with the backend."""
         self._tokenizer = loaded.tokenizer
         self._model = loaded.info
         self._served = loaded.model
         self._max_requests = config.max_requests
         self._engine = AsyncEngine(
-            Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config)
+            Engine(
+                loaded.model,
+                loaded.tokenizer,
+                fingerprint=loaded.fingerprint,
+                config=config,
+                meter=meter,
+                observer=ModelObserver(loaded.model),
+            )
         )
+        self._meter = meter
 
     @property
     def model(self) -> ModelInfo:
@@ -45,6 +56,8 @@ class LocalBackend:
 
     async def stop(self) -> None:
         await self._engine.stop()
+        if self._meter is not None:
+            self._meter.close()
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         return self._engine.submit(request)
