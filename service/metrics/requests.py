@@ -90,6 +90,8 @@ class RequestMetrics:
             "Requests refused for want of a valid API key or for a limit of their tenant, by reason.",
             "reason",
         )
+        for rejection in get_args(Rejection):
+            self._rejected.labels(rejection)
 
     def start(self, *, arrival: float) -> RequestRecord:
         """For every request that the engine admitted; `arrival` is a `time.monotonic()` reading."""
