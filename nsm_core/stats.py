@@ -60,6 +60,13 @@ class EngineStats:
     energy: tuple[EnergyUse, ...] = ()  # counters: since the engine started
     request_energy: tuple[EnergyUse, ...] = ()  # counters: of that, what requests were charged
 
+    def with_steps(self, now: EngineStats, *, since: EngineStats) -> EngineStats:
+        """And the steps, and their energy, that another engine made between two of its own accounts."""
+        summed = {name: getattr(self, name) + getattr(now, name) - getattr(since, name) for name in _OF_STEPS}
+        used = tuple(dataclasses.replace(use, joules=-use.joules) for use in since.energy)
+        energy = add_energy(add_energy(self.energy, now.energy), used)
+        return dataclasses.replace(self, energy=energy, **summed)
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> EngineStats:
         """The inverse of `dataclasses.asdict`, also after a way through JSON."""
@@ -71,6 +78,17 @@ class EngineStats:
                 "request_energy": tuple(EnergyUse(**use) for use in fields.get("request_energy", ())),
             }
         )
+
+
+_OF_STEPS = ("num_steps", "step_seconds", "step_rows", "step_tokens")
+
+
+def add_energy(first: tuple[EnergyUse, ...], second: tuple[EnergyUse, ...]) -> tuple[EnergyUse, ...]:
+    """Source by source, method by method."""
+    joules: dict[tuple[Source, Method], float] = {}
+    for use in (*first, *second):
+        joules[use.source, use.method] = joules.get((use.source, use.method), 0.0) + use.joules
+    return tuple(EnergyUse(source=key[0], method=key[1], joules=value) for key, value in joules.items())
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -23,7 +23,8 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
 TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
-LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")  # settings of an engine in this process
+# settings of an engine in this process
+LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:

@@ -11,7 +11,7 @@ from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout, parse_layout
 from nsm_core.state.report import Detail, StateReport
-from nsm_core.stats import EngineStats
+from nsm_core.stats import EngineStats, add_energy
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import InspectCall
 from service.backends.base import UpstreamStats
@@ -104,14 +104,15 @@ class TritonBackend:
         )
 
     def stats(self) -> EngineStats:
-        """Requests and tokens are this gateway's own. Slots, memory and steps are the servers', by their last
-        heartbeats: the same in every gateway that shares them.
+        """Requests, tokens and what requests were charged are this gateway's own. Slots, memory, steps and all energy are
+        the servers', by their last heartbeats: the same in every gateway that shares them.
         """
         stats = EngineStats(
             num_waiting=self._num_unplaced(),
             tokens_computed=self._counts.tokens_computed,
             tokens_resumed=self._counts.tokens_resumed,
             tokens_generated=self._counts.tokens_generated,
+            request_energy=self._counts.request_energy,
         )
         for upstream in self.upstreams:
             num_running = min(upstream.num_own, upstream.max_slots)
@@ -119,8 +120,7 @@ class TritonBackend:
             stats.num_waiting += upstream.num_own - num_running
             stats.max_slots += upstream.max_slots
             stats.state_pool_bytes += upstream.state_pool_bytes
-            stats.num_steps += upstream.counted.num_steps
-            stats.step_seconds += upstream.counted.step_seconds
+            stats = stats.with_steps(upstream.counted, since=EngineStats())
         return stats
 
     def _num_unplaced(self) -> int:
@@ -131,6 +131,7 @@ class TritonBackend:
         self._num_failovers += generation.num_losses
         num_generated = finished.completion_tokens - len(generation.request.sampled_ids)
         self._counts.tokens_generated += num_generated
+        self._counts.request_energy = add_energy(self._counts.request_energy, finished.energy)
         if num_generated or finished.reason is not FinishReason.ERROR:
             self._counts.tokens_computed += finished.prompt_tokens - finished.cached_tokens
             self._counts.tokens_resumed += finished.cached_tokens

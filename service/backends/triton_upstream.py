@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
@@ -46,7 +45,7 @@ class Upstream:
     ) -> None:
         self.url = url
         self.error: NsmError | None = None  # why it is not up, None while nobody knows
-        self.counted = EngineStats()  # steps seen of it; its own counters begin anew when it does
+        self.counted = EngineStats()  # steps and joules seen of it; its own counters begin anew when it does
         self._admit = admit
         self._on_change = on_change
         self._description: WorkerDescription | None = None  # as it told last
@@ -157,11 +156,7 @@ class Upstream:
     def _note(self, status: WorkerStatus) -> None:
         was_up, engine, before = self.is_up, status.engine, self._status
         base = engine if before is None else before.engine
-        self.counted = dataclasses.replace(
-            self.counted,
-            num_steps=self.counted.num_steps + engine.num_steps - base.num_steps,
-            step_seconds=self.counted.step_seconds + engine.step_seconds - base.step_seconds,
-        )
+        self.counted = self.counted.with_steps(engine, since=base)
         # requests that were ours a moment ago may still be counted there
         self._num_others = max(0, engine.num_running + engine.num_waiting - self._most_own)
         self._most_own = len(self._streams)
