@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from nsm_core.config import EngineConfig
 from nsm_core.engine.request import (
     EndState,
     Finished,
@@ -19,38 +18,21 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded, SnapshotCorrupt, StateMismatch
-from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
-from service.backends.local import LocalBackend
-from service.backends.triton import TritonBackend
-from tests.nsm_core.engine.harness import Outcome, RandomModel, make_request, random_ids
+from tests.backends import BACKENDS, triton_backend
+from tests.models import local_backend
+from tests.nsm_core.engine.harness import Outcome, make_request, random_ids
 from tests.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
 
 
-def make_local(tokenizer: Tokenizer) -> InferenceBackend:
-    model = RandomModel()
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=model.config,
-        fingerprint="contract-model",
-        numerics="cpu/fp32/test",
-        name="random",
-        created=1_700_000_000,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weight_format="fp32",
-    )
-    return LocalBackend(loaded, EngineConfig(max_slots=MAX_SLOTS, token_budget=32, queue_limit=QUEUE_LIMIT))
-
-
 # Each serves a model over the same tokenizer, with MAX_SLOTS rows and QUEUE_LIMIT places in its queue.
-@pytest_asyncio.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest_asyncio.fixture(params=BACKENDS)
 async def backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[InferenceBackend]:
     if request.param == "local":
-        backend = make_local(tiny_tokenizer)
+        backend: InferenceBackend = local_backend(tiny_tokenizer, max_slots=MAX_SLOTS, queue_limit=QUEUE_LIMIT)
     else:
-        backend = TritonBackend([request.getfixturevalue("triton").grpc_url], wait_s=30)
+        backend = triton_backend(request.getfixturevalue("triton"))
     await backend.start()
     yield backend
     await backend.stop()
@@ -78,6 +60,7 @@ async def test_the_model_is_described(backend: InferenceBackend, tiny_tokenizer:
     assert [set(tensor) for tensor in model.state_layout] == [{"name", "shape", "dtype"}] * len(model.state_layout)
     end = (await generate(backend, make_request())).end_state
     assert len(end.state) == model.state_bytes
+    assert backend.max_requests == MAX_SLOTS + QUEUE_LIMIT
 
 
 async def test_events_come_in_order_and_end_with_one_finished(backend: InferenceBackend) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import httpx
 
-from nsm_core.tokenizer import Tokenizer
 from service.sessions.sqlite import SqliteSessionStore
+from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
 from tests.tenants import TestKey, make_key, write_keys
 
 NUM_SESSIONS = scaled(10, 50)
@@ -75,19 +74,19 @@ def is_close(one: Any, other: Any) -> bool:
 
 
 async def test_L1_what_a_session_is_answered_is_what_it_would_be_alone(
-    tiny_tokenizer: Tokenizer, tmp_path: Path
+    make_backend: MakeBackend, tmp_path: Path
 ) -> None:
     keys = (make_key("a"), make_key("b"))
     file = write_keys(tmp_path / "keys.toml", *keys, a="", b="")
     tellers = make_tellers(keys)
     store = SqliteSessionStore(tmp_path / "sessions.db")
-    crowded = random_backend(tiny_tokenizer, queue_limit=NUM_SESSIONS)
+    crowded = make_backend()
     async with gateway(crowded, store=store, api_keys_file=file) as crowd:
         together = await asyncio.gather(*(live(crowd, teller) for teller in tellers))
         texts = [await asks_for_trouble(crowd, teller) for teller in tellers]
     assert len({str(answers[1]) for answers in together}) == NUM_SESSIONS  # the secret matters to what is answered
     for teller, answers in zip(tellers, together, strict=True):
-        async with gateway(random_backend(tiny_tokenizer), api_keys_file=file) as alone:
+        async with gateway(make_backend(), api_keys_file=file) as alone:
             expected = await live(alone, teller)
         assert all(is_close(*pair) for pair in zip(answers, expected, strict=True)), teller
     for teller, told in zip(tellers, texts, strict=True):
@@ -127,14 +126,14 @@ async def asks_for_trouble(house: Gateway, teller: Teller) -> str:
 
 
 async def test_L6_R2_a_state_in_anothers_place_is_refused_and_shows_nothing(
-    tiny_tokenizer: Tokenizer, tmp_path: Path
+    make_backend: MakeBackend, tmp_path: Path
 ) -> None:
     """As if the store had mixed up two sessions: the other one's secret is neither used nor told."""
     keys = (make_key("a"), make_key("b"))
     file = write_keys(tmp_path / "keys.toml", *keys, a="", b="")
     mine, theirs = make_tellers(keys)[:2]
     store = SqliteSessionStore(tmp_path / "sessions.db")
-    async with gateway(random_backend(tiny_tokenizer), store=store, api_keys_file=file) as house:
+    async with gateway(make_backend(), store=store, api_keys_file=file) as house:
         for teller in (mine, theirs):
             await live(house, teller)
         other = "SELECT snapshot FROM snapshots WHERE tenant = 'b' AND session_id = ?"

@@ -15,7 +15,7 @@ from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
+from tests.models import local_backend
 from tests.redis_servers import RedisServer, Topology, start_sentinel, wait_until
 
 pytestmark = pytest.mark.redis
@@ -36,8 +36,8 @@ async def pair(topology: Topology, tiny_tokenizer: Tokenizer) -> AsyncIterator[t
     address = parse_redis_url(topology.url)
     stores = [RedisSessionStore(address) for _ in range(2)]
     async with (
-        gateway(random_backend(tiny_tokenizer), store=stores[0], is_live=True, lease_s=2.0) as one,
-        gateway(random_backend(tiny_tokenizer), store=stores[1], is_live=True, lease_s=2.0) as two,
+        gateway(local_backend(tiny_tokenizer), store=stores[0], is_live=True, lease_s=2.0) as one,
+        gateway(local_backend(tiny_tokenizer), store=stores[1], is_live=True, lease_s=2.0) as two,
     ):
         yield one, two
 
@@ -46,7 +46,7 @@ async def test_D7_failover_in_mid_turn_loses_no_copied_turn_and_does_the_running
     topology: Topology, pair: tuple[Gateway, Gateway], tiny_tokenizer: Tokenizer
 ) -> None:
     """Replication is asynchronous: an acknowledged turn that no replica has is lost with its master (docs/redis.md)."""
-    async with gateway(random_backend(tiny_tokenizer)) as alone:
+    async with gateway(local_backend(tiny_tokenizer)) as alone:
         await create(alone, "s")
         expected = [await insist(alone, "s", number) for number in range(2)]
     for round_number in range(scaled(1, 10)):

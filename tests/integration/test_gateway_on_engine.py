@@ -8,43 +8,19 @@ from typing import Any
 
 import pytest
 
-from nsm_core.config import EngineConfig
-from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
-from service.backends.base import InferenceBackend
-from service.backends.local import LocalBackend
-from service.backends.triton import TritonBackend
 from service.openai_format import token_text
+from tests.backends import MakeBackend
 from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.nsm_core.engine.harness import RandomModel
+from tests.models import local_backend
 from tests.raw_http import connect
 
 PATH = "/v1/completions"
 
 
-def random_backend(tokenizer: Tokenizer, *, fingerprint: str = "random", **limits: int) -> LocalBackend:
-    model = RandomModel()
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=model.config,
-        fingerprint=fingerprint,
-        numerics="cpu/fp32/test",
-        name="random",
-        created=1_700_000_000,
-        num_parameters=1,
-        weight_format="fp32",
-    )
-    return LocalBackend(loaded, EngineConfig(**{"max_slots": 4, "token_budget": 32, "queue_limit": 8, **limits}))
-
-
-@pytest.fixture(params=["local", pytest.param("triton", marks=pytest.mark.triton)])
-async def server(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    if request.param == "local":
-        backend: InferenceBackend = random_backend(tiny_tokenizer)
-    else:
-        backend = TritonBackend([request.getfixturevalue("triton").grpc_url], wait_s=30)
-    async with gateway(backend, is_live=True) as opened:
+@pytest.fixture
+async def server(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend(), is_live=True) as opened:
         yield opened
 
 
@@ -125,8 +101,8 @@ async def wait_for_running(backend: Any, count: int) -> None:
 
 
 async def test_a_full_queue_is_a_503_that_tells_when_to_come_back(tiny_tokenizer: Tokenizer) -> None:
-    backend = random_backend(tiny_tokenizer, max_slots=1, queue_limit=1)
-    async with gateway(backend, is_live=True, max_slots=1, queue_limit=1) as server:
+    backend = local_backend(tiny_tokenizer, max_slots=1, queue_limit=1)
+    async with gateway(backend, is_live=True) as server:
         long = {"prompt": "x", "max_tokens": 30_000, "ignore_eos": True, "n": 2}
         async with connect(server.url) as client:
             await client.post(PATH, long)
@@ -135,11 +111,20 @@ async def test_a_full_queue_is_a_503_that_tells_when_to_come_back(tiny_tokenizer
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert error_of(refused)["code"] == "overloaded"
-            too_many = await server.client.post(PATH, json={**long, "n": 3})
-            assert too_many.status_code == 400  # it could never be admitted
             client.leave()
             await wait_for_running(backend, 0)
         assert (await complete(server, max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+async def test_more_choices_than_the_engines_hold_are_refused_for_good(server: Gateway) -> None:
+    """By what the engine or the Triton server says, whatever the gateway's own settings are."""
+    limit = server.services.backend.max_requests
+    settings = server.services.settings
+    assert limit < settings.max_slots + settings.queue_limit
+    refused = await server.client.post(PATH, json={"prompt": "x", "n": limit + 1})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
+    assert str(limit) in error_of(refused)["message"]
+    assert len((await complete(server, n=limit, max_tokens=1))["choices"]) == limit
 
 
 async def test_a_deadline_ends_a_request_and_no_other(server: Gateway) -> None:

@@ -11,19 +11,18 @@ import pytest
 
 from nsm_core.state.layout import FLOAT
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
 from service.copies import read_copy
 from service.session_file import write_file
+from tests.backends import MakeBackend
 from tests.gateway import Gateway, error_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
 
 TURN = {"input": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
+async def server(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
     """Two sessions of the same turn."""
-    async with gateway(random_backend(tiny_tokenizer)) as opened:
+    async with gateway(make_backend()) as opened:
         for session_id in ("s1", "s2"):
             await opened.client.post("/v1/sessions", json={"id": session_id})
             assert (await say(opened, session_id))["session"]["version"] == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsm_core.tokenizer import Tokenizer
@@ -18,9 +18,10 @@ from service.prefixes.memory import MemoryPrefixStore
 from service.prefixes.redis import RedisPrefixStore
 from service.prefixes.sqlite import SqlitePrefixStore
 from service.sessions.redis_url import parse_redis_url
+from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, frames_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
+from tests.models import local_backend
 from tests.redis_servers import Topology
 from tests.tenants import make_key, write_keys
 
@@ -29,14 +30,14 @@ SYSTEM = "You are a clerk who copies letters by hand, all day long and every day
 
 
 @pytest.fixture
-async def plain(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer), prefix_cache=False) as opened:
+async def plain(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend(), prefix_cache=False) as opened:
         yield opened
 
 
 @pytest.fixture
-async def cached(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer)) as opened:
+async def cached(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend()) as opened:
         yield opened
 
 
@@ -85,9 +86,9 @@ def sampled_ids(server: Gateway, answer: dict[str, Any]) -> list[int]:
 
 
 async def test_a_growing_chat_with_the_stock_client_reads_about_the_same_each_turn(
-    tiny_tokenizer: Tokenizer, plain: Gateway
+    make_backend: MakeBackend, plain: Gateway
 ) -> None:
-    async with gateway(random_backend(tiny_tokenizer), is_live=True) as cached:
+    async with gateway(make_backend(), is_live=True) as cached:
         await talk(cached, plain)
 
 
@@ -96,7 +97,12 @@ async def talk(cached: Gateway, plain: Gateway) -> None:
     computed = []
     for turn in range(6):
         messages.append({"role": "user", "content": f"Copy letter number {turn}, if you please."})
-        fields: dict[str, Any] = {"model": "random", "messages": messages, "max_tokens": 40, "seed": turn}
+        fields: dict[str, Any] = {
+            "model": cached.services.model_name,
+            "messages": messages,
+            "max_tokens": 40,
+            "seed": turn,
+        }
         got = await cached.openai.chat.completions.create(**fields)
         want = (await plain.client.post("/v1/chat/completions", json=fields)).json()
         await cached.services.prefix_resume.drain()
@@ -152,7 +158,7 @@ async def test_scores_of_a_prompt_are_of_all_of_it(cached: Gateway, plain: Gatew
     assert (got["choices"], cached_tokens(got)) == (want["choices"], 0)
 
 
-async def test_off_switches(cached: Gateway, plain: Gateway, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_off_switches(cached: Gateway, plain: Gateway, make_backend: MakeBackend, tmp_path: Path) -> None:
     await complete(cached, prompt=ids(100), cache_prompt=False)
     assert cached_tokens(await complete(cached, prompt=ids(110))) == 0
     assert cached_tokens(await complete(cached, prompt=ids(120), cache_prompt=False)) == 0
@@ -165,17 +171,17 @@ async def test_off_switches(cached: Gateway, plain: Gateway, tiny_tokenizer: Tok
         assert (await server.client.get("/v1/models")).json()["data"][0]["prefix_cache"] is is_on
     key = make_key("quiet")
     path = write_keys(tmp_path / "keys.toml", key, quiet="prefix_cache = false")
-    async with gateway(random_backend(tiny_tokenizer), api_keys_file=path) as server:
+    async with gateway(make_backend(), api_keys_file=path) as server:
         for _ in range(2):
             assert cached_tokens(await complete(server, key.headers, prompt=ids(110))) == 0
         assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
 
 
-async def test_L1_L5_no_tenant_resumes_anothers_prompt(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_L1_L5_no_tenant_resumes_anothers_prompt(make_backend: MakeBackend, tmp_path: Path) -> None:
     """Canaries: each tenant tells a secret; whoever asks with another's whole prompt computes all of it, every time."""
     keys = {f"t{number}": make_key(f"t{number}") for number in range(scaled(4, 50))}
     path = write_keys(tmp_path / "keys.toml", *keys.values(), **dict.fromkeys(keys, ""))
-    async with gateway(random_backend(tiny_tokenizer), api_keys_file=path) as server:
+    async with gateway(make_backend(), api_keys_file=path) as server:
         secrets = {name: ids(130, seed=number + 3) for number, name in enumerate(keys)}
         for name, key in keys.items():
             await complete(server, key.headers, prompt=secrets[name])
@@ -188,15 +194,13 @@ async def test_L1_L5_no_tenant_resumes_anothers_prompt(tiny_tokenizer: Tokenizer
 @pytest.mark.redis
 @pytest.mark.parametrize("topology_name", ["redis_single", "redis_cluster"])
 async def test_P4_two_gateways_on_one_redis_resume_each_others_prefixes(
-    topology_name: str, request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer
+    topology_name: str, request: pytest.FixtureRequest, make_backend: MakeBackend
 ) -> None:
     topology: Topology = request.getfixturevalue(topology_name)
     address = parse_redis_url(topology.own_url())
     async with contextlib.AsyncExitStack() as stack:
         one, two = [
-            await stack.enter_async_context(
-                gateway(random_backend(tiny_tokenizer), prefixes=RedisPrefixStore(address, BOUNDS))
-            )
+            await stack.enter_async_context(gateway(make_backend(), prefixes=RedisPrefixStore(address, BOUNDS)))
             for _ in range(2)
         ]
         await complete(one, prompt=ids(100))
@@ -204,15 +208,17 @@ async def test_P4_two_gateways_on_one_redis_resume_each_others_prefixes(
         assert cached_tokens(await complete(one, prompt=ids(210))) == 200
 
 
-async def test_prefixes_survive_a_restart_but_not_another_model(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_prefixes_survive_a_restart_but_not_another_model(
+    make_backend: MakeBackend, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     def stored() -> PrefixStore:
         return SqlitePrefixStore(tmp_path / "prefixes.db", BOUNDS, min_free_bytes=0)
 
-    async with gateway(random_backend(tiny_tokenizer), prefixes=stored()) as server:
+    async with gateway(make_backend(), prefixes=stored()) as server:
         await complete(server, prompt=ids(100))
-    async with gateway(random_backend(tiny_tokenizer), prefixes=stored()) as server:
+    async with gateway(make_backend(), prefixes=stored()) as server:
         assert cached_tokens(await complete(server, prompt=ids(110))) == 100
-    other = random_backend(tiny_tokenizer, fingerprint="another")
+    other = local_backend(tiny_tokenizer, fingerprint="another")
     async with gateway(other, prefixes=stored()) as server:
         assert cached_tokens(await complete(server, prompt=ids(110))) == 0
 
@@ -224,17 +230,18 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=scaled(4, 300))
+# the fixture keeps nothing from one example to the next
+@settings(max_examples=scaled(4, 300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROMPTS)
 async def test_R6_any_prompts_get_the_answers_that_they_get_without(
-    tiny_tokenizer: Tokenizer, shapes: list[tuple[int, int, int, bool]]
+    make_backend: MakeBackend, shapes: list[tuple[int, int, int, bool]]
 ) -> None:
     """Prompts from three texts, cut anywhere, with any tail; some go on from the answer before."""
     entry = MIN_TOKENS * 4 + 5_000
     small = PrefixBounds(max_bytes=6 * entry, max_tenant_bytes=6 * entry, ttl_s=60.0)
     async with (
-        gateway(random_backend(tiny_tokenizer), prefixes=MemoryPrefixStore(small)) as cached,
-        gateway(random_backend(tiny_tokenizer), prefix_cache=False) as plain,
+        gateway(make_backend(), prefixes=MemoryPrefixStore(small)) as cached,
+        gateway(make_backend(), prefix_cache=False) as plain,
     ):
         before: list[int] = []
         for number, (text, length, tail, goes_on) in enumerate(shapes):

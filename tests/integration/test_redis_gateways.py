@@ -10,13 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from nsm_core.tokenizer import Tokenizer
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
 from service.turn import Turn
+from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
 from tests.redis_servers import Topology
 
 pytestmark = pytest.mark.redis
@@ -24,18 +23,18 @@ TURNS = ("It was the best of times,", " and then", " at last", " the end")
 
 
 @pytest.fixture
-async def alone(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer)) as opened:
+async def alone(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend()) as opened:
         yield opened
 
 
 @pytest.fixture(params=["redis_single", "redis_cluster"])
-async def pair(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[tuple[Gateway, Gateway]]:
+async def pair(request: pytest.FixtureRequest, make_backend: MakeBackend) -> AsyncIterator[tuple[Gateway, Gateway]]:
     topology: Topology = request.getfixturevalue(request.param)
     address = parse_redis_url(topology.own_url())
     async with (
-        gateway(random_backend(tiny_tokenizer), store=RedisSessionStore(address)) as one,
-        gateway(random_backend(tiny_tokenizer), store=RedisSessionStore(address)) as two,
+        gateway(make_backend(), store=RedisSessionStore(address)) as one,
+        gateway(make_backend(), store=RedisSessionStore(address)) as two,
     ):
         yield one, two
 

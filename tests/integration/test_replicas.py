@@ -7,27 +7,31 @@ import collections
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import pytest
 
+from nsm_core.config import EngineConfig
+from nsm_core.model.loader import load_checkpoint
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_url import parse_redis_url
+from tests.backends import BACKENDS, MakeBackend, triton_backend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway
-from tests.integration.test_gateway_on_engine import random_backend
 from tests.redis_servers import Topology
+from tests.triton_servers import RunningTriton, running_triton
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.redis
 NUM_SESSIONS, NUM_TURNS = scaled(4, 200), scaled(5, 10)
 NUM_AT_ONCE = scaled(4, 16)
 # One row a step in each engine: neighbours would change the last bits, and a draw in some ten thousand with them.
-LIMITS = {"max_slots": 1, "queue_limit": 64}
+LIMITS = {"max_slots": 1, "token_budget": 256, "queue_limit": 64}
 TEXTS = ("It was the best of times,", " and then", " at last", " the end", " who is there?")
 
 # what happens to a turn on its way: two clients ask for it; its client leaves and asks again; a long turn before it is
@@ -161,18 +165,38 @@ def body_of(step: Step) -> dict[str, Any]:
     return {"ignore_eos": True, "logprobs": 0, **step.body}
 
 
+@pytest.fixture(scope="module")
+def one_row_triton(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
+    limits = {name: str(value) for name, value in LIMITS.items()}
+    with running_triton(tmp_path_factory.mktemp("one-row"), tiny_model_dir, **limits) as server:
+        yield server
+
+
+@pytest.fixture(params=BACKENDS)
+def make_replica_backend(request: pytest.FixtureRequest, tiny_model_dir: Path) -> MakeBackend:
+    if request.param == "local":
+        return lambda: engine_of(tiny_model_dir)
+    server: RunningTriton = request.getfixturevalue("one_row_triton")
+    return lambda: triton_backend(server)
+
+
+def engine_of(model_dir: Path) -> LocalBackend:
+    return LocalBackend(load_checkpoint(model_dir), EngineConfig(**LIMITS))
+
+
 @pytest.fixture
-async def alone(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer, **LIMITS)) as opened:
+async def alone(tiny_model_dir: Path) -> AsyncIterator[Gateway]:
+    """On an engine of its own, whatever the replicas run on."""
+    async with gateway(engine_of(tiny_model_dir)) as opened:
         yield opened
 
 
 @pytest.fixture
-async def pair(redis_single: Topology, tiny_tokenizer: Tokenizer) -> AsyncIterator[tuple[Gateway, Gateway]]:
+async def pair(redis_single: Topology, make_replica_backend: MakeBackend) -> AsyncIterator[tuple[Gateway, Gateway]]:
     address = parse_redis_url(redis_single.own_url())
     async with (
-        gateway(random_backend(tiny_tokenizer, **LIMITS), store=RedisSessionStore(address), is_live=True) as one,
-        gateway(random_backend(tiny_tokenizer, **LIMITS), store=RedisSessionStore(address), is_live=True) as two,
+        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True) as one,
+        gateway(make_replica_backend(), store=RedisSessionStore(address), is_live=True) as two,
     ):
         yield one, two
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
+from tests.backends import MakeBackend
 from tests.gateway import Gateway, gateway
-from tests.integration.test_gateway_on_engine import random_backend
 from tests.responses import counts_of, get, log_of, respond, session_ids, stream, text_of
 
 WORDS = ("It was the best of times,", "and then?", "at last!")
 
 
 @pytest.fixture
-async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
-    async with gateway(random_backend(tiny_tokenizer, queue_limit=32)) as opened:
+async def server(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
+    async with gateway(make_backend()) as opened:
         yield opened
 
 

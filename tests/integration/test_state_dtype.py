@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from nsm_core.config import EngineConfig
-from nsm_core.model.loader import LoadedModel
 from nsm_core.state.quantize import FORMATS, StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
@@ -28,7 +26,7 @@ from service.sessions.redis_url import parse_redis_url
 from service.sessions.sqlite import SqliteSessionStore
 from service.verification import Verified, verify
 from tests.gateway import Gateway, gateway
-from tests.nsm_core.engine.harness import RandomModel
+from tests.models import local_backend
 from tests.service.test_prefix_resume import Unreliable
 
 KEY = {"tenant": "default", "session_id": "s1"}
@@ -39,20 +37,9 @@ OpenStore = Callable[[], SessionStore]
 
 
 def make_backend(tokenizer: Tokenizer, pattern: str = "N") -> LocalBackend:
-    model = RandomModel(tokenizer.vocab_size, layer_pattern=pattern)
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        config=model.config,
-        fingerprint=f"random-{pattern}",
-        numerics="cpu/fp32/test",
-        name="random",
-        created=1_700_000_000,
-        num_parameters=1,
-        weight_format="fp32",
-    )
     # one row a step: neighbours would change the last bits
-    return LocalBackend(loaded, EngineConfig(max_slots=1, token_budget=64))
+    limits = {"max_slots": 1, "token_budget": 64}
+    return local_backend(tokenizer, fingerprint=f"random-{pattern}", pattern=pattern, **limits)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.redis)])

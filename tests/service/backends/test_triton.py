@@ -26,7 +26,7 @@ from service.backends import triton_generation, triton_upstream
 from service.backends.triton import TritonBackend
 from tests.nsm_core.engine.harness import TOLERANCE, Outcome, assert_same_state, make_request, random_ids, small_model
 from tests.triton_servers import eventually
-from tests.triton_stand_in import MAX_SLOTS, StandIn, random_loaded, stand_ins
+from tests.triton_stand_in import MAX_SLOTS, QUEUE_LIMIT, StandIn, random_loaded, stand_ins
 
 TEXT: dict[str, Any] = {"prompt_ids": random_ids(1, 40), "temperature": 1.0, "max_tokens": 12, "seed": 3}
 STATES = small_model()  # for the layout of its states
@@ -172,6 +172,15 @@ async def test_a_server_that_began_anew_between_two_heartbeats_is_asked_again_wh
 
 async def has_stepped(backend: TritonBackend) -> bool:
     return backend.stats().num_steps > 0
+
+
+async def test_what_the_servers_hold_is_what_they_say_also_while_one_is_down(house: House) -> None:
+    each = MAX_SLOTS + QUEUE_LIMIT
+    assert house.backend.max_requests == 2 * each
+    await house.one.stop()
+    await eventually(lambda: is_up(house.backend, 1))
+    assert house.backend.max_requests == 2 * each  # more is refused for good, and it may be back soon
+    assert house.backend.stats().max_slots == MAX_SLOTS
 
 
 async def test_the_server_with_the_least_to_do_gets_the_request(house: House) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
 from service.sessions.memory import MemorySessionStore
 from service.sessions.retention import KeptSnapshot
-from tests.contracts.test_backend import make_local
+from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, gateway
 from tests.service.routes.test_session_rewind import KEY, create, log_of, ok, rewind, say, snapshot_of
@@ -198,10 +197,10 @@ async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> No
         assert len(heads) == 2
 
 
-async def test_an_engine_goes_on_from_a_kept_state_as_from_the_whole_log(tiny_tokenizer: Tokenizer) -> None:
+async def test_an_engine_goes_on_from_a_kept_state_as_from_the_whole_log(make_backend: MakeBackend) -> None:
     texts = []
     for num_kept in (0, 4):
-        async with gateway(make_local(tiny_tokenizer), kept_snapshots=num_kept) as house:
+        async with gateway(make_backend(), kept_snapshots=num_kept) as house:
             await long_turns(house, 3)
             assert len(await kept_in(house)) == min(num_kept, 2)
             ok(await rewind(house, to_position=700))

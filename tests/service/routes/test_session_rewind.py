@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
 from service.sessions.base import LogMark
-from tests.contracts.test_backend import make_local
+from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway
 
@@ -221,8 +220,8 @@ async def test_a_reading_that_fails_leaves_the_session_as_it_was() -> None:
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 12}
 
 
-async def test_what_comes_after_a_rewind_is_what_came_the_first_time(tiny_tokenizer: Tokenizer) -> None:
-    async with gateway(make_local(tiny_tokenizer)) as house:
+async def test_what_comes_after_a_rewind_is_what_came_the_first_time(make_backend: MakeBackend) -> None:
+    async with gateway(make_backend()) as house:
         await create(house)
         first = await say(house, 40, 41, seed=7, **SAMPLED)
         texts = [first["choices"][0]["text"]]

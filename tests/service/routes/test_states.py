@@ -5,29 +5,19 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nsm_core.config import EngineConfig
-from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
+from tests.models import as_loaded
 from tests.nsm_core.evaluation.models import random_model, small_config
 
 
 @pytest.fixture
 async def served(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
     model = random_model(small_config(tiny_tokenizer, layer_pattern="WN")).eval().requires_grad_(False)
-    loaded = LoadedModel(
-        model=model,
-        tokenizer=tiny_tokenizer,
-        config=model.config,
-        fingerprint="small-model",
-        numerics="cpu/fp32/test",
-        name="small",
-        created=1_700_000_000,
-        num_parameters=1,
-        weight_format="fp32",
-    )
+    loaded = as_loaded(model, tiny_tokenizer)
     async with gateway(LocalBackend(loaded, EngineConfig(max_slots=2, token_budget=32, queue_limit=2))) as made:
         assert (await made.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
         yield made
