@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
-from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.request import Finished, GenerationRequest
 from nsm_core.tokenizer import Tokenizer
 from service.choices import Delta, ScoredToken
 from service.deps import Arrival, Services
@@ -49,7 +49,7 @@ class Chat:
                 if text or self._body.logprobs:
                     yield self._chunk(index, {"content": text}, tokens=delta.tokens)
         if self._body.has_usage_chunk:
-            yield self._envelope.wrap(CHUNK_KIND, [], usage=usage(ends_of(self.run), choices_per_prompt=self._body.n))
+            yield self._envelope.wrap(CHUNK_KIND, [], usage=self._usage(ends_of(self.run)))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -69,7 +69,10 @@ class Chat:
             }
             for index in range(self._body.n)
         ]
-        return self._envelope.wrap(KIND, choices, usage=usage(ends, choices_per_prompt=self._body.n))
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends))
+
+    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
+        return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None

@@ -60,7 +60,8 @@ class Completion:
         return self._envelope.wrap(KIND, [{"index": index, **piece}], **fields)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(ends_of(self.run), choices_per_prompt=self._body.n)
+        ends, body = ends_of(self.run), self._body
+        return usage(ends, choices_per_prompt=body.n, has_energy=body.include_energy)
 
 
 class ChoiceText:

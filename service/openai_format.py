@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nsm_core.engine.request import Finished, FinishReason, TokenLogprob
+from nsm_core.engine.request import Finished, FinishReason, TokenLogprob, joules_of
+from nsm_core.stats import EnergyUse, add_energy
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 from service.choices import ScoredToken
 
@@ -44,8 +45,8 @@ class Envelope:
         }
 
 
-def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1) -> dict[str, Any]:
-    """Counts of all choices; a prompt counts once, however many choices stand on it."""
+def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1, has_energy: bool = False) -> dict[str, Any]:
+    """Counts of all choices; a prompt counts once, however many choices stand on it. `has_energy`: and what it cost."""
     firsts = ends[::choices_per_prompt]
     prompt_tokens = sum(end.prompt_tokens for end in firsts)
     completion_tokens = sum(end.completion_tokens for end in ends)
@@ -55,6 +56,22 @@ def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1) -> dict[str,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **({"energy": energy_of(ends)} if has_energy else {}),
+    }
+
+
+def energy_of(ends: Sequence[Finished]) -> dict[str, Any] | None:
+    """Joules of all choices, by source and by how they are known; None where nothing is measured."""
+    uses: tuple[EnergyUse, ...] = ()
+    for end in ends:
+        uses = add_energy(uses, end.energy)
+    if not uses:
+        return None
+    joules, num_tokens = joules_of(ends), sum(end.completion_tokens for end in ends)
+    return {
+        "joules": joules,
+        "joules_per_token": joules / num_tokens if num_tokens else None,
+        "sources": [dataclasses.asdict(use) for use in uses],
     }
 
 

@@ -34,7 +34,7 @@ from service.turn_following import TOKENS_AT_ONCE, stream_not_found
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
-FRAMING_ONLY = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
+FRAMING_ONLY = {"stream", "stream_options", "include_energy", "timeout"}  # fields of a body that change nothing in the result
 _STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
@@ -48,6 +48,7 @@ class SessionAnswer:
         self._view = ChoiceView(tokenizer)
         self._text = ChoiceText(tokenizer, has_logprobs=framing.get("has_logprobs", False))
         self._has_usage_chunk = has_usage_chunk
+        self._has_energy = framing.get("has_energy", False)
         self._envelope = Envelope(
             id=source.turn_id,
             created=framing.get("created", int(time.time())),
@@ -72,7 +73,7 @@ class SessionAnswer:
                     if piece["text"]:  # the consumer is back: the piece was handed to the connection
                         self._source.delivered()
         if self._has_usage_chunk and after < number + 1:
-            chunk = self._envelope.wrap(KIND, [], usage=usage([self._end.finished]))
+            chunk = self._envelope.wrap(KIND, [], usage=self._usage())
             yield frame(chunk, event_id=number + 1)
 
     async def collect(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class SessionAnswer:
                     self._source.delivered()
                 pieces.append(piece)
         choices = [{"index": 0, **self._text.join(pieces)}]
-        return self._envelope.wrap(KIND, choices, usage=usage([self._end.finished]), session=self._session())
+        return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
         """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
@@ -109,6 +110,9 @@ class SessionAnswer:
             raise RuntimeError("the turn has not ended")
         return self._source.end
 
+    def _usage(self) -> dict[str, Any]:
+        return usage([self._end.finished], has_energy=self._has_energy)
+
     def _session(self) -> dict[str, Any]:
         head = self._end.head
         session: dict[str, Any] = {"id": head.session_id, "version": head.version, "position": head.position}
@@ -116,6 +120,8 @@ class SessionAnswer:
             session["taken_over_from"] = self._source.other_numerics
         if self._source.rebuilt is not None:
             session["rebuilt"] = self._source.rebuilt
+        if self._has_energy:
+            session["energy_joules"] = self._end.session_joules
         return session
 
 
@@ -152,6 +158,7 @@ async def open_session_turn(
             "system_fingerprint": services.system_fingerprint,
             "has_logprobs": body.logprobs is not None,
             "has_usage_chunk": body.has_usage_chunk,
+            "has_energy": body.include_energy,
         },
         is_resumable=body.stream,
     )

@@ -12,6 +12,7 @@ from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import NsmError
 from service.errors import answer, report, rule_of
 from service.items import output_item, output_text
+from service.openai_format import energy_of
 from service.schemas.responses import CreateResponseBody
 from service.sse import frame
 
@@ -28,8 +29,9 @@ Event = dict[str, Any]
 
 
 def opened_response(body: CreateResponseBody, *, response_id: str, model: str) -> Response:
-    """The object of a response that has begun."""
+    """The object of a response that has begun. `include_energy` is there if it was asked for."""
     return {
+        **({"include_energy": True} if body.include_energy else {}),
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
@@ -71,7 +73,7 @@ def ended_response(opened: Response, finished: Finished, *, item_id: str, text: 
         "completed_at": math.floor(time.time()) if is_whole else None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "output": [output_item(item_id, text, status=status)],
-        "usage": usage(finished),
+        "usage": usage(finished, has_energy="include_energy" in opened),
     }
 
 
@@ -84,9 +86,10 @@ def cancelled_response(opened: Response) -> Response:
     return {**opened, "status": "cancelled"}
 
 
-def usage(finished: Finished) -> dict[str, Any]:
+def usage(finished: Finished, *, has_energy: bool = False) -> dict[str, Any]:
     """`input_tokens`: all that the answer stands on; `cached_tokens`: those that a stored state covered."""
     return {
+        **({"energy": energy_of([finished])} if has_energy else {}),
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": finished.completion_tokens,

@@ -99,6 +99,7 @@ class SamplingFields(RequestBody):
     stop: list[str] = Field(default=[], description=f"a string or up to {MAX_STOP_STRINGS} of them")
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(default=False, description="go on after end of text")
+    include_energy: bool = Field(default=False, description="joules in usage")
     timeout: float | None = Field(
         default=None, description="seconds this request may take, its time in the queue included"
     )
