@@ -1,0 +1,99 @@
+"""Compiles the kernels: `python -m nsm_core.execution.native.build`, which `make setup` runs.
+
+A plain shared library with a C interface: no Python headers, no build system, one library for every Python. It is named
+after a hash of its sources, so a library of other sources is never loaded, and nothing compiles while a server runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+LIBRARIES = Path(__file__).parent / "build"
+# No contraction of products and sums: where one rounding is meant the kernels say so, and all variants give equal bits
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno", "-pthread")
+# The options of each source; those with an instruction set of their own are empty on other processors
+UNITS = {
+    "api.cpp": ("-O2",),
+    "model.cpp": ("-O2",),
+    "runner.cpp": ("-O2",),
+    "team.cpp": ("-O2",),
+    "kernels_portable.cpp": ("-O2", "-ftree-vectorize"),
+    "kernels_avx2.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
+    "kernels_avx512.cpp": (
+        *("-O3", "-mavx2", "-mfma", "-mf16c"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+    ),
+}
+
+
+def library_path() -> Path:
+    """Where the library of these sources is, or would be."""
+    digest = hashlib.sha256(repr((FLAGS, UNITS, platform.machine())).encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return LIBRARIES / f"libnsm-{digest.hexdigest()[:16]}.so"
+
+
+def find_compiler() -> str | None:
+    """CXX, or the first of the usual names that is there."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def build() -> Path:
+    """Compiles the library unless it is there. Raises RuntimeError with what the compiler said."""
+    target = library_path()
+    if target.exists():
+        return target
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler; Debian has one in the package g++")
+    LIBRARIES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=LIBRARIES) as scratch, ThreadPoolExecutor() as threads:
+        objects = list(threads.map(lambda unit: _compile(compiler, unit, Path(scratch)), UNITS))
+        partial = Path(scratch) / target.name
+        _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(partial))
+        os.replace(partial, target)  # whole or not at all
+    for other in LIBRARIES.glob("libnsm-*.so"):
+        if other != target:
+            other.unlink()
+    return target
+
+
+def _compile(compiler: str, unit: str, directory: Path) -> Path:
+    target = directory / unit.replace(".cpp", ".o")
+    options = [option for option in UNITS[unit] if _is_x86() or not option.startswith("-m")]
+    _run(compiler, *FLAGS, *options, "-c", str(SOURCES / unit), "-o", str(target))
+    return target
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr.strip()}")
+
+
+def main() -> int:
+    """Says what it made; 1 and why when nothing."""
+    try:
+        print(f"native kernels: {build().name}")  # noqa: T201
+    except (OSError, RuntimeError) as error:
+        print(f"native kernels: not built, models run slower: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

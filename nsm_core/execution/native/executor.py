@@ -1,0 +1,111 @@
+"""The model on hand-written CPU kernels: int8 weights and activations, states in place in the pool."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nsm_core.execution.native.library import load_library
+from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.model.nsm import NsmModel
+from nsm_core.state.pool import StatePool
+from nsm_core.state.spec import POSITION, State
+
+# Two processors, and any of the kernels' variants, give the same bits: products of int8 are summed exactly, sums of fp32
+# are added in one fixed order, which depends on the token's place in its text alone.
+NUMERICS = "cpu/int8/native-1"
+# Tokens that go through the layers together: weights are read once for them all, activations stay in the cache.
+PIECE_TOKENS = 64
+
+Ints = npt.NDArray[np.int32]
+
+
+class NativeExecutor:
+    """Rows advance in place, in the pool (see Executor). Equal requests give equal bits, whatever shares their batch and
+    however their prompts are cut.
+
+    Calls release the interpreter's lock. Raises ValueError for a model that `why_not_native` refuses.
+    """
+
+    def __init__(
+        self,
+        model: NsmModel,
+        *,
+        num_rows: int,
+        poison: bool = False,
+        num_threads: int = 1,
+        weights: NativeWeights | None = None,
+    ) -> None:
+        self._weights = weights or NativeWeights(model)
+        with torch.inference_mode():
+            self.initial: State = model.initial_state(1)
+        self.pool = StatePool(model.state_spec, num_rows, poison=poison)
+        self._width, self._vocab_size = model.config.d_model, model.config.vocab_size
+        library = load_library()
+        if library is None:
+            raise ValueError("the native kernels were not built")
+        self._library = library
+        self._runner = self._new_runner(model.config.num_layers, num_threads)
+        # The runner goes first: it holds on to the weights
+        weakref.finalize(self, library.nsm_runner_free, self._runner)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        self.pool.check_leased(rows)
+        return self._run(_ints(rows), np.ones(len(rows), np.int32), _ints(ids))
+
+    @torch.inference_mode()
+    def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        self.pool.check_leased(rows)
+        counts = [len(row) for row in ids]
+        flat = _ints(list(itertools.chain.from_iterable(ids)))
+        return list(self._run(_ints(rows), _ints(counts), flat).split(counts))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), self._vocab_size)
+        self._library.nsm_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+    def _run(self, rows: Ints, counts: Ints, ids: Ints) -> Tensor:
+        hidden = torch.empty(len(ids), self._width)
+        is_known = self._library.nsm_run(
+            *(self._runner, self._vocab_size, rows.ctypes.data, counts.ctypes.data, len(rows)),
+            *(ids.ctypes.data, len(ids), hidden.data_ptr()),
+        )
+        if not is_known:
+            raise IndexError(f"token ids must be below {self._vocab_size}, got {int(ids.min())} to {int(ids.max())}")
+        return hidden
+
+    def _new_runner(self, num_layers: int, num_threads: int) -> int:
+        tensors = self.pool.tensors
+        memory = [tensors.get(f"layers.{i}.slots", tensors.get(f"layers.{i}.kv")) for i in range(num_layers)]
+        tails = [tensors.get(f"layers.{i}.conv_tail") for i in range(num_layers)]
+        runner = self._library.nsm_runner_new(
+            self._weights.handle,
+            tensors[POSITION].data_ptr(),
+            *(*_addresses(memory), *_addresses(tails)),
+            *(num_threads, PIECE_TOKENS),
+        )
+        if runner is None:
+            raise MemoryError("no memory for the native executor's work space")
+        return int(runner)
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
+    """Where row 0 of each lies, and how many numbers further row 1."""
+    starts = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
+    return (ctypes.c_void_p * len(starts))(*starts), (ctypes.c_int64 * len(strides))(*strides)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int32)

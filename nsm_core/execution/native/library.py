@@ -1,0 +1,94 @@
+"""The compiled kernels as Python sees them: the functions of `src/api.cpp`, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import logging
+
+from nsm_core.execution.native.build import library_path
+
+logger = logging.getLogger("nsm.native")
+
+MAX_HEAD_DIM = 256  # kernels.h
+MAX_SLOTS = 1024
+LANES = 16
+_NUM_VARIANTS = 3
+
+
+class Part(enum.IntEnum):
+    """What a layer is made of: `Part` in model.h."""
+
+    PROJECT = 0
+    OUT = 1
+    UP = 2
+    DOWN = 3
+    EMBEDDING = 4
+    ROUTER = 5
+    ROUTER_BIAS = 6
+    MIXER_NORM = 7
+    MLP_NORM = 8
+    FINAL_NORM = 9
+    OUT_NORM = 10
+    CONV = 11
+    READ_SCALE = 12
+    SELECTION_BIAS = 13
+    TIMESCALE = 14
+
+
+class Shape(ctypes.Structure):
+    """`Shape` in model.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int32)
+            for name in ("vocab_size", "d_model", "num_layers", "heads", "slots", "top_k", "taps")
+        ),
+        *((name, ctypes.c_int32) for name in ("mlp_hidden", "kv_heads", "is_softmax_router")),
+        *((name, ctypes.c_float) for name in ("taper", "eps")),
+    )
+
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+# name: (result, arguments)
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "nsm_kernels": (ctypes.c_char_p, (_INT,)),
+    "nsm_model_new": (_POINTER, (_POINTER, _POINTER, ctypes.c_char_p)),
+    "nsm_model_set_matrix": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_model_set_router": (_INT, (_POINTER, _INT, _POINTER, _INT, _INT)),
+    "nsm_model_set_floats": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT)),
+    "nsm_model_set_rotary": (_INT, (_POINTER, _POINTER, _INT)),
+    "nsm_model_seal": (_INT, (_POINTER,)),
+    "nsm_model_free": (None, (_POINTER,)),
+    "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
+    "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_runner_free": (None, (_POINTER,)),
+}
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The library of these sources; None when it was not built, or does not load here."""
+    path = library_path()
+    if not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))  # calls release the interpreter's lock
+    except OSError as error:
+        logger.warning("the native kernels do not load: %s", error)
+        return None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def variants() -> tuple[str, ...]:
+    """The kernels' variants that this processor runs, fastest first; none without the library."""
+    library = load_library()
+    if library is None:
+        return ()
+    names = (library.nsm_kernels(index) for index in range(_NUM_VARIANTS))
+    return tuple(name.decode() for name in names if name is not None)

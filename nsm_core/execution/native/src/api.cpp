@@ -1,0 +1,140 @@
+// The functions that Python calls (library.py declares them again). None of them throws; what cannot be made is null.
+
+#include <cstring>
+#include <exception>
+
+#include "model.h"
+
+using nsm::Kernels;
+using nsm::Model;
+using nsm::Runner;
+using nsm::Shape;
+
+namespace {
+
+bool supports_avx512() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+bool supports_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+const Kernels* kernels_at(int index) {
+  switch (index) {
+    case 0:
+      return supports_avx512() ? nsm::avx512_kernels() : nullptr;
+    case 1:
+      return supports_avx2() ? nsm::avx2_kernels() : nullptr;
+    default:
+      return nsm::portable_kernels();
+  }
+}
+
+const Kernels* kernels_named(const char* name) {
+  for (int index = 0; index < 3; ++index) {
+    const Kernels* kernels = kernels_at(index);
+    if (kernels != nullptr && std::strcmp(kernels->name, name) == 0) return kernels;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The variants in falling order of speed; null where this processor cannot run one. index in [0, 3).
+const char* nsm_kernels(int index) {
+  const Kernels* kernels = kernels_at(index);
+  return kernels == nullptr ? nullptr : kernels->name;
+}
+
+// windows [num_layers]: of attention layers; 0: slot memory.
+void* nsm_model_new(const Shape* shape, const int32_t* windows, const char* kernels) {
+  const Kernels* chosen = kernels_named(kernels);
+  if (chosen == nullptr) return nullptr;
+  try {
+    return new Model(*shape, windows, *chosen);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+int nsm_model_set_matrix(void* model, int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
+  try {
+    return static_cast<Model*>(model)->set_matrix(layer, part, weights, scale, rows, cols);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+int nsm_model_set_router(void* model, int layer, const uint16_t* weights, int rows, int cols) {
+  try {
+    return static_cast<Model*>(model)->set_router(layer, weights, rows, cols);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+int nsm_model_set_floats(void* model, int layer, int part, const float* values, int count) {
+  try {
+    return static_cast<Model*>(model)->set_floats(layer, part, values, count);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+int nsm_model_set_rotary(void* model, const double* frequencies, int count) {
+  try {
+    return static_cast<Model*>(model)->set_rotary(frequencies, count);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+int nsm_model_seal(void* model) { return static_cast<Model*>(model)->seal(); }
+
+void nsm_model_free(void* model) { delete static_cast<Model*>(model); }
+
+// memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides in
+// floats from row to row. The model must outlive the runner.
+void* nsm_runner_new(const void* model, int64_t* positions, float* const* memory, const int64_t* memory_strides,
+                     float* const* tails, const int64_t* tail_strides, int num_threads, int piece_tokens) {
+  const Model& weights = *static_cast<const Model*>(model);
+  const int count = weights.shape.num_layers;
+  try {
+    return new Runner(weights,
+                      {positions, {memory, memory + count}, {tails, tails + count}, {memory_strides, memory_strides + count},
+                       {tail_strides, tail_strides + count}},
+                      num_threads, piece_tokens);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+// Row rows[i] reads counts[i] of the ids; hidden [sum of counts, d]. 0: an id that the vocabulary does not have; nothing was read.
+int nsm_run(void* runner, int vocab_size, const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids,
+            int num_ids, float* hidden) {
+  for (int i = 0; i < num_ids; ++i)
+    if (ids[i] < 0 || ids[i] >= vocab_size) return 0;
+  static_cast<Runner*>(runner)->run(rows, counts, num_rows, ids, hidden);
+  return 1;
+}
+
+// hidden [tokens, d] -> out [tokens, vocabulary].
+void nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
+  static_cast<Runner*>(runner)->logits(hidden, tokens, out);
+}
+
+void nsm_runner_free(void* runner) { delete static_cast<Runner*>(runner); }
+
+}  // extern "C"

@@ -1,0 +1,102 @@
+// What a processor's variant of the kernels offers, and the plain values it takes. No standard library here: these headers are
+// compiled for several instruction sets, and an inline function of a library must not end up in the wrong one.
+#pragma once
+
+#include <stdint.h>
+
+namespace nsm {
+
+constexpr int LANES = 16;
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_SLOTS = 1024;
+
+inline int tiles_of(int rows) { return (rows + LANES - 1) / LANES; }
+
+// int8 weights [rows, cols] with a scale for each row, packed: 16 rows by 4 columns at a time, so that one register holds what
+// one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
+struct Matrix {
+  const int8_t* weights;
+  const float* scale;
+  int rows, cols;
+};
+
+// fp16 weights [rows, cols] and fp32 bias, packed 16 rows by 1 column; used in fp32.
+struct HalfMatrix {
+  const uint16_t* weights;
+  const float* bias;
+  int rows, cols;
+};
+
+// Tokens as int8, each with its own scale; `sum` of a token's bytes undoes the weights' offset.
+struct Quantised {
+  int8_t* values;
+  float* scale;
+  int32_t* sum;
+  int stride;
+};
+
+struct SlotLayer {
+  int d_model, head_dim, slots, taps, top_k;
+  bool is_softmax_router;
+  float taper, eps;
+  const float* conv;            // [taps, 3d]
+  const float* scale;           // [heads], of the read logits
+  const float* gain;            // [d], of the output norm
+  const float* selection_bias;  // [heads, slots]; softmax router only
+  const float* timescale;       // [heads, slots]; softmax router only
+  int heads;
+};
+
+// Consecutive tokens of one text for one head; the first token's rows.
+struct SlotWork {
+  int head, tokens;
+  const float* projected;  // [tokens, 4d]: q, k, v, gate
+  const float* routing;    // [tokens, routing_stride]: logits [heads, slots], strengths [heads]
+  int routing_stride;
+  const float* tail;  // [taps-1, 3d], before the tokens
+  float* state;       // [slots, 2 head_dim], advanced in place
+  float* out;         // [tokens, d]
+};
+
+struct AttentionLayer {
+  int d_model, head_dim, heads, kv_heads, window;
+  float eps;
+  const float* scale;  // [heads], of the queries
+};
+
+struct AttentionWork {
+  int kv_head, tokens;
+  int64_t position;        // of the first token
+  const float* projected;  // [tokens, d + 2 kv_heads head_dim]
+  const float* cos;        // [tokens, head_dim / 2]
+  const float* sin;
+  float* ring;    // [2, window, head_dim] of this key-value head, advanced in place
+  float* scores;  // scratch [heads of a group, score_stride(window)]
+  float* out;     // [tokens, d]
+};
+
+inline int score_stride(int window) { return tiles_of(window) * LANES; }
+
+struct Kernels {
+  const char* name;
+  void (*pack)(const int8_t* weights, int rows, int cols, int8_t* packed);
+  // The row of a packed matrix in fp32, times `factor`.
+  void (*embed)(const Matrix& matrix, int row, float factor, float* out);
+  // RMSNorm with gain; both results of it.
+  void (*norm)(const float* x, const float* gain, int width, float eps, float* out);
+  void (*quantise)(const float* x, int width, const Quantised& out, int token);
+  // silu(gate) * value of [gate, value], quantised; `scratch` [hidden].
+  void (*swiglu)(const float* up, int hidden, float* scratch, const Quantised& out, int token);
+  // Outputs of the tiles [first, last) for all tokens; `is_added`: on top of what y holds.
+  void (*matmul)(const Matrix& matrix, const Quantised& x, int tokens, int first, int last, float* y, int stride, bool is_added);
+  void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride);
+  void (*slots)(const SlotLayer& layer, const SlotWork& work);
+  void (*attend)(const AttentionLayer& layer, const AttentionWork& work);
+};
+
+// Null where the processor (or the compiler's target) lacks the instructions.
+const Kernels* avx512_kernels();
+const Kernels* avx2_kernels();
+const Kernels* portable_kernels();
+
+}  // namespace nsm

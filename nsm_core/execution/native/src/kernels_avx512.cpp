@@ -1,0 +1,25 @@
+// The kernels for one instruction set; build.py compiles each of these files with its own options.
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+#include "kernels.h"
+
+namespace nsm {
+#ifdef __AVX512VNNI__
+namespace {
+#include "vec_avx512.inc"
+// One after the other: each uses those before it
+#include "math.inc"
+#include "matmul.inc"
+#include "slots.inc"
+#include "attention.inc"
+
+const Kernels KERNELS = {"avx512", pack, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend};
+}  // namespace
+
+const Kernels* avx512_kernels() { return &KERNELS; }
+#else
+const Kernels* avx512_kernels() { return nullptr; }
+#endif
+
+}  // namespace nsm

@@ -1,0 +1,18 @@
+// The kernels for one instruction set; build.py compiles each of these files with its own options.
+#include "kernels.h"
+
+namespace nsm {
+namespace {
+#include "vec_portable.inc"
+// One after the other: each uses those before it
+#include "math.inc"
+#include "matmul.inc"
+#include "slots.inc"
+#include "attention.inc"
+
+const Kernels KERNELS = {"portable", pack, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend};
+}  // namespace
+
+const Kernels* portable_kernels() { return &KERNELS; }
+
+}  // namespace nsm

@@ -1,0 +1,109 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace nsm {
+
+Model::Model(const Shape& given, const int32_t* windows, const Kernels& chosen)
+    : shape(given), kernels(chosen), head_dim(given.d_model / given.heads), layers(given.num_layers) {
+  for (int i = 0; i < shape.num_layers; ++i) layers[i].window = windows[i];
+}
+
+bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
+  PackedMatrix* target = part == EMBEDDING ? &embedding
+                         : part == PROJECT ? &layers[layer].project
+                         : part == OUT     ? &layers[layer].out
+                         : part == UP      ? &layers[layer].up
+                         : part == DOWN    ? &layers[layer].down
+                                           : nullptr;
+  if (target == nullptr || rows < 1 || cols < LANES || cols % LANES != 0) return false;
+  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
+  target->weights = Buffer<int8_t>(padded * cols);
+  target->scale = Buffer<float>(padded);
+  kernels.pack(weights, rows, cols, target->weights.get());
+  std::copy(scale, scale + rows, target->scale.get());
+  target->view = {target->weights.get(), target->scale.get(), rows, cols};
+  return true;
+}
+
+bool Model::set_router(int index, const uint16_t* weights, int rows, int cols) {
+  Layer& layer = layers[index];
+  if (rows != routing_rows() || cols != shape.d_model) return false;
+  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
+  layer.router = Buffer<uint16_t>(padded * cols);
+  for (int row = 0; row < rows; ++row)
+    for (int col = 0; col < cols; ++col)
+      layer.router.get()[(static_cast<size_t>(row / LANES) * cols + col) * LANES + row % LANES] =
+          weights[static_cast<size_t>(row) * cols + col];
+  return true;
+}
+
+size_t Model::floats_of(const Layer& layer, int part) const {
+  const size_t d = shape.d_model, slots = static_cast<size_t>(shape.heads) * shape.slots;
+  const bool is_slot_layer = layer.window == 0;
+  switch (part) {
+    case MIXER_NORM:
+    case MLP_NORM:
+      return d;
+    case READ_SCALE:
+      return shape.heads;
+    case OUT_NORM:
+      return is_slot_layer ? d : 0;
+    case CONV:
+      return is_slot_layer ? shape.taps * 3 * d : 0;
+    case ROUTER_BIAS:
+      return is_slot_layer ? routing_rows() : 0;
+    case SELECTION_BIAS:
+    case TIMESCALE:
+      return is_slot_layer && shape.is_softmax_router ? slots : 0;
+    default:
+      return 0;
+  }
+}
+
+bool Model::set_floats(int index, int part, const float* values, int count) {
+  if (part == FINAL_NORM) {
+    if (count != shape.d_model) return false;
+    final_norm = Buffer<float>(count);
+    std::copy(values, values + count, final_norm.get());
+    return true;
+  }
+  Layer& layer = layers[index];
+  if (part < 0 || part >= NUM_PARTS || count < 1 || static_cast<size_t>(count) != floats_of(layer, part)) return false;
+  layer.parts[part] = Buffer<float>(tiles_of(count) * LANES);
+  std::copy(values, values + count, layer.parts[part].get());
+  return true;
+}
+
+bool Model::set_rotary(const double* values, int count) {
+  frequencies.assign(values, values + count);
+  return count == head_dim / 2;
+}
+
+bool Model::is_complete(const Layer& layer) const {
+  const int d = shape.d_model, hidden = shape.mlp_hidden, kv = shape.kv_heads * head_dim;
+  const auto fits = [](const PackedMatrix& matrix, int rows, int cols) {
+    return matrix.view.rows == rows && matrix.view.cols == cols;
+  };
+  for (int part = 0; part < NUM_PARTS; ++part)
+    if (floats_of(layer, part) > 0 && layer.parts[part].get() == nullptr) return false;
+  if (layer.window == 0 ? layer.router.get() == nullptr : frequencies.empty()) return false;
+  return fits(layer.project, layer.window == 0 ? 4 * d : d + 2 * kv, d) && fits(layer.out, d, d) &&
+         fits(layer.up, 2 * hidden, d) && fits(layer.down, d, hidden);
+}
+
+bool Model::seal() {
+  if (embedding.view.rows != shape.vocab_size || embedding.view.cols != shape.d_model || !final_norm.get()) return false;
+  for (Layer& layer : layers) {
+    if (!is_complete(layer)) return false;
+    const auto part = [&layer](int which) { return layer.parts[which].get(); };
+    layer.routing = {layer.router.get(), part(ROUTER_BIAS), routing_rows(), shape.d_model};
+    layer.slots = {shape.d_model, head_dim, shape.slots, shape.taps, shape.top_k, shape.is_softmax_router != 0, shape.taper,
+                   shape.eps, part(CONV), part(READ_SCALE), part(OUT_NORM), part(SELECTION_BIAS), part(TIMESCALE), shape.heads};
+    layer.attention = {shape.d_model, head_dim, shape.heads, shape.kv_heads, layer.window, shape.eps, part(READ_SCALE)};
+  }
+  return true;
+}
+
+}  // namespace nsm

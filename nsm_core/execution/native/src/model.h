@@ -1,0 +1,140 @@
+// A model's weights as the kernels want them, and the machine that runs them on rows of states.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace nsm {
+
+// Zeroed memory on cache lines.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t count) : count_(count) {
+    const size_t bytes = (count * sizeof(T) + 127) / 64 * 64;  // one line more: loads of full lanes may pass the end
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+    if (!data_) throw std::bad_alloc();
+    __builtin_memset(data_.get(), 0, bytes);
+  }
+  T* get() const { return data_.get(); }
+  size_t size() const { return count_; }
+
+ private:
+  struct Free {
+    void operator()(T* data) const { std::free(data); }
+  };
+  std::unique_ptr<T, Free> data_;
+  size_t count_ = 0;
+};
+
+// Mirrored by `_Shape` in library.py.
+struct Shape {
+  int32_t vocab_size, d_model, num_layers, heads, slots, top_k, taps, mlp_hidden, kv_heads;
+  int32_t is_softmax_router;
+  float taper, eps;
+};
+
+// What a layer is made of; the numbers are those of `Part` in library.py.
+enum Part : int32_t {
+  PROJECT, OUT, UP, DOWN, EMBEDDING,                               // int8 matrices
+  ROUTER,                                                          // fp16 matrix, its bias: ROUTER_BIAS
+  ROUTER_BIAS, MIXER_NORM, MLP_NORM, FINAL_NORM, OUT_NORM, CONV,   // fp32
+  READ_SCALE, SELECTION_BIAS, TIMESCALE, ROTARY,                   // fp32; ROTARY: fp64 frequencies
+  NUM_PARTS
+};
+
+struct PackedMatrix {
+  Buffer<int8_t> weights;
+  Buffer<float> scale;
+  Matrix view{};
+};
+
+struct Layer {
+  int window = 0;  // 0: slot memory
+  PackedMatrix project, out, up, down;
+  Buffer<uint16_t> router;
+  HalfMatrix routing{};
+  Buffer<float> parts[NUM_PARTS];
+  SlotLayer slots{};
+  AttentionLayer attention{};
+};
+
+class Model {
+ public:
+  Model(const Shape& shape, const int32_t* windows, const Kernels& kernels);
+  // False: the part does not have this size.
+  bool set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
+  bool set_router(int layer, const uint16_t* weights, int rows, int cols);
+  bool set_floats(int layer, int part, const float* values, int count);
+  bool set_rotary(const double* frequencies, int count);
+  // After all parts; false: one is missing.
+  bool seal();
+
+  const Shape shape;
+  const Kernels& kernels;
+  const int head_dim;
+  std::vector<Layer> layers;
+  PackedMatrix embedding;
+  Buffer<float> final_norm;
+  std::vector<double> frequencies;
+
+  int routing_rows() const { return shape.heads * shape.slots + (shape.is_softmax_router ? shape.heads : 0); }
+
+ private:
+  size_t floats_of(const Layer& layer, int part) const;
+  bool is_complete(const Layer& layer) const;
+};
+
+// One row's tokens in a batch of `Runner::run`.
+struct Span {
+  int32_t row;
+  int first, tokens;  // among the piece's tokens
+};
+
+class Runner {
+ public:
+  // `positions` [rows]; slots and rings: for each layer the first row's state, nullptr where the layer has none.
+  struct States {
+    int64_t* positions;
+    std::vector<float*> memory, tails;  // slots or ring; convolution's tail
+    std::vector<int64_t> memory_strides, tail_strides;  // floats from row to row
+  };
+
+  Runner(const Model& model, States states, int num_threads, int piece_tokens);
+  // Row rows[i] reads counts[i] tokens; hidden [sum of counts, d].
+  void run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden);
+  void logits(const float* hidden, int tokens, float* out);
+
+ private:
+  void run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden);
+  void start(const std::vector<Span>& spans, const int32_t* ids, int tokens);
+  void mix_slots(int index, const std::vector<Span>& spans, int tokens);
+  void mix_attention(int index, const std::vector<Span>& spans, int tokens);
+  void feed_forward(const Layer& layer, int tokens);
+  void keep_tail(int index, const Span& span);
+  void multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added);
+  void norm_and_quantise(const float* gain, int tokens);
+  template <typename Task>
+  void for_tokens(int tokens, const Task& task);
+
+  const Model& model_;
+  const States states_;
+  Team team_;
+  const int piece_tokens_;
+  int routing_stride_, score_floats_;
+  Buffer<float> x_, normed_, projected_, routing_, mixed_, up_, scratch_, cos_, sin_, scores_;
+  Buffer<int8_t> bytes_;
+  Buffer<float> scale_;
+  Buffer<int32_t> sum_;
+  Quantised quantised_;
+  std::vector<int64_t> positions_;  // of each token of the piece
+};
+
+}  // namespace nsm

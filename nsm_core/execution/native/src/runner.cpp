@@ -1,0 +1,207 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "model.h"
+
+namespace nsm {
+namespace {
+
+constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
+
+int widest(const Model& model) { return std::max(model.shape.d_model, model.shape.mlp_hidden); }
+
+int score_floats_of(const Model& model) {
+  int most = 0;
+  for (const Layer& layer : model.layers) most = std::max(most, score_stride(layer.window));
+  return most * (model.shape.heads / std::max(1, model.shape.kv_heads));
+}
+
+}  // namespace
+
+Runner::Runner(const Model& model, States states, int num_threads, int piece_tokens)
+    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens) {
+  const Shape& shape = model.shape;
+  const size_t tokens = piece_tokens, d = shape.d_model, threads = num_threads;
+  routing_stride_ = tiles_of(model.routing_rows()) * LANES;
+  score_floats_ = score_floats_of(model);
+  const size_t projected = std::max<size_t>(4 * d, d + 2 * static_cast<size_t>(shape.kv_heads) * model.head_dim);
+  x_ = Buffer<float>(tokens * d);
+  normed_ = Buffer<float>(tokens * d);
+  projected_ = Buffer<float>(tokens * projected);
+  routing_ = Buffer<float>(tokens * routing_stride_);
+  mixed_ = Buffer<float>(tokens * d);
+  up_ = Buffer<float>(tokens * 2 * shape.mlp_hidden);
+  scratch_ = Buffer<float>(threads * shape.mlp_hidden);
+  cos_ = Buffer<float>(tokens * model.head_dim / 2);
+  sin_ = Buffer<float>(tokens * model.head_dim / 2);
+  scores_ = Buffer<float>(threads * score_floats_);
+  bytes_ = Buffer<int8_t>(tokens * widest(model));
+  scale_ = Buffer<float>(tokens);
+  sum_ = Buffer<int32_t>(tokens);
+  quantised_ = {bytes_.get(), scale_.get(), sum_.get(), widest(model)};
+  positions_.resize(tokens);
+}
+
+void Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden) {
+  std::vector<Span> spans;
+  int filled = 0;
+  const auto flush = [&] {
+    run_piece(spans, ids, filled, hidden);
+    ids += filled;
+    hidden += static_cast<int64_t>(filled) * model_.shape.d_model;
+    spans.clear();
+    filled = 0;
+  };
+  for (int i = 0; i < num_rows; ++i)
+    for (int left = counts[i]; left > 0;) {
+      const int some = std::min(left, piece_tokens_ - filled);
+      spans.push_back({rows[i], filled, some});
+      filled += some;
+      left -= some;
+      if (filled == piece_tokens_) flush();
+    }
+  if (filled > 0) flush();
+}
+
+template <typename Task>
+void Runner::for_tokens(int tokens, const Task& task) {
+  const int groups = std::min(tokens, team_.size() * TASKS_PER_THREAD);
+  team_.run(groups, [&](int group, int thread) {
+    for (int token = group * tokens / groups; token < (group + 1) * tokens / groups; ++token) task(token, thread);
+  });
+}
+
+void Runner::multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added) {
+  const int tiles = tiles_of(matrix.rows);
+  const int parts = team_.size() == 1 ? 1 : std::min((tiles + 3) / 4, team_.size() * TASKS_PER_THREAD);
+  team_.run(parts, [&](int part, int) {
+    const int quads = (tiles + 3) / 4;  // four tiles: the kernels' largest block
+    const int first = part * quads / parts * 4, last = std::min(tiles, (part + 1) * quads / parts * 4);
+    model_.kernels.matmul(matrix, x, tokens, first, last, y, stride, is_added);
+  });
+}
+
+void Runner::norm_and_quantise(const float* gain, int tokens) {
+  const int d = model_.shape.d_model;
+  for_tokens(tokens, [&](int token, int) {
+    float* normed = normed_.get() + static_cast<int64_t>(token) * d;
+    model_.kernels.norm(x_.get() + static_cast<int64_t>(token) * d, gain, d, model_.shape.eps, normed);
+    model_.kernels.quantise(normed, d, quantised_, token);
+  });
+}
+
+void Runner::run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden) {
+  start(spans, ids, tokens);
+  for (int index = 0; index < model_.shape.num_layers; ++index) {
+    const Layer& layer = model_.layers[index];
+    norm_and_quantise(layer.parts[MIXER_NORM].get(), tokens);
+    if (layer.window == 0)
+      mix_slots(index, spans, tokens);
+    else
+      mix_attention(index, spans, tokens);
+    const int d = model_.shape.d_model;
+    for_tokens(tokens, [&](int token, int) {
+      model_.kernels.quantise(mixed_.get() + static_cast<int64_t>(token) * d, d, quantised_, token);
+    });
+    multiply(layer.out.view, quantised_, tokens, x_.get(), d, true);
+    feed_forward(layer, tokens);
+  }
+  const int d = model_.shape.d_model;
+  for_tokens(tokens, [&](int token, int) {
+    const int64_t first = static_cast<int64_t>(token) * d;
+    model_.kernels.norm(x_.get() + first, model_.final_norm.get(), d, model_.shape.eps, hidden + first);
+  });
+  for (const Span& span : spans) states_.positions[span.row] += span.tokens;
+}
+
+void Runner::start(const std::vector<Span>& spans, const int32_t* ids, int tokens) {
+  const int d = model_.shape.d_model, half = model_.head_dim / 2;
+  for (const Span& span : spans)
+    for (int i = 0; i < span.tokens; ++i) positions_[span.first + i] = states_.positions[span.row] + i;
+  const float factor = std::sqrt(static_cast<float>(d));
+  for_tokens(tokens, [&](int token, int) {
+    model_.kernels.embed(model_.embedding.view, ids[token], factor, x_.get() + static_cast<int64_t>(token) * d);
+    // Angles in fp64: sessions may be millions of tokens long
+    for (size_t i = 0; i < model_.frequencies.size(); ++i) {
+      const double angle = static_cast<double>(positions_[token]) * model_.frequencies[i];
+      cos_.get()[static_cast<int64_t>(token) * half + i] = static_cast<float>(std::cos(angle));
+      sin_.get()[static_cast<int64_t>(token) * half + i] = static_cast<float>(std::sin(angle));
+    }
+  });
+}
+
+void Runner::mix_slots(int index, const std::vector<Span>& spans, int tokens) {
+  const Layer& layer = model_.layers[index];
+  const int d = model_.shape.d_model, heads = model_.shape.heads;
+  multiply(layer.project.view, quantised_, tokens, projected_.get(), 4 * d, false);
+  const int tiles = tiles_of(layer.routing.rows), parts = std::min(tiles, team_.size() == 1 ? 1 : team_.size() * TASKS_PER_THREAD);
+  team_.run(parts, [&](int part, int) {
+    model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, part * tiles / parts, (part + 1) * tiles / parts,
+                               routing_.get(), routing_stride_);
+  });
+  team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
+    const Span& span = spans[task / heads];
+    const int head = task % heads;
+    float* memory = states_.memory[index] + span.row * states_.memory_strides[index];
+    model_.kernels.slots(layer.slots, {head, span.tokens, projected_.get() + static_cast<int64_t>(span.first) * 4 * d,
+                                       routing_.get() + static_cast<int64_t>(span.first) * routing_stride_, routing_stride_,
+                                       states_.tails[index] + span.row * states_.tail_strides[index],
+                                       memory + static_cast<int64_t>(head) * model_.shape.slots * 2 * model_.head_dim,
+                                       mixed_.get() + static_cast<int64_t>(span.first) * d});
+  });
+  for (const Span& span : spans) keep_tail(index, span);
+}
+
+// The last inputs of the convolution, oldest first: of the tail before, then of the span.
+void Runner::keep_tail(int index, const Span& span) {
+  const int length = model_.shape.taps - 1;
+  const int64_t width = 3 * model_.shape.d_model;
+  float* tail = states_.tails[index] + span.row * states_.tail_strides[index];
+  const int kept = std::max(0, length - span.tokens);
+  std::memmove(tail, tail + (length - kept) * width, kept * width * sizeof(float));
+  for (int i = kept; i < length; ++i) {
+    const int64_t token = span.first + span.tokens - length + i;
+    std::memcpy(tail + i * width, projected_.get() + token * 4 * model_.shape.d_model, width * sizeof(float));
+  }
+}
+
+void Runner::mix_attention(int index, const std::vector<Span>& spans, int tokens) {
+  const Layer& layer = model_.layers[index];
+  const int d = model_.shape.d_model, K = model_.head_dim, kv_heads = model_.shape.kv_heads, half = K / 2;
+  const int width = d + 2 * kv_heads * K;
+  multiply(layer.project.view, quantised_, tokens, projected_.get(), width, false);
+  team_.run(static_cast<int>(spans.size()) * kv_heads, [&](int task, int thread) {
+    const Span& span = spans[task / kv_heads];
+    const int head = task % kv_heads;
+    const int64_t first = span.first;
+    float* ring = states_.memory[index] + span.row * states_.memory_strides[index];
+    model_.kernels.attend(layer.attention, {head, span.tokens, positions_[first], projected_.get() + first * width,
+                                            cos_.get() + first * half, sin_.get() + first * half,
+                                            ring + static_cast<int64_t>(head) * 2 * layer.window * K,
+                                            scores_.get() + static_cast<int64_t>(thread) * score_floats_, mixed_.get() + first * d});
+  });
+}
+
+void Runner::feed_forward(const Layer& layer, int tokens) {
+  const int hidden = model_.shape.mlp_hidden;
+  norm_and_quantise(layer.parts[MLP_NORM].get(), tokens);
+  multiply(layer.up.view, quantised_, tokens, up_.get(), 2 * hidden, false);
+  for_tokens(tokens, [&](int token, int thread) {
+    model_.kernels.swiglu(up_.get() + static_cast<int64_t>(token) * 2 * hidden, hidden,
+                          scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_, token);
+  });
+  multiply(layer.down.view, quantised_, tokens, x_.get(), model_.shape.d_model, true);
+}
+
+void Runner::logits(const float* hidden, int tokens, float* out) {
+  const int d = model_.shape.d_model, vocab = model_.shape.vocab_size;
+  for (int first = 0; first < tokens; first += piece_tokens_) {
+    const int some = std::min(piece_tokens_, tokens - first);
+    const float* part = hidden + static_cast<int64_t>(first) * d;
+    for_tokens(some, [&](int token, int) { model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_, token); });
+    multiply(model_.embedding.view, quantised_, some, out + static_cast<int64_t>(first) * vocab, vocab, false);
+  }
+}
+
+}  // namespace nsm

@@ -1,0 +1,54 @@
+// Threads that share the tasks of one caller.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace nsm {
+
+// `run` hands out tasks from one counter, to the caller too. Nobody waits for a thread that has not come: what it would have
+// done is done by the others, so a core that is taken away costs at most one task's time. Threads look for the next job for a
+// few microseconds before they sleep.
+class Team {
+ public:
+  explicit Team(int num_threads);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls task(index, thread) for each index in [0, count), count < 2^20; returns when all are done.
+  template <typename Task>
+  void run(int count, const Task& task) {
+    if (workers_.empty() || count == 1) {
+      for (int index = 0; index < count; ++index) task(index, 0);
+      return;
+    }
+    share(count, [](const void* context, int index, int thread) { (*static_cast<const Task*>(context))(index, thread); }, &task);
+  }
+
+ private:
+  using Call = void (*)(const void*, int, int);
+
+  void share(int count, Call call, const void* context);
+  void work(int thread);
+  bool take_one(int thread);
+
+  // Job number (24 bits), its tasks (20) and the next one of them (20) in one word: whoever draws a task knows whose it is.
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int> num_done_{0};
+  std::atomic<int> num_asleep_{0};
+  std::atomic<bool> stops_{false};
+  Call call_ = nullptr;
+  const void* context_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace nsm

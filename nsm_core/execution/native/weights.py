@@ -1,0 +1,148 @@
+"""A model's weights in the form that the native kernels read: int8 matrices, fp16 router, everything else fp32."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, MAX_SLOTS, Part, Shape, load_library, variants
+from nsm_core.model.attention import WindowAttention
+from nsm_core.model.block import Block
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.router import SoftmaxRouter
+from nsm_core.model.storage import quantize_rows
+
+
+def why_not_native(model: object) -> str | None:
+    """Why this model cannot run on the native kernels here, in words; None when it can."""
+    if load_library() is None:
+        return "the native kernels were not built (make setup builds them where there is a C++ compiler)"
+    if type(model) is not NsmModel:
+        return f"the native kernels run models of the class NsmModel, not {type(model).__name__}"
+    if model.embedding.weight.device.type != "cpu":
+        return "the native kernels run on a CPU"
+    config = model.config
+    for name in ("d_model", "head_dim", "mlp_hidden"):
+        if getattr(config, name) % LANES != 0:
+            return f"the native kernels need a multiple of {LANES}: {name} is {getattr(config, name)}"
+    for name, most in (("head_dim", MAX_HEAD_DIM), ("num_memory_slots", MAX_SLOTS)):
+        if getattr(config, name) > most:
+            return f"the native kernels take at most {most}: {name} is {getattr(config, name)}"
+    return None
+
+
+class NativeWeights:
+    """A packed copy of a model's weights; matrices that are int8 by rows stay what they are, others are rounded to it.
+
+    `variant`: one of `variants()`. Raises ValueError for a model that `why_not_native` refuses.
+    """
+
+    def __init__(self, model: NsmModel, variant: str | None = None) -> None:
+        reason, library = why_not_native(model), load_library()
+        if reason is not None or library is None:
+            raise ValueError(reason)
+        self.variant = variants()[0] if variant is None else variant
+        self.config = model.config
+        self._library = library
+        windows = [block.mixer.window if isinstance(block.mixer, WindowAttention) else 0 for block in model.layers]
+        self._handle = library.nsm_model_new(
+            ctypes.byref(_shape_of(model)), (ctypes.c_int32 * len(windows))(*windows), self.variant.encode()
+        )
+        if self._handle is None:
+            raise ValueError(f"this processor has no kernels {self.variant}; it has {', '.join(variants())}")
+        weakref.finalize(self, library.nsm_model_free, self._handle)
+        self._pack(model)
+
+    @property
+    def handle(self) -> int:
+        """The address that the library knows the model by; lives as long as this object."""
+        return int(self._handle)
+
+    @torch.no_grad()
+    def _pack(self, model: NsmModel) -> None:
+        self._matrix(0, Part.EMBEDDING, model.embedding.weight)
+        self._floats(0, Part.FINAL_NORM, model.final_norm.weight)
+        for index, block in enumerate(model.layers):
+            self._block(index, block)
+            if isinstance(block.mixer, PulseMixer):
+                self._slot_layer(index, block.mixer)
+            elif isinstance(block.mixer, WindowAttention):
+                self._attention_layer(index, block.mixer)
+        self._check(self._library.nsm_model_seal(self._handle), "the model")
+
+    def _block(self, index: int, block: Block) -> None:
+        self._floats(index, Part.MIXER_NORM, block.mixer_norm.weight)
+        self._floats(index, Part.MLP_NORM, block.mlp_norm.weight)
+        self._matrix(index, Part.UP, block.mlp.up.weight)
+        self._matrix(index, Part.DOWN, block.mlp.down.weight)
+
+    def _slot_layer(self, index: int, mixer: PulseMixer) -> None:
+        self._matrix(index, Part.PROJECT, mixer.project.weight)
+        self._matrix(index, Part.OUT, mixer.out.weight)
+        self._floats(index, Part.OUT_NORM, mixer.out_norm)
+        self._floats(index, Part.CONV, mixer.conv.weight)
+        self._floats(index, Part.READ_SCALE, mixer.scale)
+        router = mixer.router
+        weight, bias = router.logits.weight, router.logits.bias
+        if isinstance(router, SoftmaxRouter):
+            weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))
+            self._floats(index, Part.SELECTION_BIAS, router.selection_bias)
+            self._floats(index, Part.TIMESCALE, router.log_timescale.float().exp())
+        half = weight.half().contiguous()
+        self._check(
+            self._library.nsm_model_set_router(self._handle, index, half.data_ptr(), *half.shape), f"router {index}"
+        )
+        self._floats(index, Part.ROUTER_BIAS, bias)
+
+    def _attention_layer(self, index: int, mixer: WindowAttention) -> None:
+        self._matrix(index, Part.PROJECT, mixer.project.weight)
+        self._matrix(index, Part.OUT, mixer.out.weight)
+        self._floats(index, Part.READ_SCALE, mixer.log_scale.exp() / math.sqrt(mixer.head_dim))
+        exponents = torch.arange(0, mixer.head_dim, 2, dtype=torch.float64) / mixer.head_dim
+        frequencies = (mixer.rope_base**-exponents).contiguous()
+        self._check(
+            self._library.nsm_model_set_rotary(self._handle, frequencies.data_ptr(), len(frequencies)), "rotary"
+        )
+
+    def _matrix(self, index: int, part: Part, weight: Tensor) -> None:
+        quantized, scale = quantize_rows(weight)
+        quantized, scale = quantized.contiguous(), scale.contiguous()
+        done = self._library.nsm_model_set_matrix(
+            self._handle, index, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
+        )
+        self._check(done, f"{part.name} {index}")
+
+    def _floats(self, index: int, part: Part, values: Tensor) -> None:
+        flat = values.float().contiguous().flatten()
+        self._check(
+            self._library.nsm_model_set_floats(self._handle, index, part, flat.data_ptr(), len(flat)),
+            f"{part.name} {index}",
+        )
+
+    @staticmethod
+    def _check(is_done: int, what: str) -> None:
+        if not is_done:
+            raise ValueError(f"the native kernels cannot take this model: {what} has another size")
+
+
+def _shape_of(model: NsmModel) -> Shape:
+    config = model.config
+    return Shape(
+        vocab_size=config.vocab_size,
+        d_model=config.d_model,
+        num_layers=config.num_layers,
+        heads=config.num_heads,
+        slots=config.num_memory_slots,
+        top_k=config.write_top_k,
+        taps=config.conv_taps,
+        mlp_hidden=config.mlp_hidden,
+        kv_heads=config.num_kv_heads,
+        is_softmax_router=int(config.router == "softmax"),
+        taper=config.taper,
+        eps=config.norm_eps,
+    )
