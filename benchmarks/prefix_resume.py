@@ -74,11 +74,13 @@ async def chat(services: Services, *, num_turns: int) -> list[dict[str, float]]:
         body = ChatBody.model_validate({"messages": messages, **fields})
         wall, cpu, text = time.perf_counter(), time.process_time(), ""
         answer = await open_chat(services, "default", body, Arrival(request_id="benchmark", time=time.monotonic()))
-        async for chunk in answer.chunks():
-            piece = chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
-            if piece and not text:
-                first = (time.perf_counter() - wall, time.process_time() - cpu)
-            text += piece
+        async for frames in answer.frames():
+            for line in frames.splitlines()[::2]:
+                chunk = json.loads(line.removeprefix(b"data: "))
+                piece = chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
+                if piece and not text:
+                    first = (time.perf_counter() - wall, time.process_time() - cpu)
+                text += piece
         answer.leave()
         await services.prefix_resume.drain()
         usage = chunk["usage"]

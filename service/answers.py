@@ -8,13 +8,15 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from service.json_body import json_response
-from service.sse import EventStream, json_stream
+from service.sse import EventStream, until_done
 
 
 class Answer(Protocol):
-    """One admitted body; `chunks` or `collect` is read once, then, whatever happened, `leave` is called."""
+    """One admitted body; `frames` or `collect` is read once, then, whatever happened, `leave` is called."""
 
-    def chunks(self) -> AsyncGenerator[dict[str, Any], None]: ...
+    def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, those that are ready together in one piece."""
+        ...
 
     async def collect(self) -> dict[str, Any]: ...
 
@@ -26,7 +28,7 @@ class Answer(Protocol):
 async def send(answer: Answer, *, is_stream: bool, request_id: str) -> Response:
     """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
     if is_stream:
-        return EventStream(json_stream(answer.chunks(), request_id=request_id), on_close=answer.leave)
+        return EventStream(until_done(answer.frames(), request_id=request_id), on_close=answer.leave)
     try:
         return json_response(await answer.collect())
     finally:

@@ -16,13 +16,14 @@ from service.generation import Run, choice_limit, ends_of
 from service.openai_format import Envelope, chat_logprobs, finish_reason, usage
 from service.schemas.chat import ChatBody
 from service.schemas.common import check_n
+from service.sse import TextFrame, frame
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
 
 
 class Chat:
-    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
+    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
         self, run: Run, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
@@ -36,29 +37,38 @@ class Chat:
     def leave(self) -> None:
         self.run.cancel()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
-        for index in range(self._body.n):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-        async with contextlib.aclosing(self.run.deltas()) as deltas:
-            async for index, delta in deltas:
-                if delta.finished is not None:
-                    yield self._chunk(index, {}, reason=finish_reason(delta.finished))
-                    continue
-                text = self._prefixes[index].cut(delta)
-                if text or self._body.logprobs:
-                    yield self._chunk(index, {"content": text}, tokens=delta.tokens)
+        choices = range(self._body.n)
+        texts = [TextFrame(lambda text, index=index: self._frame(index, {"content": text})) for index in choices]
+        yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                frames = []
+                for index, delta in batch:
+                    if delta.finished is not None:
+                        frames.append(self._frame(index, {}, reason=finish_reason(delta.finished)))
+                        continue
+                    text = self._prefixes[index].cut(delta)
+                    if self._body.logprobs:
+                        frames.append(self._frame(index, {"content": text}, tokens=delta.tokens))
+                    elif text:
+                        frames.append(texts[index](text))
+                if frames:
+                    yield b"".join(frames)
         if self._body.has_usage_chunk:
-            yield self._envelope.wrap(CHUNK_KIND, [], usage=self._usage(ends_of(self.run)))
+            totals = self._usage(ends_of(self.run))
+            yield frame(self._envelope.wrap(CHUNK_KIND, [], usage=totals))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         texts: list[list[str]] = [[] for _ in range(self._body.n)]
         tokens: list[list[ScoredToken]] = [[] for _ in range(self._body.n)]
-        async with contextlib.aclosing(self.run.deltas()) as deltas:
-            async for index, delta in deltas:
-                texts[index].append(self._prefixes[index].cut(delta))
-                tokens[index].extend(delta.tokens)
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                for index, delta in batch:
+                    texts[index].append(self._prefixes[index].cut(delta))
+                    tokens[index].extend(delta.tokens)
         ends = ends_of(self.run)
         choices = [
             {
@@ -74,12 +84,13 @@ class Chat:
     def _usage(self, ends: list[Finished]) -> dict[str, Any]:
         return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
 
-    def _chunk(
+    def _frame(
         self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
-    ) -> dict[str, Any]:
+    ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._envelope.wrap(CHUNK_KIND, [choice], **({"usage": None} if self._body.has_usage_chunk else {}))
+        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **fields))
 
     def _logprobs(self, tokens: tuple[ScoredToken, ...] | list[ScoredToken]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections import deque
+from typing import NamedTuple
 
 from nsm_core.engine.request import Event, Finished, PromptScored, PromptState, TokenEvent, TokenLogprob
 from nsm_core.tokenizer import Tokenizer
@@ -18,8 +19,7 @@ class ScoredToken:
     logprob: TokenLogprob | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(NamedTuple):  # made for every token, in a fifth of the time that a frozen dataclass takes
     """What became visible. `tokens` are those whose logprobs belong to this piece or were waiting for a piece to join.
 
     `prompt`: set on the one delta that carries the scored prompt. `finished`: set on the last one, which has no text.
@@ -68,6 +68,8 @@ class ChoiceView:
         if not event.text:
             return ()
         self._num_visible += len(event.text)
+        if not self._waiting:
+            return (Delta(event.text),)
         num_whole = sum(1 for _, end in self._waiting if end <= self._num_visible)
         return (Delta(text=event.text, tokens=self._take(num_whole)),)
 

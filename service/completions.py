@@ -18,12 +18,13 @@ from service.prefix_resume import Start
 from service.prompts import Prompt
 from service.schemas.common import check_n
 from service.schemas.completions import CompletionBody
+from service.sse import TextFrame, frame
 
 KIND = "text_completion"
 
 
 class Completion:
-    """An admitted body. Read `chunks` or `collect`, once; then, whatever happened, `leave`."""
+    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(self, run: Run, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope) -> None:
         self.run = run
@@ -34,30 +35,40 @@ class Completion:
     def leave(self) -> None:
         self.run.cancel()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
-        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        texts = [
+            TextFrame(lambda text, index=index: self._frame(index, _piece(text))) for index in range(len(self._views))
+        ]
         for index, view in enumerate(self._views):
             if view.echo_text:
-                yield self._chunk(index, view.take_echo(), fields)
-        async with contextlib.aclosing(self.run.deltas()) as deltas:
-            async for index, delta in deltas:
-                for piece in self._views[index].pieces(delta):
-                    yield self._chunk(index, piece, fields)
+                yield self._frame(index, view.take_echo())
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                frames = []
+                for index, delta in batch:
+                    view = self._views[index]
+                    if view.is_plain(delta):
+                        frames.append(texts[index](delta.text))
+                    else:
+                        frames += [self._frame(index, piece) for piece in view.pieces(delta)]
+                yield b"".join(frames)
         if self._body.has_usage_chunk:
-            yield self._envelope.wrap(KIND, [], usage=self._usage())
+            yield frame(self._envelope.wrap(KIND, [], usage=self._usage()))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         parts: list[list[dict[str, Any]]] = [[view.take_echo()] if view.echo_text else [] for view in self._views]
-        async with contextlib.aclosing(self.run.deltas()) as deltas:
-            async for index, delta in deltas:
-                parts[index].extend(self._views[index].pieces(delta))
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                for index, delta in batch:
+                    parts[index].extend(self._views[index].pieces(delta))
         choices = [{"index": index, **self._views[index].join(pieces)} for index, pieces in enumerate(parts)]
         return self._envelope.wrap(KIND, choices, usage=self._usage())
 
-    def _chunk(self, index: int, piece: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope.wrap(KIND, [{"index": index, **piece}], **fields)
+    def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
+        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
 
     def _usage(self) -> dict[str, Any]:
         ends, body = ends_of(self.run), self._body
@@ -82,6 +93,10 @@ class ChoiceText:
     def take_echo(self) -> dict[str, Any]:
         text, self.echo_text = self.echo_text, ""
         return _piece(text)
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether a delta is one piece with nothing but a text."""
+        return self._logprobs is None and delta.finished is None and delta.prompt is None
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """The pieces a delta gives, without their index."""

@@ -8,7 +8,15 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, PromptScored, PromptState
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptState,
+    TokenEvent,
+)
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
 from service.choices import ChoiceView, Delta
@@ -17,6 +25,7 @@ from service.metrics.requests import RequestRecord
 from service.tenants import Permit
 
 MAX_CHOICES = 128
+EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so much
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +43,7 @@ class Choice:
 class Run:
     """The choices of one HTTP request, in order.
 
-    Iterate `deltas` once. Call `cancel` whenever the run is left, also when it ended well: it is idempotent and stops
+    Iterate `batches` once. Call `cancel` whenever the run is left, also when it ended well: it is idempotent and stops
     what still runs, and it is the only clean-up there is.
     """
 
@@ -75,18 +84,27 @@ class Run:
                 choice.generation.cancel()
             choice.record.finish("abort")
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice index, delta) as they come, each choice's in order. Raises the first error of any choice."""
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        """(choice index, delta), each choice's in order, together what is ready together.
+
+        Raises the first error of any choice.
+        """
         first_text_at: dict[int, float] = {}
+        undelivered = set(range(len(self.choices))) if self._is_stream else set()
         async with contextlib.aclosing(self._merged()) as merged:
-            async for index, delta in merged:
-                if delta.text:
+            async for batch in merged:
+                shown = (
+                    {index for index, delta in batch if delta.text} if len(first_text_at) < len(self.choices) else ()
+                )
+                for index in shown:
                     first_text_at.setdefault(index, time.monotonic())
-                yield index, delta
-                if delta.text and self._is_stream:  # the consumer is back: the piece was handed to the connection
+                yield batch
+                for index in undelivered.intersection(shown):  # the consumer is back: the connection has the piece
                     self.choices[index].record.delivered()
-                if delta.finished is not None:
-                    self._record_end(index, delta.finished, first_text_at.get(index))
+                    undelivered.discard(index)
+                for index, delta in batch:
+                    if delta.finished is not None:
+                        self._record_end(index, delta.finished, first_text_at.get(index))
 
     def _record_end(self, index: int, finished: Finished, first_text_at: float | None) -> None:
         record = self.choices[index].record
@@ -94,57 +112,69 @@ class Run:
             record.delivered(at=first_text_at)
         record.finish("stop" if finished.reason is FinishReason.STOP else "length", finished)
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        if len(self.choices) == 1:
-            async with contextlib.aclosing(self._view(self.choices[0])) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
+    def _merged(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        return self._view(0) if len(self.choices) == 1 else self._all_views()
+
+    async def _all_views(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         # One item for each choice: a slow reader holds the others back, and their events wait in the engine's queues.
-        queue: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=len(self.choices))
+        queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue(maxsize=len(self.choices))
         pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.choices))]
         try:
             num_open = len(pumps)
             while num_open:
-                index, item = await queue.get()
+                item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                num_open -= item.finished is not None
-                yield index, item
+                num_open -= item[-1][1].finished is not None
+                yield item
         finally:
             for pump in pumps:
                 pump.cancel()
 
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, Delta | Exception]]) -> None:
+    async def _pump(self, index: int, queue: asyncio.Queue[list[tuple[int, Delta]] | Exception]) -> None:
         try:
-            async with contextlib.aclosing(self._view(self.choices[index])) as deltas:
-                async for delta in deltas:
-                    await queue.put((index, delta))
-        except Exception as error:  # raised where the deltas are read
-            await queue.put((index, error))
+            async with contextlib.aclosing(self._view(index)) as batches:
+                async for batch in batches:
+                    await queue.put(batch)
+        except Exception as error:  # raised where the batches are read
+            await queue.put(error)
 
-    async def _view(self, choice: Choice) -> AsyncGenerator[Delta, None]:
+    async def _view(self, index: int) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """One choice's deltas; the last one carries Finished."""
-        view = ChoiceView(self._tokenizer)
-        async for event in choice.generation.events():
-            if isinstance(event, Finished):
-                choice.finished = event = settle(event, choice)
-                if event.end_state is not None and choice.keep is not None:
-                    choice.keep(event.end_state)
-            elif isinstance(event, PromptState):
-                if choice.keep is not None:
-                    choice.keep(event)
-                continue
-            elif isinstance(event, PromptScored):
-                choice.is_scored = True
-                if choice.is_score_only:
-                    choice.generation.cancel()
-            elif choice.is_score_only:
-                continue
-            else:
-                choice.record.token()
-            for delta in view.feed(event):
-                yield delta
+        choice, view = self.choices[index], ChoiceView(self._tokenizer)
+        async for events in choice.generation.batches():
+            for start in range(0, len(events), EVENTS_AT_ONCE):
+                batch: list[tuple[int, Delta]] = []
+                try:
+                    for event in events[start : start + EVENTS_AT_ONCE]:
+                        batch += [(index, delta) for delta in _deltas(choice, view, event)]
+                except Exception:
+                    if batch:  # what came before it is shown
+                        yield batch
+                    raise
+                if batch:
+                    yield batch
+
+
+def _deltas(choice: Choice, view: ChoiceView, event: Event) -> Sequence[Delta]:
+    """What an event shows; raises what kept the choice from a good end."""
+    if isinstance(event, TokenEvent):
+        if choice.is_score_only:
+            return ()
+        choice.record.token()
+    elif isinstance(event, Finished):
+        event = settle(event, choice)
+        choice.finished = event
+        if event.end_state is not None and choice.keep is not None:
+            choice.keep(event.end_state)
+    elif isinstance(event, PromptState):
+        if choice.keep is not None:
+            choice.keep(event)
+    else:
+        choice.is_scored = True
+        if choice.is_score_only:
+            choice.generation.cancel()
+    return view.feed(event)
 
 
 def ends_of(run: Run) -> list[Finished]:

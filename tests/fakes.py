@@ -181,6 +181,10 @@ class FakeGeneration:
         self._aborted.set()
         self._backend.running.discard(self)
 
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        async for event in self.events():
+            yield [event]
+
     async def events(self) -> AsyncIterator[Event]:
         backend, request = self._backend, self._request
         decoder = IncrementalDecoder(backend.tokenizer)

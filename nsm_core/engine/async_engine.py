@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 
 from nsm_core.engine.engine import Engine, Events
+from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.stats import EngineStats
@@ -45,25 +46,15 @@ class GenerationHandle:
     def __init__(self, request: GenerationRequest, inbox: _Inbox) -> None:
         self.request = request
         self._inbox = inbox
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events = EventQueue()
 
-    async def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[Event]:
         """Each event once, in order; for one consumer."""
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, Finished):
-                return
+        return self._events.events()
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        """The same events for a reader to whom each answer costs: all that are there when it comes for more."""
-        is_over = False
-        while not is_over:
-            batch = [await self._events.get()]
-            while not self._events.empty():
-                batch.append(self._events.get_nowait())
-            is_over = isinstance(batch[-1], Finished)
-            yield batch
+    def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events, together all that are there when the consumer comes for more."""
+        return self._events.batches()
 
     def cancel(self) -> None:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
@@ -71,7 +62,7 @@ class GenerationHandle:
 
     def deliver(self, event: Event) -> None:
         """On the event loop's thread."""
-        self._events.put_nowait(event)
+        self._events.put(event)
 
     def fail(self, error: NsmError) -> None:
         """The engine has no more to say about this request."""

@@ -65,6 +65,7 @@ class OutputStream:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopStrings(params.stop)
+        self._has_stops = bool(params.stop)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._ignores_eos = params.ignore_eos
         self._place = 0
@@ -98,6 +99,8 @@ class OutputStream:
         return Step(text=text, stop=stop)
 
     def _feed_bytes(self, raw: bytes) -> Step:
+        if not self._has_stops:  # then nothing is ever held back
+            return Step(text=self._decoder.feed_bytes(raw))
         if raw:
             self._pieces.append(_Piece(index=self._num_tokens, start=self._num_bytes, raw=raw))
         for offset, byte in enumerate(raw):

@@ -35,6 +35,10 @@ class Generation(Protocol):
         """Each event once, in order; to be iterated by one consumer."""
         ...
 
+    def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events in lists, for a consumer to whom each answer costs: all that are there when it asks."""
+        ...
+
     def cancel(self) -> None:
         """Ask the engine to stop within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
         ...

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 
+from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, PromptScored, PromptState
 from nsm_core.errors import DeadlineExceeded, EngineDead, NsmError, Overloaded
 from nsm_core.wire.call_tensors import encode_call
@@ -41,7 +42,7 @@ class TritonGeneration:
         self.num_losses = 0
         self._upstreams = upstreams
         self._on_end = on_end
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events = EventQueue()
         self._ids: list[int] = []  # sampled here
         self._is_scored = False
         self._num_states = 0  # of those within the prompt
@@ -50,13 +51,13 @@ class TritonGeneration:
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._end)
 
-    async def events(self) -> AsyncIterator[Event]:
+    def events(self) -> AsyncIterator[Event]:
         """Each event once, in order; for one consumer."""
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, Finished):
-                return
+        return self._events.events()
+
+    def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events, together all that are there when the consumer comes for more."""
+        return self._events.batches()
 
     def cancel(self) -> None:
         """Finished(reason=abort) comes at once, and the worker is told. Idempotent, never blocks."""
@@ -78,7 +79,7 @@ class TritonGeneration:
                 error = EngineDead(f"the gateway failed: {type(error).__name__}")
             finished = self._finished(FinishReason.ERROR, error=error)
         self._on_end(self, finished)
-        self._events.put_nowait(finished)
+        self._events.put(finished)
 
     async def _run(self) -> Finished:
         """Raises NsmError for what the last event shall tell as an error."""
@@ -177,7 +178,7 @@ class TritonGeneration:
             self._num_states += 1
         elif not isinstance(event, Finished):
             self._ids.append(event.token_id)
-        self._events.put_nowait(event)
+        self._events.put(event)
 
     def _has_waited(self) -> bool:
         """Whether the servers were full for long enough to say so."""

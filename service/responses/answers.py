@@ -176,11 +176,12 @@ class FreeAnswer:
         return self._ended()
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        async with contextlib.aclosing(self._run.deltas()) as deltas:
-            async for _, delta in deltas:
-                if delta.text:
-                    self._texts.append(self._cutter.cut(delta))
-                    yield self._texts[-1]
+        async with contextlib.aclosing(self._run.batches()) as batches:
+            async for batch in batches:
+                for _, delta in batch:
+                    if delta.text:
+                        self._texts.append(self._cutter.cut(delta))
+                        yield self._texts[-1]
 
     def _ended(self) -> Response:
         finished: Finished = ends_of(self._run)[0]

@@ -6,12 +6,14 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from nsm_core.engine.request import GenerationRequest
 from service import sse
-from service.sse import DONE, EventStream, frame, json_stream
+from service.sse import DONE, EventStream, TextFrame, frame, until_done
 from tests.fakes import FakeBackend
 from tests.gateway import gateway
 from tests.raw_http import connect
@@ -47,6 +49,14 @@ class Wire:
 def test_a_frame_is_one_event() -> None:
     assert frame({"text": "a\nb é"}) == 'data: {"text":"a\\nb é"}\n\n'.encode()
     assert frame({}, event="x", event_id=7) == b"id: 7\nevent: x\ndata: {}\n\n"
+
+
+@given(text=st.text(), other=st.text())
+def test_a_text_frame_is_the_frame_around_its_text(text: str, other: str) -> None:
+    def make(given: str) -> bytes:
+        return frame({"id": other, "choices": [{"text": given, "reason": None}], "model": other}, event_id=7)
+
+    assert TextFrame(make)(text) == make(text)
 
 
 async def test_a_stream_has_headers_that_keep_proxies_from_buffering() -> None:
@@ -138,11 +148,11 @@ async def test_leaving_closes_the_generator_also_when_it_never_began() -> None:
 
 
 async def test_S4_an_error_is_one_frame_and_done_follows() -> None:
-    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
-        yield {"n": 1}
+    async def good_then_bad() -> AsyncGenerator[bytes, None]:
+        yield frame({"n": 1})
         raise ValueError("the secret is 42")
 
-    frames = [data async for data in json_stream(chunks(), request_id="req_1")]
+    frames = [data async for data in until_done(good_then_bad(), request_id="req_1")]
     assert frames[0] == b'data: {"n":1}\n\n'
     error = json.loads(frames[1].removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"]) == ("internal_error", "server_error")

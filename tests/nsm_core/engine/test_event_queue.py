@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsm_core.engine.event_queue import EventQueue
+from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
+
+Item = TypeVar("Item")
+END = Finished(reason=FinishReason.LENGTH)
+
+
+def token(index: int) -> TokenEvent:
+    return TokenEvent(index=index, token_id=index, text="x")
+
+
+async def until_it_waits(work: AsyncIterator[Item]) -> asyncio.Task[Item]:
+    task = asyncio.ensure_future(anext(work))  # type: ignore[arg-type]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+@given(st.lists(st.integers(min_value=0, max_value=4), min_size=1, max_size=8))
+def test_batches_are_the_events_in_order_together_what_was_there(sizes: list[int]) -> None:
+    async def run() -> None:
+        queue, number, expected = EventQueue(), 0, []
+        batches = queue.batches()
+        for size in sizes:
+            given = [token(number + offset) for offset in range(size)]
+            number += size
+            for event in given:
+                queue.put(event)
+            if given:
+                expected.append(given)
+                assert await anext(batches) == given
+        queue.put(END)
+        assert [batch async for batch in batches] == [[END]]
+
+    asyncio.run(run())
+
+
+async def test_a_reader_that_waits_gets_what_came_meanwhile_in_one_batch() -> None:
+    queue = EventQueue()
+    task = await until_it_waits(queue.batches())
+    queue.put(token(1))
+    queue.put(token(2))
+    assert await task == [token(1), token(2)]
+
+
+async def test_events_are_single_and_end_with_the_end() -> None:
+    queue = EventQueue()
+    events: list[Event] = [token(1), token(2), END]
+    for event in events:
+        queue.put(event)
+    assert [event async for event in queue.events()] == events
+
+
+async def test_a_reader_that_is_behind_lets_others_run_before_each_batch() -> None:
+    queue, turns = EventQueue(), []
+
+    async def other() -> None:
+        for _ in range(3):
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    queue.put(token(1))
+    task = asyncio.create_task(other())
+    async for batch in queue.batches():
+        turns.append("reader")
+        queue.put(END if len(turns) > 3 else token(2))
+        if isinstance(batch[-1], Finished):
+            break
+    await task
+    assert turns[:4] == ["other", "reader", "other", "reader"]
+
+
+async def test_a_cancelled_reader_leaves_the_events_to_the_next() -> None:
+    queue = EventQueue()
+    task = await until_it_waits(queue.batches())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    queue.put(END)
+    assert [batch async for batch in queue.batches()] == [[END]]
