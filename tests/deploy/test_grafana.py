@@ -1,0 +1,64 @@
+"""The dashboards are what their generator writes, and fit what provisions them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.grafana.build.__main__ import INTO, rendered
+from deploy.grafana.build.panels import COLUMNS
+from tests.deploy.dashboards import FOLDER, boards
+from tests.prometheus_server import CONFIG, DEPLOY
+
+BOARDS = boards()
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def test_the_files_are_what_the_generator_writes() -> None:
+    """After a change: `python -m deploy.grafana.build`."""
+    assert INTO == FOLDER
+    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == rendered()
+
+
+def test_there_are_five_dashboards_with_ids_of_their_own() -> None:
+    assert len({board["uid"] for board in BOARDS}) == len(BOARDS) == 5
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
+def test_rows_are_full_and_nothing_overlaps(board: dict[str, Any]) -> None:
+    taken = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in board["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    height = max(y for _, y in taken) + 1
+    assert sorted(taken) == sorted(itertools.product(range(COLUMNS), range(height)))
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["uid"])
+def test_every_panel_says_what_it_shows(board: dict[str, Any]) -> None:
+    for panel in panels(board):
+        assert panel["title"], panel["id"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["targets"], panel["title"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for source in (panel, *panel["targets"]):
+            assert source["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_what_is_provisioned_fits_what_is_there() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    [source] = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["type"] == "prometheus"
+    assert source["jsonData"]["timeInterval"] == yaml.safe_load(CONFIG.read_text())["global"]["scrape_interval"]
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "nsm.yml").read_text())["providers"]
+    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
