@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.grafana.build.__main__ import INTO, rendered
-from deploy.grafana.build.panels import COLUMNS
+from deploy.grafana.generate.__main__ import INTO, rendered
+from deploy.grafana.generate.panels import COLUMNS
 from tests.deploy.dashboards import FOLDER, boards
 from tests.prometheus_server import CONFIG, DEPLOY
 
@@ -21,7 +21,7 @@ def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_files_are_what_the_generator_writes() -> None:
-    """After a change: `python -m deploy.grafana.build`."""
+    """After a change: `python -m deploy.grafana.generate`."""
     assert INTO == FOLDER
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == rendered()
 
