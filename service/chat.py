@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
@@ -40,7 +41,7 @@ class Chat:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
         choices = range(self._body.n)
-        texts = [TextFrame(lambda text, index=index: self._frame(index, {"content": text})) for index in choices]
+        texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
         yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
         async with contextlib.aclosing(self.run.batches()) as batches:
             async for batch in batches:
@@ -91,6 +92,9 @@ class Chat:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         fields = {"usage": None} if self._body.has_usage_chunk else {}
         return frame(self._envelope.wrap(CHUNK_KIND, [choice], **fields))
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        return self._frame(index, {"content": text})
 
     def _logprobs(self, tokens: tuple[ScoredToken, ...] | list[ScoredToken]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from nsm_core.engine.request import GenerationRequest, TokenLogprob
@@ -37,9 +38,7 @@ class Completion:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
-        texts = [
-            TextFrame(lambda text, index=index: self._frame(index, _piece(text))) for index in range(len(self._views))
-        ]
+        texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._views))]
         for index, view in enumerate(self._views):
             if view.echo_text:
                 yield self._frame(index, view.take_echo())
@@ -69,6 +68,9 @@ class Completion:
     def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
         fields = {"usage": None} if self._body.has_usage_chunk else {}
         return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        return self._frame(index, _piece(text))
 
     def _usage(self) -> dict[str, Any]:
         ends, body = ends_of(self.run), self._body
