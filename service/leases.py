@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-from nsm_core.errors import LeaseLost, NsmError, SnapshotCorrupt
+from nsm_core.errors import LeaseLost, NsmError, SessionBusy, SnapshotCorrupt
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.metrics.metrics import Metrics
@@ -181,12 +182,17 @@ class Leases:
         acquiring = asyncio.ensure_future(
             self._store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=self._lease_s)
         )
+        started = time.monotonic()
         try:
             leased = await asyncio.shield(acquiring)
+        except SessionBusy:
+            self._metrics.sessions.lease_asked(time.monotonic() - started, is_busy=True)
+            raise
         except asyncio.CancelledError:
             with contextlib.suppress(NsmError):  # nobody would give it back: the session would be busy until it expires
                 await self._store.release((await acquiring).lease)
             raise
+        self._metrics.sessions.lease_asked(time.monotonic() - started, is_busy=False)
         return HeldLease(
             self._store,
             leased,

@@ -161,9 +161,9 @@ class PrefixResume:
                     resume, outcome = await self._fetch(tenant, digests)
             except (NsmError, TimeoutError) as error:
                 self._breaker.failed(error)
+        seconds, num_resumed = time.monotonic() - started, resume.position if resume else 0
         self._metrics.prefixes.resumed(outcome)
-        num_resumed = resume.position if resume else 0
-        self._metrics.prefixes.looked_up(time.monotonic() - started, num_tokens=digests.num_ids, num_resumed=num_resumed)
+        self._metrics.prefixes.looked_up(seconds, num_tokens=digests.num_ids, num_resumed=num_resumed)
         return resume
 
     async def _fetch(self, tenant: str, digests: PromptDigests) -> tuple[Resume | None, PrefixOutcome]:

@@ -34,7 +34,8 @@ from service.turn_following import TOKENS_AT_ONCE, stream_not_found
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
-FRAMING_ONLY = {"stream", "stream_options", "include_energy", "timeout"}  # fields of a body that change nothing in the result
+# fields of a body that change nothing in the result
+FRAMING_ONLY = {"stream", "stream_options", "include_energy", "timeout"}
 _STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
