@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import NumericalError
+from nsm_core.ops.dispatch import runs_kernels
+from nsm_core.sampling.device import fits_device, sample_on_device
 from nsm_core.sampling.logprobs import to_numpy, token_logprob
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.processors import adjust, keep_wanted, needs_adjustment, to_weights
@@ -48,6 +50,8 @@ class Sampler:
 
     A row's result is a function of its own logits, params, position and counts: neighbours and batch size change
     nothing, not even the last bit. Log-probabilities are those of the raw logits, before step 1.
+
+    Rows on a GPU that need neither steps 1 to 3 nor log-probabilities are chosen there, and no logits come to the host.
     """
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
@@ -56,9 +60,24 @@ class Sampler:
         A row with NaN or infinite logits gives a NumericalError in its place (returned, not raised: the other rows have
         their tokens).
         """
+        if logits.shape[0] != len(rows):
+            raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
+        if not (runs_kernels(logits) and fits_device(logits)):
+            return self._sample_on_host(logits, rows)
+        is_plain = [_is_plain(row) for row in rows]
+        if all(is_plain):
+            return _sample_plain(logits, rows)
+        chosen: list[SampledToken | NumericalError] = [_failure(row.position) for row in rows]
+        for wanted, sample in ((True, _sample_plain), (False, self._sample_on_host)):
+            indices = [index for index, plain in enumerate(is_plain) if plain is wanted]
+            if indices:
+                part = sample(logits[indices], [rows[index] for index in indices])
+                for index, token in zip(indices, part, strict=True):
+                    chosen[index] = token
+        return chosen
+
+    def _sample_on_host(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
         raw = to_numpy(logits)
-        if raw.shape[0] != len(rows):
-            raise ValueError(f"{raw.shape[0]} rows of logits for {len(rows)} requests")
         is_finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(raw).all(axis=-1))
         good = [index for index in range(len(rows)) if is_finite[index]]
         adjusted = _adjust(raw, rows, good)
@@ -70,6 +89,17 @@ class Sampler:
             _report(raw[index], int(token_ids[index]), row.params) if is_finite[index] else _failure(row.position)
             for index, row in enumerate(rows)
         ]
+
+
+def _is_plain(row: SamplingRow) -> bool:
+    return row.params.logprobs is None and not needs_adjustment(row.params, row.generated_counts)
+
+
+def _sample_plain(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
+    return [
+        _failure(row.position) if token_id is None else SampledToken(token_id=token_id)
+        for token_id, row in zip(sample_on_device(logits, rows), rows, strict=True)
+    ]
 
 
 def _adjust(raw: Logits, rows: Sequence[SamplingRow], good: Sequence[int]) -> Logits:

@@ -22,8 +22,8 @@ NO_ROW = -1  # where a batch is padded
 class Buffers:
     """What a step reads and writes besides weights and states, for at most `max_batch` rows.
 
-    inputs int64: rows of the pool, then ids, where `DecodeStep.inputs` says. hidden [B, padded d] fp32 is the result. `operand` is x in the dtype of
-    the products, and x itself where that is fp32. What pads a width is zero and stays so.
+    inputs int64: rows of the pool, then ids, where `DecodeStep.inputs` says. hidden [B, padded d] fp32 is the result.
+    `operand` is x in the dtype of the products, x itself where that is fp32. What pads a width is zero and stays so.
     """
 
     def __init__(self, weights: DecodeWeights, config: ModelConfig, max_batch: int, device: torch.device) -> None:
@@ -67,25 +67,40 @@ class DecodeStep:
 
     def run(self, batch: int) -> None:
         """Reads `inputs`; hidden vectors are there afterwards. No state is read or written for padding."""
+        self.begin(batch)
+        for index in range(len(self._weights.layers)):
+            self.block(index, batch)
+        buffers, gain, eps = self.buffers, self._weights.final_gain, self._config.norm_eps
+        final_norm(rows=self._rows(batch), x=buffers.x[:batch], gain=gain, hidden=buffers.hidden, eps=eps)
+
+    def begin(self, batch: int) -> None:
+        """Embeddings, and positions moved on."""
         buffers = self.buffers
-        rows, x = self._rows(batch), buffers.x[:batch]
         begin_step(
-            rows=rows,
+            rows=self._rows(batch),
             ids=self.inputs(batch)[1, :batch],
             embedding=self._weights.embedding,
             factor=self._config.d_model**0.5,
             position=self._states[POSITION],
             start=buffers.start,
-            x=x,
+            x=buffers.x[:batch],
             copy=self._copy(batch),
             turns=self._turns,
             cos=buffers.cos,
             sin=buffers.sin,
         )
-        for index in range(len(self._weights.layers)):
-            self._block(index, batch)
-        eps = self._config.norm_eps
-        final_norm(rows=rows, x=x, gain=self._weights.final_gain, hidden=buffers.hidden, eps=eps)
+
+    def block(self, index: int, batch: int) -> None:
+        """One layer over x, in place."""
+        layer, buffers = self._weights.layers[index], self.buffers
+        x, operand, copy = buffers.x[:batch], buffers.operand[:batch], self._copy(batch)
+        if isinstance(layer.mixer, SlotLayer):
+            self.mix_slots(layer.mixer, f"layers.{index}.", batch)
+        else:
+            self.attend(layer.mixer, f"layers.{index}.", batch)
+        run_linear(layer.out, buffers.mixed[:batch], x, residual=x, copy=copy)
+        run_linear(layer.up, operand, buffers.gated[:batch])
+        run_linear(layer.down, buffers.gated[:batch], x, residual=x, copy=copy)
 
     def _rows(self, batch: int) -> Tensor:
         return self.inputs(batch)[0, :batch]
@@ -94,36 +109,36 @@ class DecodeStep:
         """Where the residual stream goes in the dtype of the products, if that is another."""
         return None if self.buffers.operand is self.buffers.x else self.buffers.operand[:batch]
 
-    def _block(self, index: int, batch: int) -> None:
-        layer, buffers = self._weights.layers[index], self.buffers
-        x, operand, copy = buffers.x[:batch], buffers.operand[:batch], self._copy(batch)
-        if isinstance(layer.mixer, SlotLayer):
-            self._mix_slots(layer.mixer, f"layers.{index}.", batch)
-        else:
-            self._attend(layer.mixer, f"layers.{index}.", batch)
-        run_linear(layer.out, buffers.mixed[:batch], x, residual=x, copy=copy)
-        run_linear(layer.up, operand, buffers.gated[:batch])
-        run_linear(layer.down, buffers.gated[:batch], x, residual=x, copy=copy)
-
-    def _mix_slots(self, layer: SlotLayer, prefix: str, batch: int) -> None:
+    def mix_slots(self, layer: SlotLayer, prefix: str, batch: int) -> None:
+        """Both projections, then what lies between them and the one back."""
         buffers = self.buffers
         with self._beside():
             run_linear(layer.router, buffers.x[:batch], buffers.router[:batch])
         run_linear(layer.project, buffers.operand[:batch], buffers.projected[:batch])
         self._wait_for_router()
+        self.move_slots(layer, prefix, batch)
+
+    def move_slots(self, layer: SlotLayer, prefix: str, batch: int) -> None:
+        """The states of a slot layer, in place."""
         slot_step_in_place(
             layer.slots,
             rows=self._rows(batch),
-            projected=buffers.projected,
-            router=buffers.router,
+            projected=self.buffers.projected,
+            router=self.buffers.router,
             tail=self._states[prefix + "conv_tail"],
             slots=self._states[prefix + "slots"],
-            out=buffers.mixed,
+            out=self.buffers.mixed,
         )
 
-    def _attend(self, layer: AttentionLayer, prefix: str, batch: int) -> None:
+    def attend(self, layer: AttentionLayer, prefix: str, batch: int) -> None:
+        """The projection, then what lies between it and the one back."""
         buffers = self.buffers
         run_linear(layer.project, buffers.operand[:batch], buffers.projected[:batch])
+        self.read_ring(layer, prefix, batch)
+
+    def read_ring(self, layer: AttentionLayer, prefix: str, batch: int) -> None:
+        """The ring of an attention layer, in place."""
+        buffers = self.buffers
         attend_in_place(
             rows=self._rows(batch),
             start=buffers.start,

@@ -19,7 +19,7 @@ from nsm_core.state.spec import State
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
-PREFILL_TOKENS = 8 * SUPER_CHUNK_LEN
+PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
 
 
 class CudaWeights(enum.StrEnum):

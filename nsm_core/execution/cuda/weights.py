@@ -130,7 +130,7 @@ def _layer(block: Block, dtype: torch.dtype) -> LayerWeights:
 
 @torch.no_grad()
 def pack_weights(model: NsmModel, dtype: torch.dtype) -> DecodeWeights:
-    """The large matrices in `dtype`; router, convolution, norms and scales in fp32. Raises TypeError for other layers."""
+    """Large matrices in `dtype`; router, convolution, norms and scales in fp32. TypeError for other kinds of layers."""
     embedding = model.embedding.weight.detach()
     return DecodeWeights(
         embedding=embedding.float(),

@@ -90,8 +90,8 @@ def _linear(
 class Linear:
     """A weight as the kernel reads it, [N, depth], or [2 N, depth] with gates before values.
 
-    `depth` is the input width padded to a multiple of DEPTH with zeros; `is_normed`: the input is normalised first, over
-    its `width`, and the gain is part of the weight.
+    `depth` is the input width padded to a multiple of DEPTH with zeros; `is_normed`: the input is normalised first,
+    over its `width`, and the gain is part of the weight.
     """
 
     weight: Tensor

@@ -179,7 +179,7 @@ class SlotWeights:
 def slot_step_in_place(
     weights: SlotWeights, *, rows: Tensor, projected: Tensor, router: Tensor, tail: Tensor, slots: Tensor, out: Tensor
 ) -> None:
-    """rows [B] int64; projected [B, >= 4d]: q, k, v and the gate; router [B, >= H M (+ H)] fp32: logits, then strengths.
+    """rows [B] int64; projected [B, >= 4d]: q, k, v and the gate; router [B, >= H M (+ H)] fp32: logits and strengths.
 
     tail [rows of the pool, taps-1, 3d] and slots [rows of the pool, H, M, 2K], fp32, are moved on by the token; out
     [B, >= d] is what the output projection reads.
