@@ -39,6 +39,7 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 packages: $(READY)
 	@scripts/test-packages
 	@scripts/triton-server "$(VENV)"
+	@scripts/perf-analyzer "$(VENV)"
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"

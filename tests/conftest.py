@@ -24,7 +24,8 @@ from tests.samples import sample_texts
 
 pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends"]
 
-EXCUSED = {"gpu", "tmpfs"}  # markers of tests that --no-skips lets a machine skip: no package would help
+# Markers of tests that --no-skips lets a machine skip: no package would help
+EXCUSED = {"gpu", "perf_analyzer", "tmpfs"}
 CAP_SYS_ADMIN = 21
 
 torch.set_num_threads(1)
@@ -79,6 +80,8 @@ def _missing() -> dict[str, str]:
         missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
     if not is_installed():
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
+    if not (Path(sys.prefix) / "perf-analyzer" / ".ready").exists():
+        missing["perf_analyzer"] = "no perf_analyzer; scripts/perf-analyzer installs it where it can run"
     if not _may_mount():
         missing["tmpfs"] = "not allowed to mount a file system"
     return missing
