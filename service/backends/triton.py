@@ -104,8 +104,8 @@ class TritonBackend:
         )
 
     def stats(self) -> EngineStats:
-        """Requests, tokens and what requests were charged are this gateway's own. Slots, memory, steps and energy are the
-        servers', by their last heartbeats: the same in every gateway that shares them.
+        """Requests, tokens and what requests were charged are this gateway's own. Slots, memory, steps and energy are
+        the servers', by their last heartbeats: the same in every gateway that shares them.
         """
         stats = EngineStats(
             num_waiting=self._num_unplaced(),
