@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.grafana.generate.__main__ import INTO, rendered
+from deploy.grafana.expressions import DASHBOARDS, boards, panels
+from deploy.grafana.generate.__main__ import rendered
 from deploy.grafana.generate.panels import COLUMNS
-from tests.deploy.dashboards import FOLDER, boards
 from tests.prometheus_server import CONFIG, DEPLOY
 
 BOARDS = boards()
 
 
-def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in board["panels"] if panel["type"] != "row"]
-
-
 def test_the_files_are_what_the_generator_writes() -> None:
     """After a change: `python -m deploy.grafana.generate`."""
-    assert INTO == FOLDER
-    assert {path.name: path.read_text() for path in FOLDER.iterdir()} == rendered()
+    assert {path.name: path.read_text() for path in DASHBOARDS.iterdir()} == rendered()
 
 
 def test_there_are_five_dashboards_with_ids_of_their_own() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from deploy.grafana.expressions import DASHBOARDS
 from deploy.grafana.generate import energy, load_test, model, overview, sessions
 
-INTO = Path(__file__).resolve().parents[1] / "dashboards"
 MODULES = (overview, sessions, model, energy, load_test)
 
 
@@ -21,8 +19,8 @@ def rendered() -> dict[str, str]:
 
 def main() -> None:
     for name, text in rendered().items():
-        (INTO / name).write_text(text, encoding="utf-8")
-        print(INTO / name)
+        (DASHBOARDS / name).write_text(text, encoding="utf-8")
+        print(DASHBOARDS / name)
 
 
 if __name__ == "__main__":

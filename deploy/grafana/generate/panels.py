@@ -87,11 +87,13 @@ def series(
         VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM).show_legend(True)
     )
     panel.tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
-    panel.show_points(VisibilityMode.NEVER).line_width(1).fill_opacity(40 if is_stacked else 8).axis_soft_min(0)
+    panel.show_points(VisibilityMode.NEVER).line_width(1).fill_opacity(40 if is_stacked else 8)
     if is_stacked:
         panel.stacking(StackingConfig().mode(StackingMode.NORMAL).group("A"))
     if is_log:
         panel.scale_distribution(ScaleDistributionConfig().type(ScaleDistribution.LOG).log(10))
+    else:
+        panel.axis_soft_min(0)
     return panel if top is None else panel.max(top)
 
 

@@ -1,0 +1,36 @@
+"""The dashboards as pictures, without Grafana: `python -m deploy.grafana.pictures --minutes 5 --into docs/images`.
+
+Asks a running Prometheus for what the panels would ask it, over the last minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import httpx
+
+from deploy.grafana.expressions import boards
+from deploy.grafana.pictures.drawing import Period, draw_board
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how far back")
+    parser.add_argument("--window", default="20s", help="for rates: at least four scrapes")
+    parser.add_argument("--into", type=Path, default=Path("docs/images"), help="a folder")
+    args = parser.parse_args()
+    now = time.time()
+    with httpx.Client(base_url=args.prometheus, timeout=60.0) as client:
+        period = Period(client, now - args.minutes * 60, now, args.window)
+        args.into.mkdir(parents=True, exist_ok=True)
+        for board in boards():
+            path = args.into / f"{board['uid']}.png"
+            draw_board(board, period, path)
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
