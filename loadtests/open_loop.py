@@ -1,0 +1,111 @@
+"""Requests that are sent when the trace says so, however the server fares. Latency counts from that moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import gevent
+
+from loadtests.arrivals import Arrival
+from loadtests.asking import UNIX_S, ask, begin, expect
+from loadtests.client import Client
+from loadtests.conversations import Conversation, Refused
+from loadtests.profile import OpenLoop as OpenLoopProfile
+from loadtests.run_state import RunState, new_id
+from loadtests.scripts import GREEDY
+
+LEAD_S = 0.5  # until the first arrival
+
+
+class ArrivalLoop:
+    """The share of one process in the arrivals. Whatever is under way at the end is recorded as unfinished."""
+
+    def __init__(self, run: RunState, arrivals: Sequence[Arrival], loop: OpenLoopProfile) -> None:
+        self._run = run
+        self._arrivals = arrivals
+        self._as_sessions = loop.trace == "mooncake"
+        self._max_open = loop.max_open
+        self._clients: list[Client] = run.clients()
+        self._open: set[gevent.Greenlet] = set()
+        self._sessions: dict[int, Conversation] = {}
+        self._newest: dict[int, gevent.Greenlet] = {}  # turn of each conversation
+        self._sending: gevent.Greenlet | None = None
+
+    def start(self) -> None:
+        self._sending = gevent.spawn(self._send)
+
+    def finish(self, drain_s: float) -> None:
+        """Waits for what was sent, then gives up."""
+        if self._sending is not None:
+            self._sending.join()
+        gevent.joinall(list(self._open), timeout=drain_s)
+        gevent.killall(list(self._open))
+        for conversation in self._sessions.values():
+            self._clients[0].request("DELETE", f"/v1/sessions/{conversation.id}")
+
+    def _send(self) -> None:
+        start = time.monotonic() + LEAD_S
+        for arrival in self._arrivals:
+            intended_at = start + arrival.at_s
+            gevent.sleep(max(0.0, intended_at - time.monotonic()))
+            if len(self._open) >= self._max_open:
+                self._give_up(arrival, intended_at)
+                continue
+            serve = self._serve_turn if self._as_sessions else self._serve_completion
+            greenlet = gevent.spawn(serve, arrival, intended_at)
+            self._open.add(greenlet)
+            greenlet.link(self._open.discard)
+            self._newest[arrival.conversation] = greenlet
+
+    def _give_up(self, arrival: Arrival, intended_at: float) -> None:
+        sample = begin("arrival", step=arrival.step, intended_at=intended_at)
+        sample.problem, sample.e2e_ms = "the client has too many open requests", 0.0
+        self._run.recorder.add(sample)
+
+    def _serve_completion(self, arrival: Arrival, intended_at: float) -> None:
+        """A shorter answer is the beginning of a longer one; a character cut at its end stands as U+FFFD."""
+        sample = begin("arrival", step=arrival.step, intended_at=intended_at)
+        fitting = self._run.scripts.nearest(arrival.prompt_tokens)
+        script = fitting[arrival.number % len(fitting)]
+        body = {**GREEDY, "prompt": script.inputs[0], "max_tokens": arrival.output_tokens, "cache_prompt": False}
+        try:
+            answer = ask(self._run.turn_of(self._clients), "/v1/completions", body, sample)
+            is_right = script.answers[0].startswith(answer.text.rstrip("\ufffd"))
+            expect(sample, is_right, f"expected the beginning of {script.answers[0]!r}, got {answer.text!r}")
+            expect(sample, sample.tokens == arrival.output_tokens, f"{sample.tokens} tokens, not those asked for")
+        finally:
+            self._run.recorder.add(sample)
+
+    def _serve_turn(self, arrival: Arrival, intended_at: float) -> None:
+        """A conversation's turn waits for the one before it; that time is part of its latency."""
+        before = self._newest.get(arrival.conversation)
+        if before is not None:
+            before.join()
+        conversation = self._sessions.get(arrival.conversation)
+        try:
+            if conversation is None or conversation.done == len(conversation.script.inputs):
+                conversation = self._new_session(arrival)
+            sample, answer = conversation.take_turn("turn", step=arrival.step, intended_at=intended_at)
+            if sample.outcome == "ok":
+                conversation.move_on(answer)
+            elif sample.outcome != "rejected":
+                self._sessions.pop(arrival.conversation, None)
+        except (Refused, OSError) as error:
+            sample = begin("turn", step=arrival.step, intended_at=intended_at)
+            sample.outcome, sample.problem = "failed", str(error)
+            sample.e2e_ms = (time.monotonic() + UNIX_S - sample.intended_s) * 1000
+            self._run.recorder.add(sample)
+
+    def _new_session(self, arrival: Arrival) -> Conversation:
+        scripts = self._run.scripts.of("session")
+        script = scripts[arrival.conversation % len(scripts)]
+        conversation = Conversation(self._run, self._clients, script, new_id("trace"))
+        conversation.__enter__()
+        self._sessions[arrival.conversation] = conversation
+        return conversation
+
+
+def share_of(arrivals: Sequence[Arrival], index: int, count: int) -> list[Arrival]:
+    """What one of `count` processes sends: whole conversations, so that their turns stay in order."""
+    return [arrival for arrival in arrivals if arrival.conversation % count == index]

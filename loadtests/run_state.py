@@ -1,0 +1,64 @@
+"""What the users of one Locust process share: the profile, the scripts, the servers, the recorder, the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+import uuid
+from collections.abc import Iterator
+
+from gevent import sleep
+
+from loadtests.client import Client
+from loadtests.profile import Profile
+from loadtests.recording import Recorder
+from loadtests.samples import Sample
+from loadtests.scripts import Kind, Script, Scripts
+
+MAX_WAIT_S = 5.0  # for a Retry-After
+
+
+@dataclasses.dataclass(slots=True)
+class RunState:
+    """`ends_at`: reading of `time.monotonic()` after which nobody begins anything."""
+
+    profile: Profile
+    scripts: Scripts
+    urls: tuple[str, ...]
+    recorder: Recorder
+    ends_at: float = 0.0
+    rng: random.Random = dataclasses.field(default_factory=random.Random)
+    _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.ends_at
+
+    def clients(self, *, receive_bytes: int | None = None) -> list[Client]:
+        """One for each replica."""
+        timeout_s = self.profile.timeout_s
+        return [Client(url, timeout_s=timeout_s, receive_bytes=receive_bytes) for url in self.urls]
+
+    def script(self, kind: Kind) -> Script:
+        """Any of them."""
+        return self.rng.choice(self.scripts.of(kind))
+
+    def turn_of(self, clients: list[Client]) -> Client:
+        """One after the other, over all users of the process."""
+        return clients[next(self._turns) % len(clients)]
+
+    def think(self) -> None:
+        mean_s = self.profile.behaviour.think_s
+        if mean_s:
+            sleep(self.rng.expovariate(1 / mean_s))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def wait_as_told(sample: Sample) -> None:
+    """After a refusal, as stock clients do."""
+    sleep(min(MAX_WAIT_S, sample.retry_after_s or 0.2))
