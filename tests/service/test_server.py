@@ -83,7 +83,7 @@ async def test_the_start_line_is_logged_when_connections_are_accepted(monkeypatc
     assert listening == [True]
 
 
-async def test_running_streams_finish_and_new_work_is_refused() -> None:
+async def test_T7_running_streams_finish_and_new_work_is_refused() -> None:
     backend = FakeBackend(hold=True)
     async with served(backend) as (task, client):
         stream = asyncio.create_task(client.post(PATH, json={"prompt": "x", "stream": True, "max_tokens": 50}))
