@@ -56,10 +56,9 @@ class EnergyLedger:
             self._read()
 
     def rest(self) -> None:
-        """Nothing is to be done for now."""
-        if not self._is_resting:
-            self._is_resting = True
-            self._read()
+        """Nothing is to be done for now. To be called again now and then, for `total`."""
+        self._is_resting = True
+        self._read()
 
     def close_account(self, request_id: str) -> tuple[EnergyUse, ...]:
         """What a request has cost, which is over; nothing when it never was at work."""

@@ -51,7 +51,7 @@ class ModelObserver:
         self._layers = [
             _Layer(number, router, initial[f"layers.{number}.slots"][0])
             for number, block in enumerate(model.layers)
-            if (router := getattr(block.mixer, "router", None)) is not None
+            if isinstance(router := getattr(block.mixer, "router", None), Router)
         ]
         self._moved: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots had left their start
 

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.observer import MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
+from nsm_core.state.spec import State
+from tests.fake_meters import FakeClock
+from tests.models import random_model, small_config
+
+
+def read(model: NsmModel, num_tokens: int, batch_size: int = 2) -> State:
+    with torch.inference_mode():
+        state = model.initial_state(batch_size)
+        if num_tokens:
+            ids = torch.randint(64, (batch_size, num_tokens), generator=torch.Generator().manual_seed(0))
+            _, state = model(ids, state)
+    return state
+
+
+def look(observer: ModelObserver, state: State, *, fresh: bool = True, names: tuple[str, ...] = ("a", "b")) -> None:
+    observer.observe(names, is_fresh=[fresh] * len(names), ids=[5, 6][: len(names)], state=state)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_figures_are_those_of_the_routers_own_weights(router: str) -> None:
+    model = random_model(small_config(64, router=router, write_top_k=2 if router == "softmax" else 8))
+    observer = ModelObserver(model, clock=FakeClock())
+    state = read(model, 10)
+    weights: list[torch.Tensor] = []
+    handles = [
+        block.mixer.router.register_forward_hook(lambda _router, _given, g: weights.append(1 - g.exp()))
+        for block in model.layers
+    ]
+    with torch.inference_mode():
+        model.step(torch.tensor([5, 6]), state)
+    for handle in handles:
+        handle.remove()
+    look(observer, state)
+    for layer, wanted in zip(observer.layers, weights, strict=True):
+        shares = wanted / wanted.sum(-1, keepdim=True)
+        entropy = -(shares * shares.clamp(min=1e-30).log()).sum(-1)
+        assert layer.openness == pytest.approx(float(wanted.mean()), rel=1e-4)
+        assert layer.entropy == pytest.approx(float(entropy.mean()) / math.log(8), rel=1e-4)
+        assert layer.states_per_token == pytest.approx(float(entropy.exp().mean()), rel=1e-4)
+        assert layer.sparsity == pytest.approx(float((wanted < 1e-3).float().mean()))
+        assert 0 < layer.utilisation <= 1
+        assert 1 <= layer.states_per_token <= 8
+
+
+def test_a_sparse_router_shows_so() -> None:
+    model = random_model(small_config(64, router="softmax", write_top_k=2))
+    observer = ModelObserver(model, clock=FakeClock())
+    look(observer, read(model, 10))
+    assert all(layer.sparsity >= 0.5 for layer in observer.layers)
+    assert all(layer.states_per_token <= 4 for layer in observer.layers)
+
+
+def test_a_look_leaves_model_and_state_as_they_were() -> None:
+    model = random_model(small_config(64))
+    observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    look(observer, state)
+    assert all(torch.equal(before[name], state[name]) for name in state)
+    assert not any(block.mixer.router._forward_hooks for block in model.layers)
+
+
+def test_slots_that_leave_their_start_or_go_back_to_it_are_counted() -> None:
+    model = random_model(small_config(64, router="sigmoid", write_top_k=8))
+    observer = ModelObserver(model, clock=FakeClock())
+    start, used = read(model, 0), read(model, 10)
+    look(observer, start)
+    assert [(layer.num_allocated, layer.num_pruned, layer.utilisation) for layer in observer.layers] == [(0, 0, 0)] * 2
+    look(observer, used)
+    assert [layer.num_allocated for layer in observer.layers] == [2 * 2 * 8] * 2  # rows, heads, slots
+    look(observer, used)
+    look(observer, start)
+    assert [(layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(32, 32)] * 2
+
+
+def test_a_resumed_state_that_was_not_seen_before_is_no_change() -> None:
+    model = random_model(small_config(64, router="sigmoid", write_top_k=8))
+    observer = ModelObserver(model, clock=FakeClock())
+    look(observer, read(model, 10), fresh=False)
+    assert [layer.num_allocated for layer in observer.layers] == [0, 0]
+
+
+def test_M7_looks_are_rare_and_rarer_where_they_cost_much() -> None:
+    times = iter([0.0, 10.0, 10.0, 10.001, 10.0 + OBSERVE_EVERY_S, 20.0, 22.0, 22.0 + 1.9 / MAX_SHARE, 1e9])
+    model = random_model(small_config(64))
+    observer = ModelObserver(model, clock=lambda: next(times))
+    assert observer.is_due  # at 10
+    look(observer, read(model, 1))  # takes a millisecond
+    assert not observer.is_due
+    look(observer, read(model, 1))  # takes two seconds
+    assert not observer.is_due
+    assert observer.is_due
+
+
+def test_a_model_without_routers_is_not_looked_at() -> None:
+    observer = ModelObserver(random_model(small_config(64, layer_pattern="A")), clock=FakeClock())
+    assert not observer.is_due
