@@ -32,6 +32,31 @@ class StepResult:
     scored: dict[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)
 
 
+class _Hidden:
+    """What a step read gave, by slot. Slots of one token stay rows of one tensor: a step may have hundreds of them."""
+
+    def __init__(self, slots: Sequence[int], rows: Tensor | None) -> None:
+        self._slots, self._rows = list(slots), rows
+        self._chunks: dict[int, Tensor] = {}
+
+    def add(self, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
+        """chunks[i] [length,d] belongs to slots[i]."""
+        self._chunks.update(zip(slots, chunks, strict=True))
+
+    def chunk(self, slot: int) -> Tensor:
+        """[length,d]."""
+        if self._rows is None or slot in self._chunks:
+            return self._chunks[slot]
+        index = self._slots.index(slot)
+        return self._rows[index : index + 1]
+
+    def last(self, slots: Sequence[int]) -> Tensor:
+        """[len(slots),d]: after each slot's last token."""
+        if self._rows is not None and slots == self._slots:
+            return self._rows
+        return torch.cat([self.chunk(slot)[-1:] for slot in slots])
+
+
 class Runner:
     """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
 
@@ -57,10 +82,10 @@ class Runner:
         singles = [chunk for chunk in plan.prefill if chunk.length == 1]
         hidden = self._read_one_each(plan.decode, singles, sequences)
         for group in group_by_length([chunk for chunk in plan.prefill if chunk.length > 1]):
-            hidden.update(self._read_group(group, sequences))
+            self._read_group(group, sequences, hidden)
         for chunk in plan.prefill:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
-                self._score(chunk, hidden[chunk.slot], sequences[chunk.slot], result)
+                self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
         ready = [*plan.decode, *(chunk.slot for chunk in plan.prefill if _is_last(chunk, sequences))]
         self._sample([slot for slot in ready if slot not in result.sampled], hidden, sequences, result)
         return result
@@ -75,21 +100,20 @@ class Runner:
 
     def _read_one_each(
         self, decode: Sequence[int], singles: Sequence[Chunk], sequences: Mapping[int, RunningSequence]
-    ) -> dict[int, Tensor]:
-        """One token for each slot; returns hidden [1,d] by slot."""
+    ) -> _Hidden:
+        """One token for each slot."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
         ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
         if not ids:
-            return {}
+            return _Hidden((), None)
         slots = sorted(ids)  # neighbours in the pool are read without a copy
-        hidden = self._executor.step(slots, [ids[slot] for slot in slots])
-        return {slot: hidden[index : index + 1] for index, slot in enumerate(slots)}
+        return _Hidden(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
 
-    def _read_group(self, group: Sequence[Chunk], sequences: Mapping[int, RunningSequence]) -> dict[int, Tensor]:
-        """Chunks of like lengths; returns hidden [length,d] by slot."""
+    def _read_group(self, group: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: _Hidden) -> None:
+        """Chunks of like lengths."""
         slots = [chunk.slot for chunk in group]
         ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
-        return dict(zip(slots, self._executor.read(slots, ids), strict=True))
+        hidden.add(slots, self._executor.read(slots, ids))
 
     def _score(self, chunk: Chunk, hidden: Tensor, sequence: RunningSequence, result: StepResult) -> None:
         """hidden [length,d]: the logits after token t are the distribution of prompt token t + 1."""
@@ -103,14 +127,14 @@ class Runner:
 
     def _sample(
         self,
-        slots: Sequence[int],
-        hidden: Mapping[int, Tensor],
+        slots: list[int],
+        hidden: _Hidden,
         sequences: Mapping[int, RunningSequence],
         result: StepResult,
     ) -> None:
         if not slots:
             return
-        logits = self._executor.logits(torch.cat([hidden[slot][-1:] for slot in slots]))
+        logits = self._executor.logits(hidden.last(slots))
         rows = [_sampling_row(sequences[slot]) for slot in slots]
         result.sampled.update(zip(slots, self._sampler.sample(logits, rows), strict=True))
 
