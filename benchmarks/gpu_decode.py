@@ -33,7 +33,6 @@ if not torch.cuda.is_available():
 
 from benchmarks import gpu_decode_checks as checks
 from nsm_core.config import EngineConfig, ModelConfig
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.cuda.decode import DecodeStep
 from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights
 from nsm_core.execution.cuda.kernels.linear import Linear, run_linear
@@ -71,12 +70,20 @@ def load_model(is_tiny: bool, device: torch.device) -> NsmModel:
     return model.eval().requires_grad_(False).to(device)
 
 
+def commit() -> str | None:
+    try:
+        from nsm_core.evaluation.provenance import source_commit
+    except ImportError:  # it knows the versions of packages that are not needed here
+        return None
+    return source_commit()
+
+
 def say(part: str, row: Row) -> None:
-    shown = {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+    shown = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row.items()}
     print(json.dumps({"part": part} | shown), flush=True)
 
 
-def record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def record(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """The launches of `work`, which runs twice before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -180,7 +187,7 @@ def part_times(bench: Bench) -> Iterator[Row]:
         yield row
 
 
-def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], None]]:
+def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
     step, buffers, layers = bench.step, bench.step.buffers, bench.weights.layers
     slot_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if isinstance(layer.mixer, SlotLayer)]
     ring_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if not isinstance(layer.mixer, SlotLayer)]
@@ -207,7 +214,7 @@ def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], None]]:
         "up": lambda: linears([layer.up for layer in layers], operand, buffers.gated[:batch]),
         "down": lambda: linears([layer.down for layer in layers], buffers.gated[:batch], buffers.hidden[:batch]),
         "logits": lambda: run_linear(bench.weights.output, buffers.hidden[:batch], bench.logits[:batch]),
-        "greedy": lambda: choose_tokens(bench.logits[:batch], None) and None,
+        "greedy": lambda: choose_tokens(bench.logits[:batch], None),
     }
 
 
@@ -352,7 +359,7 @@ def main() -> None:
     deadline = time.monotonic() + options.budget_s
     device = torch.device("cuda" if has_gpu else "cpu")
     name = torch.cuda.get_device_name() if has_gpu else platform.processor()
-    say("header", {"commit": source_commit(), "torch": torch.__version__, "device": name})
+    say("header", {"commit": commit(), "torch": torch.__version__, "device": name})
     model = load_model(options.tiny, device)
     torch.manual_seed(0)
     parts = all_checks(model, has_gpu)

@@ -70,9 +70,17 @@ def check_linears(model: NsmModel, dtype: torch.dtype, batches: Sequence[int]) -
             x = torch.zeros(batch, linear.weight.shape[1], device=device, dtype=dtype)
             x[:, : linear.width] = torch.randn(batch, linear.width, device=device).to(dtype)
             residual = torch.randn(batch, padded(linear.num_outputs), device=device)
-            out = torch.full_like(residual, torch.nan) if linear.is_normed else residual.clone()
-            run_linear(linear, x, out, residual=None if linear.is_normed else out)
-            want = linear_reference(linear, x, None if linear.is_normed else residual)
+            if linear.is_normed:
+                out = torch.full_like(residual, torch.nan, dtype=dtype)
+                run_linear(linear, x, out)
+                want = linear_reference(linear, x, None)
+            else:
+                out, copy = (
+                    residual.clone(),
+                    None if dtype == torch.float32 else torch.empty_like(residual, dtype=dtype),
+                )
+                run_linear(linear, x, out, residual=out, copy=copy)
+                want = linear_reference(linear, x, residual)
             error = relative(out[:, : linear.num_outputs], want)
             yield {"form": name, "dtype": str(dtype), "batch": batch, "error": error} | _ok(
                 error < LINEAR_TOLERANCE[dtype]
