@@ -75,7 +75,7 @@ def make_backend(settings: Settings) -> InferenceBackend:
         torch.set_num_threads(settings.num_threads)
     loaded = load_checkpoint(settings.model)
     meter = meter_of(loaded.model, core_watts=settings.energy_core_watts) if settings.energy else None
-    return LocalBackend(loaded, settings.engine_config(), meter=meter)
+    return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
+from nsm_core.execution.wishes import Wish
 from nsm_core.model.bundled import find_checkpoint
 from service.wishes import wish_of
 
@@ -24,7 +25,7 @@ STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme i
 DATABASE_FILE = "sessions.db"
 TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
 # settings of an engine in this process
-LOCAL_ENGINE = ("num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")
+LOCAL_ENGINE = ("executor", "num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -54,6 +55,7 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
     api_keys_file: Path | None = None  # None: one tenant, no keys
     allow_anonymous: bool = False  # without keys, serve other hosts too
+    executor: Wish = "auto"  # how the model is computed: nsm_core/execution/choose.py
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # CPU threads of the model; None: torch decides
 
     max_slots: PositiveInt = 16  # requests that run at once

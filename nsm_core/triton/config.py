@@ -11,6 +11,7 @@ from typing import Any
 from nsm_core.config import EngineConfig, require_at_least
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
+from nsm_core.execution.wishes import WISHES, Wish
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
 MIB = 2**20
@@ -22,15 +23,16 @@ BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """`model`: a model directory, None for the bundled one. `device`: auto, cpu or cuda. `num_threads`: of torch, 0 for
-    its own choice. `kept_states_mb`: MiB of states that wait for their next turn; 0 keeps none. `drain_s`: requests may
-    go on so long when the model is unloaded. `energy`: count joules; `energy_core_watts`: of a busy core, where nothing
-    measures it.
+    """`model`: a model directory, None for the bundled one. `device`: auto, cpu or cuda. `executor`: how the model is
+    computed, see choose_executor. `num_threads`: of the model on a CPU, 0 for torch's own choice. `kept_states_mb`: MiB
+    of states that wait for their next turn; 0 keeps none. `drain_s`: requests may go on so long when the model is
+    unloaded. `energy`: count joules; `energy_core_watts`: of a busy core, where nothing measures it.
     """
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     model: Path | None = None
     device: str = "auto"
+    executor: Wish = "auto"
     num_threads: int = 0
     max_prompt_tokens: int = 131072
     kept_states_mb: int = 1024
@@ -41,6 +43,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.executor not in WISHES:
+            raise ConfigError(f"executor must be one of {', '.join(WISHES)}, got {self.executor!r}")
         for name, low in (("num_threads", 0), ("max_prompt_tokens", 1), ("kept_states_mb", 0), ("drain_s", 0)):
             require_at_least(name, getattr(self, name), low)
         if not self.energy_core_watts > 0:
@@ -73,6 +77,7 @@ PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(_ENGINE_PARAMETERS, _whole),
     "model": _path,
     "device": str,
+    "executor": str,
     "num_threads": _whole,
     "max_prompt_tokens": _whole,
     "kept_states_mb": _whole,

@@ -17,6 +17,7 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.metering import meter_of
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
+from nsm_core.execution.choose import choose_executor
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.params import SEED_BITS
@@ -49,7 +50,9 @@ class Worker:
     """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each."""
 
     def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
+        chosen = choose_executor(loaded, config.executor)
         self._loaded = loaded
+        self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
         self._engine = AsyncEngine(
             Engine(
@@ -57,6 +60,7 @@ class Worker:
                 loaded.tokenizer,
                 fingerprint=loaded.fingerprint,
                 config=config.engine,
+                executor=chosen.factory,
                 meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
                 observer=ModelObserver(loaded.model),
             )
@@ -149,7 +153,7 @@ class Worker:
     def _describe(self) -> WorkerDescription:
         engine = self._config.engine
         return WorkerDescription(
-            model=self._loaded.info,
+            model=self._info,
             tokenizer=self._loaded.tokenizer.to_json(),
             max_slots=engine.max_slots,
             queue_limit=engine.queue_limit,

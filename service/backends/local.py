@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
@@ -21,10 +24,21 @@ from nsm_core.tokenizer import Tokenizer
 class LocalBackend:
     """An InferenceBackend on an AsyncEngine."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, meter: EnergyMeter | None = None) -> None:
-        """`meter`: of the energy that requests are charged, and closed with the backend."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        executor: Wish = "auto",
+        meter: EnergyMeter | None = None,
+    ) -> None:
+        """`meter`: of the energy that requests are charged, and closed with the backend.
+
+        Raises ConfigError where the executor that was asked for cannot be had.
+        """
+        chosen = choose_executor(loaded, executor)
         self._tokenizer = loaded.tokenizer
-        self._model = loaded.info
+        self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._served = loaded.model
         self._max_requests = config.max_requests
         self._engine = AsyncEngine(
@@ -33,6 +47,7 @@ class LocalBackend:
                 loaded.tokenizer,
                 fingerprint=loaded.fingerprint,
                 config=config,
+                executor=chosen.factory,
                 meter=meter,
                 observer=ModelObserver(loaded.model),
             )

@@ -36,11 +36,14 @@ def info(
 
 
 def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
-    spec = loaded.model.state_spec
+    from nsm_core.execution.choose import choose_executor
+
+    spec, chosen = loaded.model.state_spec, choose_executor(loaded, settings.executor)
     return {
         "model": settings.served_model_name or loaded.name,
         "fingerprint": loaded.fingerprint,
-        "numerics": loaded.numerics,
+        "executor": chosen.name,
+        "numerics": chosen.numerics,
         "parameters": loaded.num_parameters,
         "weights": loaded.weight_format,
         "vocabulary": loaded.tokenizer.vocab_size,

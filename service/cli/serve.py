@@ -30,6 +30,7 @@ def serve(
     served_model_name: Annotated[str | None, _setting("The name that clients use.", "the model's own")] = None,
     api_keys_file: Annotated[Path | None, _setting("TOML file of API keys and tenants.", "no keys")] = None,
     allow_anonymous: Annotated[bool | None, _setting("Without keys, serve other hosts too.", "no")] = None,
+    executor: Annotated[str | None, _setting("How the model is computed: auto, eager or native.", "auto")] = None,
     num_threads: Annotated[int | None, _setting("CPU threads of the model.", "torch decides")] = None,
     max_slots: Annotated[int | None, _setting("Requests that run at once.", "16")] = None,
     token_budget: Annotated[int | None, _setting("Most tokens in one step.", "256")] = None,

@@ -18,8 +18,8 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State
 
-# Two processors, and any of the kernels' variants, give the same bits: products of int8 are summed exactly, sums of fp32
-# are added in one fixed order, which depends on the token's place in its text alone.
+# All processors and variants of the kernels give the same bits: products of int8 are summed exactly, sums of fp32 are
+# added in one fixed order, which depends on the token's place in its text alone.
 NUMERICS = "cpu/int8/native-1"
 # Tokens that go through the layers together: weights are read once for them all, activations stay in the cache.
 PIECE_TOKENS = 64
@@ -28,8 +28,9 @@ Ints = npt.NDArray[np.int32]
 
 
 class NativeExecutor:
-    """Rows advance in place, in the pool (see Executor). Equal requests give equal bits, whatever shares their batch and
-    however their prompts are cut.
+    """Rows advance in place, in the pool (see Executor).
+
+    Equal requests give equal bits, whatever shares their batch and however their prompts are cut.
 
     Calls release the interpreter's lock. Raises ValueError for a model that `why_not_native` refuses.
     """
@@ -66,7 +67,7 @@ class NativeExecutor:
         self.pool.check_leased(rows)
         counts = [len(row) for row in ids]
         flat = _ints(list(itertools.chain.from_iterable(ids)))
-        return list(self._run(_ints(rows), _ints(counts), flat).split(counts))
+        return list(torch.split(self._run(_ints(rows), _ints(counts), flat), counts))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ def why_not_native(model: object) -> str | None:
         return f"the native kernels run models of the class NsmModel, not {type(model).__name__}"
     if model.embedding.weight.device.type != "cpu":
         return "the native kernels run on a CPU"
+    unknown = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
+    if unknown:
+        return f"the native kernels have no layers of the kind {', '.join(sorted(kind.__name__ for kind in unknown))}"
     config = model.config
     for name in ("d_model", "head_dim", "mlp_hidden"):
         if getattr(config, name) % LANES != 0:
@@ -88,7 +91,8 @@ class NativeWeights:
         self._floats(index, Part.CONV, mixer.conv.weight)
         self._floats(index, Part.READ_SCALE, mixer.scale)
         router = mixer.router
-        weight, bias = router.logits.weight, router.logits.bias
+        weight: Tensor = router.logits.weight
+        bias: Tensor = router.logits.bias
         if isinstance(router, SoftmaxRouter):
             weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))
             self._floats(index, Part.SELECTION_BIAS, router.selection_bias)

@@ -1,0 +1,70 @@
+"""Which executor runs a model here: what was asked for, and what the model, its file and the machine allow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import torch
+
+from nsm_core.errors import ConfigError
+from nsm_core.execution.base import ExecutorFactory
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
+from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.weights import why_not_native
+from nsm_core.execution.wishes import Wish
+from nsm_core.model.loader import LoadedModel
+from nsm_core.model.storage import WeightFormat
+
+logger = logging.getLogger("nsm.execution")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenExecutor:
+    """`numerics`: the class within which equal input gives equal bits, for the states that the executor makes."""
+
+    name: str
+    factory: ExecutorFactory
+    numerics: str
+
+
+def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
+    """The executor of `loaded`, on as many threads as torch has now. Says in the log what it chose and why.
+
+    Raises ConfigError where `native` was asked for and cannot be had.
+    """
+    reason = None if wish == "native" else _why_eager(loaded, wish)
+    if reason is None:
+        reason = why_not_native(loaded.model)
+        if reason is None:
+            return _native(loaded)
+        if wish == "native":
+            raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
+        logger.warning(
+            "%s runs on the eager executor, several times slower than the native one: %s", loaded.name, reason
+        )
+    else:
+        logger.info("%s runs on the eager executor: %s", loaded.name, reason)
+    return ChosenExecutor("eager", EagerExecutor, loaded.numerics)
+
+
+def _why_eager(loaded: LoadedModel, wish: Wish) -> str | None:
+    """Why nothing else is tried; None when it is."""
+    if wish == "eager":
+        return "as it was asked for"
+    if loaded.model.embedding.weight.device.type != "cpu":
+        return "the model is not on a CPU"
+    if loaded.weight_format != WeightFormat.INT8:
+        return f"its file holds {loaded.weight_format} weights, which the native one would round to int8"
+    return None
+
+
+def _native(loaded: LoadedModel) -> ChosenExecutor:
+    num_threads = torch.get_num_threads()
+    rounding = "" if loaded.weight_format == WeightFormat.INT8 else f", {loaded.weight_format} weights rounded to int8"
+    logger.info(
+        "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
+    )
+    return ChosenExecutor("native", functools.partial(NativeExecutor, num_threads=num_threads), NUMERICS)

@@ -1,0 +1,9 @@
+"""What may be asked for as the executor of a model. No torch here: settings name it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+# auto: native on a CPU where the model's file is int8, eager elsewhere
+Wish = Literal["auto", "eager", "native"]
+WISHES: tuple[Wish, ...] = get_args(Wish)
