@@ -16,6 +16,7 @@ from service.cli.generate import generate
 from service.cli.group import Commands
 from service.cli.info import info
 from service.cli.serve import serve
+from service.cli.top import top
 from service.cli.train import train
 
 DISTRIBUTION = "nsm-serve"
@@ -54,6 +55,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(triton.app, name="triton")
 app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
+app.command()(top)
 app.command()(info)
 
 

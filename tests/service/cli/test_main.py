@@ -10,7 +10,7 @@ import pytest
 from service.cli.main import main
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line
 
-COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "info")
+COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "top", "info")
 
 
 def test_help_lists_every_command(nsm: Nsm) -> None:
@@ -20,7 +20,9 @@ def test_help_lists_every_command(nsm: Nsm) -> None:
         assert all(f" {command} " in result.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("args", [("--help",), ("serve", "--help"), ("chat", "--help"), ("--version",), ("bogus",)])
+@pytest.mark.parametrize(
+    "args", [("--help",), ("serve", "--help"), ("chat", "--help"), ("top", "--help"), ("--version",), ("bogus",)]
+)
 def test_what_needs_no_model_needs_no_torch(args: tuple[str, ...]) -> None:
     heavy = "{'torch', 'fastapi', 'tokenizers', 'numpy'}"
     program = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & set(sys.modules)))); {NSM[-1]}"
