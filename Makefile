@@ -11,13 +11,14 @@ LOCK_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH_VERSION)
+NATIVE := $(wildcard nsm_core/execution/native/src/*) nsm_core/execution/native/build.py
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock pyproject.toml $(NATIVE)
 	@scripts/setup "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
 	@touch $@
 
