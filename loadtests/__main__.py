@@ -15,17 +15,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loadtests.capacity import measure_capacity
-from loadtests.profile import Profile, load_profile
-from loadtests.report import text_table, write_report
-from loadtests.resources import ResourceUse, ResourceWatch
-from loadtests.samples import read_samples
+from loadtests.conclusion import SAMPLES, conclude
+from loadtests.resources import ResourceWatch
+from loadtests.run_profile import Profile, load_profile
 from loadtests.scripts import Author, Kind, Scripts
 from loadtests.servers import Server, serving
-from loadtests.slo import Slo, judge, load_slo
+from loadtests.slo import load_slo
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCUSTFILE = ROOT / "loadtests" / "locustfile.py"
-EXIT_MISSED, EXIT_BROKEN = 1, 2
+EXIT_BROKEN = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,17 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds in all": f"{time.monotonic() - started_at:.0f}",
     }
     return conclude(args.out, slo, watch.use, facts)
-
-
-def conclude(directory: Path, slo: Slo, use: Sequence[ResourceUse], facts: dict[str, object]) -> int:
-    samples = read_samples(directory / "samples.jsonl")
-    verdicts = judge(slo, samples, use)
-    report = write_report(directory, samples, verdicts, use, facts)
-    print(text_table(samples))
-    for verdict in verdicts:
-        print(verdict)
-    print(f"report: {report}")
-    return 0 if all(verdict.is_met for verdict in verdicts) else EXIT_MISSED
 
 
 @contextlib.contextmanager
@@ -122,7 +110,7 @@ def run_locust(args: argparse.Namespace, profile: Profile, urls: Sequence[str], 
     shared += ["--processes-in-all", str(args.workers), "--capacity", str(capacity)]
     run = ["--headless", "--users", str(profile.users.total), "--spawn-rate", "100"]
     run += ["--run-time", f"{profile.run_s:.0f}s", "--stop-timeout", f"{profile.drain_s:.0f}"]
-    run += ["--samples", str(args.out / "samples.jsonl"), "--only-summary", "--html", str(args.out / "locust.html")]
+    run += ["--samples", str(args.out / SAMPLES), "--only-summary", "--html", str(args.out / "locust.html")]
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((args.out / "locust.log").open("wb"))
         if args.workers > 1:
@@ -147,7 +135,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests", description=__doc__)
     parser.add_argument("--profile", default="short", help="a file, or a name in loadtests/profiles")
-    parser.add_argument("--slo", help="a file, or a name in loadtests/slo; by default the profile's name")
+    parser.add_argument("--slo", help="a file, or a name in loadtests/objectives; by default the profile's name")
     parser.add_argument("--seconds", type=float, help="of the closed loops, instead of the profile's")
     parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="directory of the report")
     parser.add_argument("--url", action="append", help="a replica that runs already; several times for several")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from loadtests.arrivals import TRACES, plan_arrivals, read_trace
-from loadtests.profile import OpenLoop, Profile
+from loadtests.run_profile import OpenLoop, Profile
 from loadtests.scripts import GREEDY, Scripts, call
 from loadtests.steps import EXTRACTS
 

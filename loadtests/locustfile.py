@@ -18,8 +18,8 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.open_loop import ArrivalLoop, share_of
-from loadtests.profile import load_profile
 from loadtests.recording import Recorder
+from loadtests.run_profile import load_profile
 from loadtests.run_state import RunState
 from loadtests.scripts import read_scripts
 from loadtests.slo import judge, load_slo
@@ -56,7 +56,9 @@ def add_options(parser: ArgumentParser) -> None:
     group.add_argument("--urls", default="http://127.0.0.1:8000", help="base URLs of the replicas, with commas")
     group.add_argument("--scripts", default="scripts.json", help="conversations and their right answers")
     group.add_argument("--samples", default="", help="file for every single sample, one JSON object a line")
-    group.add_argument("--slo", default="", help="a file, or a name in loadtests/slo: a miss makes the exit code 1")
+    group.add_argument(
+        "--slo", default="", help="a file, or a name in loadtests/objectives: a miss makes the exit code 1"
+    )
     group.add_argument("--processes-in-all", type=int, default=1, help="workers that share the open loop's arrivals")
     group.add_argument("--capacity", type=float, default=0.0, help="requests/s, for rates that are multiples of it")
 

@@ -11,7 +11,7 @@ from loadtests.arrivals import Arrival
 from loadtests.asking import UNIX_S, ask, begin, expect
 from loadtests.client import Client
 from loadtests.conversations import Conversation, Refused
-from loadtests.profile import OpenLoop as OpenLoopProfile
+from loadtests.run_profile import OpenLoop as OpenLoopProfile
 from loadtests.run_state import RunState, new_id
 from loadtests.scripts import GREEDY
 

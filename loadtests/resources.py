@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import psutil
 
 INTERVAL_S = 0.5
+SETTLE_S = 1.0  # for the last connections to be closed
 MIN_READINGS = 8  # for a growth
 MB = 1e6
 
@@ -42,6 +43,10 @@ class ResourceUse:
         """The largest RSS over the first."""
         return None if self.max_rss_mb is None else self.max_rss_mb - self.readings[0].rss_mb
 
+    def left(self, field: str) -> float | None:
+        """What the last reading, when the load was gone, has more than the first, before it came."""
+        return getattr(self.readings[-1], field) - getattr(self.readings[0], field) if self.readings else None
+
     def growth(self, field: str) -> float | None:
         """Median of the last quarter of the readings less that of the second, below which things warm up."""
         if len(self.readings) < MIN_READINGS:
@@ -62,20 +67,26 @@ class ResourceWatch:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> ResourceWatch:
+        self._read_all()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        time.sleep(SETTLE_S)
         self._stop.set()
         self._thread.join()
+        self._read_all()
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            for process, use in zip(self._processes, self.use, strict=True):
-                try:
-                    use.readings.append(read(process))
-                except psutil.NoSuchProcess:
-                    return  # that it ended is seen elsewhere
+            self._read_all()
+
+    def _read_all(self) -> None:
+        for process, use in zip(self._processes, self.use, strict=True):
+            try:
+                use.readings.append(read(process))
+            except psutil.NoSuchProcess:
+                continue  # that it ended is seen elsewhere
 
 
 def read(process: psutil.Process) -> Reading:

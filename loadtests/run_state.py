@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from gevent import sleep
 
 from loadtests.client import Client
-from loadtests.profile import Profile
 from loadtests.recording import Recorder
+from loadtests.run_profile import Profile
 from loadtests.samples import Sample
 from loadtests.scripts import Kind, Script, Scripts
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import zstandard
 
-from loadtests.profile import Profile
+from loadtests.run_profile import Profile
 
 BOOKS = Path(__file__).resolve().parent.parent / "data" / "books-sample"
 MIN_MARGIN = 0.01  # nats between the likeliest token and the next, at every token of an answer

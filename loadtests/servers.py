@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loadtests.profile import Service
+from loadtests.run_profile import Service
 
 START_S = 60.0
 STOP_S = 40.0

@@ -22,11 +22,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from loadtests.profile import Strict
 from loadtests.resources import ResourceUse
+from loadtests.run_profile import Strict
 from loadtests.samples import MEASURES, Outcome, Sample, by_group, duration_s, percentile, values_of
 
-SLOS = Path(__file__).resolve().parent / "slo"
+SLOS = Path(__file__).resolve().parent / "objectives"
 PERCENTILE = re.compile(r"p(100|[1-9]\d?(?:\.\d+)?)")
 
 
@@ -77,6 +77,8 @@ class ServiceObjective(Strict):
     max_rss_growth_mb: NonNegativeFloat | None = None
     max_fd_growth: NonNegativeInt | None = None
     max_connection_growth: NonNegativeInt | None = None
+    max_fds_left: NonNegativeInt | None = None  # after the load, over those before it
+    max_connections_left: NonNegativeInt | None = None
 
 
 class Slo(Strict):
@@ -194,6 +196,8 @@ def _judge_server(objective: ServiceObjective, use: ResourceUse) -> Iterator[Ver
         "max_rss_growth_mb": ("growth of RSS, MB", use.growth("rss_mb")),
         "max_fd_growth": ("growth in file descriptors", use.growth("fds")),
         "max_connection_growth": ("growth in connections", use.growth("connections")),
+        "max_fds_left": ("file descriptors left open", use.left("fds")),
+        "max_connections_left": ("connections left open", use.left("connections")),
     }
     for name, (what, value) in measured.items():
         limit = getattr(objective, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtests.arrivals import TRACES, Arrival, plan_arrivals, read_trace
-from loadtests.profile import OpenLoop, Profile
+from loadtests.run_profile import OpenLoop, Profile
 
 EXTRACTS = {"azure": "azure-conv-2023.csv", "mooncake": "mooncake-conversation.jsonl.zst"}
 
