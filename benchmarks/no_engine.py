@@ -1,0 +1,210 @@
+"""A gateway whose engine computes nothing, in a process of its own: what `benchmarks.gateway_cost` measures.
+
+Run as a file, so that the packages come from whichever checkout PYTHONPATH names. It prints its port, then answers each
+line of standard input with the CPU seconds so far, of the event loop's thread and of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import dataclasses
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+
+
+class NoEngine:
+    """An `Engine` whose model says the same text for ever and takes no time."""
+
+    def __init__(self, tokenizer: Any, step_s: float) -> None:
+        from nsm_core.config import EngineConfig
+        from nsm_core.stats import EngineStats
+
+        self.config = EngineConfig(max_slots=256, queue_limit=256)
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.encode(TEXT)
+        self._step_s = step_s
+        self._stats = EngineStats(max_slots=256)
+        self._running: dict[str, tuple[Any, Any, list[int]]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def check(self, request: Any) -> None:
+        """Takes everything."""
+
+    def stats(self) -> Any:
+        return dataclasses.replace(self._stats)
+
+    def add(self, request: Any, **options: Any) -> None:
+        from nsm_core.engine.output import OutputStream
+
+        self._running[request.request_id] = (request, OutputStream(self._tokenizer, request.sampling), [])
+
+    def cancel(self, request_id: str) -> None:
+        from nsm_core.engine.request import FinishReason
+
+        if request_id in self._running:
+            self._running[request_id][2].append(-1)
+            self._ended = FinishReason.ABORT
+
+    def abort_all(self) -> list[tuple[str, Any]]:
+        return [self._finish(request_id, "abort") for request_id in list(self._running)]
+
+    def step(self) -> list[tuple[str, Any]]:
+        if self._step_s and self._running:
+            time.sleep(self._step_s)
+        events: list[tuple[str, Any]] = []
+        for request_id in list(self._running):
+            num_new = 1 if self._step_s else self._running[request_id][0].sampling.max_tokens
+            events += self._advance(request_id, num_new)
+        return events
+
+    def _advance(self, request_id: str, num_new: int) -> Iterator[tuple[str, Any]]:
+        from nsm_core.engine.request import TokenEvent
+
+        request, output, sampled = self._running[request_id]
+        if sampled and sampled[-1] < 0:
+            yield self._finish(request_id, "abort")
+            return
+        for _ in range(num_new):
+            token_id = self._ids[len(sampled) % len(self._ids)]
+            sampled.append(token_id)
+            text = output.feed(token_id).text
+            yield request_id, TokenEvent(index=len(sampled), token_id=token_id, text=text)
+        if len(sampled) == request.sampling.max_tokens:
+            yield self._finish(request_id, "length")
+
+    def _finish(self, request_id: str, reason: str) -> tuple[str, Any]:
+        from nsm_core.engine.request import EndState, Finished, FinishReason
+
+        request, output, sampled = self._running.pop(request_id)
+        end, cached = None, 0 if request.resume is None else request.resume.position
+        if request.keep_state and reason == "length":
+            new_ids = (*request.prompt_ids, *sampled)
+            position = cached + len(new_ids) - 1
+            end = EndState(state=b"12345678", position=position, pending=sampled[-1], new_ids=new_ids,
+                           generated_counts=collections.Counter(sampled))  # fmt: skip
+        finished = Finished(
+            reason=FinishReason(reason),
+            text=output.finish(),
+            prompt_tokens=cached + len(request.prompt_ids),
+            cached_tokens=cached,
+            completion_tokens=len(sampled),
+            end_state=end,
+        )
+        return request_id, finished
+
+
+class NoBackend:
+    """An InferenceBackend over NoEngine."""
+
+    def __init__(self, tokenizer: Path, step_s: float) -> None:
+        from nsm_core.engine.async_engine import AsyncEngine
+        from nsm_core.tokenizer import Tokenizer
+        from service.backends.base import ModelInfo
+
+        self.tokenizer = Tokenizer.load(tokenizer)
+        self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s))  # type: ignore[arg-type]
+        self.start, self.stop, self.submit = self.engine.start, self.engine.stop, self.engine.submit
+        self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
+        self.max_requests = 512
+        self.model = ModelInfo(
+            name="none",
+            fingerprint="none",
+            numerics="none",
+            created=0,
+            vocab_size=self.tokenizer.vocab_size,
+            num_parameters=0,
+            state_bytes=8,
+            state_layout=({"name": "nothing", "shape": [1], "dtype": "int64"},),
+            chat_template="plain-v1",
+        )
+
+    async def inspect_state(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError("no state to look at")
+
+
+class Ceiling:
+    """The application, and beside it two that only write prepared bytes, one for each token."""
+
+    FRAME = b"data: " + b"x" * 250 + b"\n\n"
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] not in ("/bare", "/starlette"):
+            await self._app(scope, receive, send)
+            return
+        num_tokens = json.loads((await receive())["body"])["max_tokens"]
+        if scope["path"] == "/starlette":
+            from starlette.responses import StreamingResponse
+
+            await StreamingResponse(self._frames(num_tokens), media_type="text/event-stream")(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async for frame in self._frames(num_tokens):
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _frames(self, num_tokens: int) -> AsyncIterator[bytes]:
+        for _ in range(num_tokens):
+            yield self.FRAME
+            await asyncio.sleep(0)
+        yield b"data: [DONE]\n\n"
+
+
+def serve(tokenizer: Path, step_ms: float) -> None:
+    """Prints the port, then answers each line of standard input with one of JSON."""
+    import uvicorn
+
+    from service.app import create_app
+    from service.server import bind, configure_logging, uvicorn_config
+    from service.sessions.memory import MemorySessionStore
+    from service.settings import Settings
+
+    configure_logging("warning")
+    settings = Settings(prefix_cache=False, store="memory", port=0, log_level="warning", data_dir=Path("unused"))
+    backend: Any = NoBackend(tokenizer, step_ms / 1e3)
+    app = create_app(settings, backend, MemorySessionStore())
+    config = uvicorn_config(app)
+    config.app = Ceiling(app)
+    loop_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+
+    async def main(sock: Any) -> None:
+        async with app.router.lifespan_context(app):
+            server = uvicorn.Server(config)
+
+            def answer() -> None:
+                for _ in sys.stdin:
+                    clocks = {"loop_s": time.clock_gettime(loop_clock), "process_s": time.process_time()}
+                    print(json.dumps(clocks), flush=True)
+                server.should_exit = True
+
+            serving = asyncio.create_task(server.serve(sockets=[sock]))
+            while not server.started:  # noqa: ASYNC110  # uvicorn tells nobody
+                await asyncio.sleep(0.01)
+            print(sock.getsockname()[1], flush=True)
+            threading.Thread(target=answer, daemon=True).start()
+            await serving
+
+    with bind("127.0.0.1", 0) as sock, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(main(sock))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--step-ms", type=float, required=True)
+    given = parser.parse_args()
+    serve(given.tokenizer, given.step_ms)
