@@ -120,6 +120,11 @@ class KeyFile:
         self._refresh()
         return self._current.tenants.get(tenant)
 
+    def tenants(self) -> tuple[str, ...]:
+        """All that have a key, sorted."""
+        self._refresh()
+        return tuple(sorted({entry.tenant for entry in self._current.keys.values()}))
+
     def _refresh(self) -> None:
         now = self._clock()
         if now - self._checked_at < CHECK_INTERVAL_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from service.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.metrics.shared import sharing
 from service.middleware import Body, CatchErrors, Gate, RequestContext
+from service.observed_store import observed
 from service.prefix_resume import PrefixResume
 from service.prefixes.base import PrefixStore
 from service.prefixes.factory import bounds_of
@@ -49,7 +51,11 @@ from service.sessions.quota import QuotaStore
 from service.sessions.redis import RedisSessionStore
 from service.settings import Settings
 from service.sweeping import sweeping
+from service.tenant_usage import measuring_usage
 from service.tenants import Tenants
+from service.tracing.generations import TracedBackend
+from service.tracing.middleware import TraceRequests
+from service.tracing.tracing import Tracing
 from service.turns import Turns
 
 DISTRIBUTION = "nsm-serve"
@@ -57,11 +63,15 @@ ROUTES = (completions, chat, responses, conversations, sessions, states, streams
 
 
 def create_app(
-    settings: Settings, backend: InferenceBackend, store: SessionStore, prefixes: PrefixStore | None = None
+    settings: Settings,
+    backend: InferenceBackend,
+    store: SessionStore,
+    prefixes: PrefixStore | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """An application that starts and stops what it is given with itself. Its parts are at `app.state.services`.
 
-    `prefixes`: None for some that end with the application.
+    `prefixes`: None for some that end with the application. `tracing`: None for no traces.
 
     Raises ConfigError when the file of API keys cannot be used.
     """
@@ -73,6 +83,9 @@ def create_app(
         collected.watch_upstreams(backend.upstream_stats)
     records = records_beside(store)
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+    store = observed(store, collected.sessions, None if tracing is None else tracing.tracer)
+    if tracing is not None:
+        backend = TracedBackend(backend, tracing.tracer)
     tenants = Tenants(keys, store, collected, records)
     if keys is not None:
         store = QuotaStore(store, tenants)
@@ -105,6 +118,7 @@ def create_app(
         tenants=tenants,
         records=records,
         background=Background(),
+        tracing=tracing,
     )
     app = FastAPI(
         title="nsm",
@@ -115,18 +129,7 @@ def create_app(
         redirect_slashes=False,
         lifespan=_lifespan,
         exception_handlers={NsmError: handle, RequestValidationError: handle, HTTPException: handle},
-        middleware=[
-            Middleware(RequestContext, metrics=services.metrics),
-            Middleware(CatchErrors),
-            Middleware(Gate, lifecycle=services.lifecycle),
-            Middleware(Authenticate, tenants=tenants),
-            Middleware(
-                Body,
-                max_bytes=settings.max_body_bytes,
-                piece_s=settings.receive_timeout_s,
-                whole_s=settings.request_timeout_s,
-            ),
-        ],
+        middleware=_middleware(services),
         # The metrics are our own; nothing of a request goes to whatever provider the process may have.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -139,18 +142,41 @@ def create_app(
     return app
 
 
+def _middleware(services: Services) -> list[Middleware]:
+    """Outermost first."""
+    settings, tracing = services.settings, services.tracing
+    return [
+        Middleware(RequestContext, metrics=services.metrics),
+        *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
+        Middleware(CatchErrors),
+        Middleware(Gate, lifecycle=services.lifecycle),
+        Middleware(Authenticate, tenants=services.tenants),
+        Middleware(
+            Body,
+            max_bytes=settings.max_body_bytes,
+            piece_s=settings.receive_timeout_s,
+            whole_s=settings.request_timeout_s,
+        ),
+    ]
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     async with contextlib.AsyncExitStack() as stack:
+        if services.tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, services.tracing.shutdown)
         stack.push_async_callback(services.store.close)
         await services.store.open()
         await stack.enter_async_context(sweeping(services.store))
         await stack.enter_async_context(sweeping(services.records))
-        await stack.enter_async_context(sharing(services.metrics.refresh))
         await stack.enter_async_context(services.prefix_resume.running())
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()
+        await stack.enter_async_context(sharing(services.metrics.refresh))
+        await stack.enter_async_context(
+            measuring_usage(services.store, services.metrics.sessions, services.tenants.names)
+        )
         stack.push_async_callback(services.background.drain)
         # turns commit before the engine and the store are gone; a graceful stop has drained them long before
         stack.push_async_callback(services.turns.drain, 0.0)

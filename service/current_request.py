@@ -10,10 +10,13 @@ from contextvars import ContextVar
 
 @dataclasses.dataclass(slots=True)
 class CurrentRequest:
-    """`error`: the code of the error it was answered with, in a stream too."""
+    """`error`: the code of the error it was answered with, in a stream too. `trace_id`: 32 hexadecimal digits, where it
+    is traced.
+    """
 
     request_id: str
     error: str | None = None
+    trace_id: str | None = None
 
 
 _current: ContextVar[CurrentRequest | None] = ContextVar("nsm_current_request", default=None)

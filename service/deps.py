@@ -23,6 +23,7 @@ from service.records.base import RecordStore
 from service.sessions.base import SessionStore
 from service.settings import Settings
 from service.tenants import Caller, Tenants
+from service.tracing.tracing import Tracing
 from service.turns import Turns
 from service.wishes import quoted
 
@@ -44,6 +45,7 @@ class Services:
     tenants: Tenants
     records: RecordStore
     background: Background
+    tracing: Tracing | None = None
 
     @property
     def model_name(self) -> str:
@@ -67,7 +69,8 @@ class Services:
     def log_prompt(self, arrival: Arrival, prompt: object) -> None:
         """Writes what a client sent to the log, if and only if the operator asked for it."""
         if self.settings.log_prompts:
-            prompt_logger.info("request_id=%s prompt=%s", arrival.request_id, json.dumps(prompt))
+            line, fields = "request_id=%s prompt=%s", {"prompt": prompt}
+            prompt_logger.info(line, arrival.request_id, json.dumps(prompt), extra={"fields": fields})
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFound for a model that is not served here; None means the served one."""

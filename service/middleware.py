@@ -73,7 +73,7 @@ class RequestContext:
             "duration_ms": round(duration_s * 1000, 1),
             **who,
         }
-        access_logger.info(logfmt(fields))
+        access_logger.info(logfmt(fields), extra={"fields": fields})
 
 
 class CatchErrors:

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -20,9 +19,11 @@ from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.connections import with_head_deadline
 from service.deps import Services
+from service.logs import configure_logging
 from service.prefixes.factory import make_prefix_store
 from service.sessions.factory import make_store
 from service.settings import Settings
+from service.tracing.tracing import Tracing, make_tracing
 
 logger = logging.getLogger("nsm.server")
 
@@ -33,10 +34,11 @@ EXIT_INTERRUPTED = 130
 
 def run(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises CheckpointError, ConfigError or StoreUnavailable."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
-        app = create_app(settings, make_backend(settings), make_store(settings), make_prefix_store(settings))
+        tracing = traces_of(settings)
+        app = create_app(settings, make_backend(settings), make_store(settings), make_prefix_store(settings), tracing)
         config = uvicorn_config(app)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(serve(app, config, sock))
@@ -207,9 +209,8 @@ class GracefulServer(uvicorn.Server):
             logger.error("the graceful stop failed", exc_info=stopping.exception())
 
 
-def configure_logging(level: str) -> None:
-    """One line for each record, on standard error."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
-    logging.getLogger("nsm").setLevel(level.upper())
+def traces_of(settings: Settings) -> Tracing | None:
+    """None unless they are wanted. Raises ConfigError without the extra."""
+    if settings.otlp_endpoint is None:
+        return None
+    return make_tracing(settings.otlp_endpoint, sample=settings.trace_sample, service_name=settings.trace_service_name)

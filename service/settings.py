@@ -84,7 +84,12 @@ class Settings(BaseSettings):
     energy_core_watts: PositiveFloat = Field(default=10.0, le=1_000.0)  # of a busy core, where nothing measures it
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"  # a line for people, or an object a line
     log_prompts: bool = False  # prompt text in the log; off: never
+
+    otlp_endpoint: str | None = Field(default=None, repr=False)  # base URL of an OTLP receiver for traces; None: none
+    trace_sample: float = Field(default=1.0, ge=0.0, le=1.0)  # share of the traces that begin here
+    trace_service_name: str = Field(default="nsm", min_length=1)
 
     @field_validator("model", mode="after")
     @classmethod
@@ -109,6 +114,13 @@ class Settings(BaseSettings):
         if store.partition("://")[0] in REDIS_SCHEMES and "://" in store:
             return store  # the store itself reads the rest
         raise ValueError(f"must be one of {', '.join(STORES)}")
+
+    @field_validator("otlp_endpoint", mode="after")
+    @classmethod
+    def _receiver(cls, value: str | None) -> str | None:
+        if value is not None and (urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).hostname):
+            raise ValueError("must be an http or https URL, such as http://127.0.0.1:4318")
+        return value
 
     @field_validator("triton_url", mode="after")
     @classmethod

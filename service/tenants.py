@@ -79,6 +79,10 @@ class Tenants:
     def has_keys(self) -> bool:
         return self._keys is not None
 
+    def names(self) -> tuple[str, ...]:
+        """Of all tenants that have a key; of everybody without keys."""
+        return (DEFAULT_TENANT,) if self._keys is None else self._keys.tenants()
+
     def identify(self, key: str | None) -> Caller:
         """Raises Unauthenticated; the message repeats nothing of the key."""
         if self._keys is None:

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from nsm_core.errors import DeadlineExceeded, EngineDead
 from nsm_core.wire.errors import Failure, decode_failure, reading_answer
 from nsm_core.wire.tensors import Tensors
+from service.backends.trace_context import trace_metadata
 from service.backends.triton_tls import TritonTls, explained
 
 MODEL = "nsm"
@@ -49,8 +50,8 @@ class TritonChannel:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def open(self, *, timeout_s: float | None) -> TritonStream:
-        """A stream for one call, which ends after `timeout_s` whatever the server does."""
-        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s))
+        """A stream for one call, which ends after `timeout_s` whatever the server does, in the trace under way."""
+        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s, metadata=trace_metadata()))
 
     async def close(self) -> None:
         """Streams that are still open break."""

@@ -54,7 +54,11 @@ def serve(
     energy: Annotated[bool | None, _setting("Count joules, and charge them to requests.", "yes")] = None,
     energy_core_watts: Annotated[float | None, _setting("Of a busy core, where nothing measures it.", "10")] = None,
     log_level: Annotated[str | None, _setting("debug, info, warning or error.", "info")] = None,
+    log_format: Annotated[str | None, _setting("text, or json: an object a line.", "text")] = None,
     log_prompts: Annotated[bool | None, _setting("Write prompts to the log.", "no")] = None,
+    otlp_endpoint: Annotated[str | None, _setting("Base URL of an OTLP receiver for traces.", "no traces")] = None,
+    trace_sample: Annotated[float | None, _setting("Share of the traces that begin here.", "1")] = None,
+    trace_service_name: Annotated[str | None, _setting("Of this server, in traces.", "nsm")] = None,
 ) -> None:
     """Serve the model over HTTP until Ctrl-C.
 
