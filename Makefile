@@ -50,6 +50,10 @@ test: check packages  ## everything a change must pass, in reduced counts; optio
 soak: $(READY) packages  ## the long versions of the tests: full counts, hours
 	$(PYTEST) --soak --timeout=14400 $(PYTEST_ARGS)
 
+.PHONY: loadtest
+loadtest: $(READY)  ## a load test of under a minute against servers it starts; options: ARGS="--profile soak"
+	$(BIN)/python -m loadtests $(ARGS)
+
 .PHONY: lock
 lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
 	@echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile pyproject.toml - --all-extras \
