@@ -1,0 +1,120 @@
+"""The small models that executors are compared on: every kind of layer, sizes off the width of a register."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nsm_core.config import ModelConfig
+from nsm_core.execution.base import Executor
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.native.executor import NativeExecutor
+from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.storage import quantize_rows
+from nsm_core.state.spec import State
+from tests.models import random_model, small_config
+
+VOCABULARY = 300  # not a multiple of a register's width
+CONFIGS: dict[str, ModelConfig] = {
+    "sigmoid": small_config(VOCABULARY, router="sigmoid", write_top_k=8),
+    "softmax": small_config(VOCABULARY, num_memory_slots=24, write_top_k=3, timescale_groups=4),
+    "dense-softmax": small_config(VOCABULARY, num_memory_slots=16, write_top_k=16),
+    "window": small_config(VOCABULARY, layer_pattern="NW", window=24),
+    "full": small_config(VOCABULARY, layer_pattern="NA", max_context=64, conv_taps=3),
+    "wide-heads": small_config(  # the sizes of a head that have code of their own, grouped as in the bundled model
+        VOCABULARY,
+        layer_pattern="NW",
+        d_model=512,
+        num_heads=8,
+        num_kv_heads=2,
+        router="sigmoid",
+        num_memory_slots=64,
+        write_top_k=64,
+        window=40,
+    ),
+}
+NATIVE = variants()
+
+
+@functools.cache
+def model_of(name: str) -> NsmModel:
+    """A random model of this configuration; shared, nothing changes it."""
+    model = random_model(CONFIGS[name])
+    model.embedding.weight.mul_(0.3)
+    return model.eval()
+
+
+@functools.cache
+def weights_of(name: str, variant: str) -> NativeWeights:
+    return NativeWeights(model_of(name), variant)
+
+
+def make_native(name: str, variant: str = "", *, num_rows: int = 4, num_threads: int = 1) -> NativeExecutor:
+    """`variant`: the fastest when it is empty. Free rows are NaN."""
+    return NativeExecutor(
+        model_of(name),
+        num_rows=num_rows,
+        poison=True,
+        num_threads=num_threads,
+        weights=weights_of(name, variant or NATIVE[0]),
+    )
+
+
+def make_eager(name: str, *, num_rows: int = 4) -> EagerExecutor:
+    return EagerExecutor(model_of(name), num_rows=num_rows, poison=True)
+
+
+def random_ids(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(VOCABULARY, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
+def open_rows(executor: Executor, rows: Sequence[int]) -> None:
+    """Leases the rows, at the start of a text."""
+    for row in rows:
+        executor.pool.lease(row)
+        executor.pool.write(row, executor.initial)
+
+
+def read_parts(executor: Executor, row: int, parts: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
+    """One after the other, single tokens by `step`: all logits and the state."""
+    hidden = [
+        executor.step((row,), part) if len(part) == 1 else executor.read((row,), (part,))[0] for part in parts if part
+    ]
+    return executor.logits(torch.cat(hidden)), executor.pool.copy(row)
+
+
+def quantised_twin(model: NsmModel) -> NsmModel:
+    """The model in fp64 with what the native executor rounds rounded: weights by rows, inputs by tokens."""
+    twin = NsmModel(model.config).requires_grad_(False)
+    twin.load_state_dict(model.state_dict())
+    for name, module in twin.named_modules():
+        if isinstance(module, nn.Linear) and "router" not in name:
+            module.weight.copy_(_rounded_rows(module.weight))
+            module.register_forward_pre_hook(lambda _, inputs: (round_tokens(inputs[0]),))
+        elif isinstance(module, nn.Linear):
+            module.weight.copy_(module.weight.half())
+    twin.embedding.weight.copy_(_rounded_rows(twin.embedding.weight))
+    twin.logits = _rounding(twin.logits)  # type: ignore[method-assign]
+    return twin.double().eval()
+
+
+def _rounding(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: logits(round_tokens(hidden))
+
+
+def _rounded_rows(weight: Tensor) -> Tensor:
+    quantized, scale = quantize_rows(weight)
+    return quantized.float() * scale[:, None]
+
+
+def round_tokens(x: Tensor) -> Tensor:
+    """x [..., C]: 127 steps to the largest magnitude of each token."""
+    step = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step

@@ -1,0 +1,131 @@
+"""What every executor keeps to (nsm_core/execution/base.py), one suite against each of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsm_core.execution.base import Executor
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.model.nsm import NsmModel
+from nsm_core.state.spec import POSITION, State
+from tests.models import random_model, small_config
+
+VOCAB = 48
+TOLERANCE = 2e-4  # of docs/model.md
+
+Make = Callable[..., Executor]
+
+
+def make_cuda(model: NsmModel, **arguments: object) -> Executor:
+    from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights
+
+    options = CudaOptions(weights=CudaWeights.FP32, graphs=torch.cuda.is_available())
+    return CudaExecutor(model, options=options, **arguments)  # type: ignore[arg-type]
+
+
+EXECUTORS: dict[str, Make] = {"eager": EagerExecutor}
+if importlib.util.find_spec("triton") is not None:
+    EXECUTORS["cuda"] = make_cuda
+
+
+@pytest.fixture(scope="module")
+def model() -> NsmModel:
+    config = small_config(VOCAB, layer_pattern="NW", window=10)
+    return random_model(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+@pytest.fixture(params=list(EXECUTORS))
+def make(request: pytest.FixtureRequest, model: NsmModel) -> Make:
+    return functools.partial(EXECUTORS[request.param], model)
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def open_rows(executor: Executor, rows: Sequence[int]) -> None:
+    for row in rows:
+        executor.pool.lease(row)
+        executor.pool.write(row, executor.initial)
+
+
+@torch.inference_mode()
+def read_alone(model: NsmModel, ids: Sequence[int]) -> tuple[Tensor, State]:
+    """hidden [len(ids),d] and the state, by the model itself."""
+    device = model.embedding.weight.device
+    hidden, state = model.forward(torch.tensor([list(ids)], device=device), model.initial_state(1))
+    return hidden[0], state
+
+
+def assert_row(executor: Executor, row: int, want: State) -> None:
+    got = executor.pool.copy(row)
+    assert got[POSITION].equal(want[POSITION])
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_rows_read_their_texts_and_go_on_token_by_token(make: Make, model: NsmModel) -> None:
+    """Texts of different lengths, longer and shorter than the window; rows with gaps; free rows are NaN."""
+    executor = make(num_rows=6, poison=True)
+    texts = {0: random_ids(0, 14), 2: random_ids(1, 3), 5: random_ids(2, 11)}
+    open_rows(executor, list(texts))
+    hidden = executor.read((0,), (texts[0][:12],))
+    hidden += executor.read((2, 5), (texts[2][:1], texts[5][:9]))
+    assert [len(rows) for rows in hidden] == [12, 1, 9]
+    stepped = [
+        executor.step((0, 2, 5), [texts[row][at] for row, at in zip(texts, at, strict=True)])
+        for at in ((12, 1, 9), (13, 2, 10))
+    ]
+    for index, (row, ids) in enumerate(texts.items()):
+        want, want_state = read_alone(model, ids)
+        got = torch.cat((hidden[index], *(step[index : index + 1] for step in stepped)))
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(executor.logits(got), model.logits(want), rtol=TOLERANCE, atol=TOLERANCE)
+        assert_row(executor, row, want_state)
+
+
+def test_a_step_leaves_other_rows_alone(make: Make) -> None:
+    executor = make(num_rows=4)
+    open_rows(executor, range(4))
+    executor.read((1, 3), (random_ids(0, 4), random_ids(1, 4)))
+    before = [executor.pool.pack(row) for row in range(4)]
+    executor.step((0, 2), (1, 2))
+    after = [executor.pool.pack(row) for row in range(4)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False, True]
+
+
+def test_what_a_step_gave_stays_when_the_next_one_comes(make: Make) -> None:
+    executor = make(num_rows=2)
+    open_rows(executor, range(2))
+    first = executor.step((0, 1), (1, 2))
+    kept = first.clone()
+    executor.step((0, 1), (3, 4))
+    assert first.equal(kept)
+
+
+def test_logits_are_fp32_whatever_comes_in(make: Make) -> None:
+    executor = make(num_rows=1)
+    open_rows(executor, (0,))
+    hidden = executor.step((0,), (1,))
+    logits = executor.logits(hidden)
+    assert logits.shape == (1, VOCAB)
+    assert logits.dtype == torch.float32
+    strided = torch.stack((hidden, hidden), dim=-1)[..., 0]
+    assert executor.logits(strided).equal(logits)
+
+
+@pytest.mark.parametrize("rows", [(1,), (0, 1), ()], ids=str)
+def test_rows_must_be_leased(make: Make, rows: tuple[int, ...]) -> None:
+    executor = make(num_rows=2)
+    open_rows(executor, (0,))
+    with pytest.raises(RuntimeError, match="must be leased"):
+        executor.step(rows, [1] * len(rows))
+
+
+def test_the_start_is_the_models_own(make: Make, model: NsmModel) -> None:
+    torch.testing.assert_close(make(num_rows=1).initial, model.initial_state(1), rtol=0.0, atol=0.0)
