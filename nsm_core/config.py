@@ -13,7 +13,8 @@ from nsm_core.errors import ConfigError
 MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
 MAX_LAYERS = 1024
 ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py
-LAYER_KINDS = "NWA"  # slot memory, window attention, full attention: see nsm_core/model/registry.py
+LAYER_KINDS = "NGWA"  # slot memory, gated slots, window and full attention: see nsm_core/model/registry.py
+GATES = ("gru", "lstm", "free")  # of gated slots: see nsm_core/model/gates.py
 
 
 def _require(condition: bool, message: str) -> None:
@@ -26,14 +27,20 @@ def require_at_least(name: str, value: float, low: float) -> None:
     _require(low <= value < math.inf, f"{name} must be a number of at least {low}, got {value}")
 
 
+def _later(default: Any) -> Any:
+    """A field that older files lack: there it means `default`, and with that value it is not written."""
+    return dataclasses.field(default=default, metadata={"later": True})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a model; stored as `config.json` beside the weights.
 
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
     With the `router` softmax, slots compete for a token; with sigmoid each decides for itself.
-    `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, W attention to the
-    last `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers.
+    `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, G slots that the
+    `gate` changes every `gate_chunk` tokens, W attention to the last `window` tokens, A attention to the last
+    `max_context`; `num_kv_heads` is that of W and A layers.
     """
 
     layer_pattern: str = "N"
@@ -54,6 +61,8 @@ class ModelConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
     chat_template: str = "plain-v1"
+    gate: str = _later("gru")
+    gate_chunk: int = _later(32)
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,6 +77,7 @@ class ModelConfig:
             "num_kv_heads",
             "window",
             "max_context",
+            "gate_chunk",
         ):
             value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
             is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high
@@ -93,6 +103,8 @@ class ModelConfig:
             f"({self.timescale_groups})",
         )
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
+        _require(self.gate in GATES, f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
+        _require(64 % self.gate_chunk == 0, f"gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got {self.gate_chunk}")
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -101,7 +113,7 @@ class ModelConfig:
             bool(pattern) and set(pattern) <= set(LAYER_KINDS),
             f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, got {pattern!r}",
         )
-        if set(pattern) <= {"N"}:
+        if set(pattern) <= {"N", "G"}:
             return
         _require(
             self.num_heads % self.num_kv_heads == 0,
@@ -117,7 +129,12 @@ class ModelConfig:
 
     def to_json(self) -> str:
         """Canonical text: sorted keys, so that equal configs have equal bytes."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        written = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if not field.metadata.get("later") or getattr(self, field.name) != field.default
+        }
+        return json.dumps(written, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -136,7 +153,8 @@ class ModelConfig:
             raise ConfigError(f"cannot read model config {path}: {error}") from error
         _require(isinstance(fields, dict), f"{path} must hold one JSON object")
         # A stored model names everything: a field that is missing must not become today's default.
-        missing = sorted({field.name for field in dataclasses.fields(cls)} - set(fields))
+        needed = {field.name for field in dataclasses.fields(cls) if not field.metadata.get("later")}
+        missing = sorted(needed - set(fields))
         _require(not missing, f"{path} lacks {', '.join(missing)}")
         return cls.from_dict(fields)
 

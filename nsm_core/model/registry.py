@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.gated import GatedMixer
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import PulseMixer
 
 MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "N": PulseMixer,
+    "G": GatedMixer,
     "W": lambda config: WindowAttention(config, config.window),
     "A": lambda config: WindowAttention(config, config.max_context),
 }

@@ -30,6 +30,9 @@ SIGMOID = {"router": "sigmoid", "write_top_k": CONFIG.num_memory_slots}
 KINDS: dict[str, dict[str, object]] = {
     **{pattern: {"layer_pattern": pattern} for pattern in ("N", "W", "A", "NWA")},
     "sigmoid": SIGMOID,
+    "lstm": {"layer_pattern": "G", "gate": "lstm", "gate_chunk": 16, "num_layers": 2},
+    "gru, every token": {"layer_pattern": "G", "gate_chunk": 1, "num_layers": 1},
+    "free, hybrid": {"layer_pattern": "NGW", "gate": "free", "gate_chunk": 32},
 }
 
 
@@ -200,9 +203,13 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
     slots = 2 * CONFIG.num_memory_slots * CONFIG.d_model + 9 * CONFIG.d_model
     kv_width = 2 * CONFIG.num_kv_heads * CONFIG.head_dim
-    numbers = {"N": slots, "W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
-    pattern = model.config.layer_pattern * CONFIG.num_layers
-    assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for kind in pattern[: CONFIG.num_layers])
+    banks = 3 if model.config.gate == "lstm" else 2  # slots, sums and cells
+    gated = (banks * CONFIG.num_memory_slots + 2 * model.config.gate_chunk + 9) * CONFIG.d_model
+    gated += CONFIG.num_heads * CONFIG.num_memory_slots
+    numbers = {"N": slots, "G": gated, "W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
+    num_layers = model.config.num_layers
+    pattern = model.config.layer_pattern * num_layers
+    assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for kind in pattern[:num_layers])
     assert len(model.state_spec.pack(state)) == model.state_spec.num_bytes
 
 

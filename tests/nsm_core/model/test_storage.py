@@ -118,6 +118,14 @@ def remove(name: str):  # type: ignore[no-untyped-def]
     return lambda directory: (directory / name).unlink()
 
 
+def test_fields_that_came_later_leave_older_files_and_their_fingerprints_as_they_are() -> None:
+    config = ModelConfig()
+    assert "gate" not in config.to_json()
+    assert ModelConfig.from_dict(json.loads(config.to_json())) == config
+    gated = dataclasses.replace(config, layer_pattern="G", gate="lstm", gate_chunk=8)
+    assert ModelConfig.from_dict(json.loads(gated.to_json())) == gated
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
@@ -131,6 +139,8 @@ def remove(name: str):  # type: ignore[no-untyped-def]
             r"d_model must be a whole number in \[1, 1048576\], got 1000000000",
         ),
         (change_config(num_layers=10**9), ConfigError, r"num_layers must be .* \[1, 1024\], got 1000000000"),
+        (change_config(gate="tanh"), ConfigError, "gate must be one of gru, lstm, free, got 'tanh'"),
+        (change_config(gate_chunk=48), ConfigError, "gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got 48"),
         (change_config(num_heads=True), ConfigError, "num_heads must be a whole number .* got True"),
         (change_config(d_model=2**20, mlp_hidden=2**20), CheckpointError, "does not fit"),
         (cut_weights, CheckpointError, "weights.safetensors"),

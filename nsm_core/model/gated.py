@@ -1,0 +1,203 @@
+"""A layer whose slots are changed by a gate that reads them, every `gate_chunk` tokens (docs/model.md)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.gates import GATES
+from nsm_core.model.mixer import Mixer
+from nsm_core.model.pulse import ShortConv
+from nsm_core.model.router import build_router
+from nsm_core.model.segments import Segments
+from nsm_core.state.spec import State
+
+
+class _Frame(NamedTuple):
+    """The tokens of a call in columns that begin at a boundary of every row's text: `num_chunks` chunks of C columns.
+
+    offset [B]: tokens of the row's first chunk that were read before; end [B]: columns up to the row's last token.
+    source [B, n * C]: which token of the call lies in a column; is_token: whether one does.
+    """
+
+    num_chunks: int
+    offset: Tensor
+    end: Tensor
+    source: Tensor
+    is_token: Tensor
+
+    def place(self, x: Tensor) -> Tensor:
+        """x [B,T,...] -> [B, n * C, ...], zero where there is no token of the call."""
+        index = self.source.clamp(0, x.shape[1] - 1)
+        trailing = x.shape[2:]
+        shape = (*index.shape, *[1] * len(trailing))
+        placed = torch.take_along_dim(x, index.view(shape), dim=1)
+        return torch.where(self.is_token.view(shape), placed, 0.0)
+
+    def take(self, x: Tensor, num_tokens: int) -> Tensor:
+        """The inverse: x [B, n * C, H, K] -> [B,T,H,K]."""
+        index = self.offset[:, None] + torch.arange(num_tokens, device=x.device)
+        return torch.take_along_dim(x, index[..., None, None], dim=1)
+
+
+class GatedMixer(Mixer):
+    """Tokens are routed to slots and summed until the next boundary, where a gate changes the slots.
+
+    Between boundaries a token reads the slots as they were at the last one, and the last `gate_chunk` tokens
+    themselves, in one softmax. Boundaries are multiples of `gate_chunk` in the text: where a call begins or ends
+    changes nothing. The state: slots and, for the LSTM, cells [H,M,K]; the sums since the boundary, of values and of
+    weights; the tokens still in view, as a ring of keys and values; the convolution's tail.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, heads, head_dim = config.d_model, config.num_heads, config.head_dim
+        self.heads, self.head_dim, self.eps, self.chunk = heads, head_dim, config.norm_eps, config.gate_chunk
+        self.project = nn.Linear(d, 4 * d, bias=False)  # q, k, v and the output gate z
+        self.conv = ShortConv(config)
+        self.router = build_router(config)
+        self.gate = GATES[config.gate](config)
+        self.slot_keys = nn.Parameter(torch.randn(heads, head_dim, head_dim) * head_dim**-0.5)
+        self.log_scale = nn.Parameter(torch.zeros(heads))
+        self.initial_slots = nn.Parameter(0.5 * torch.randn(heads, config.num_memory_slots, head_dim))
+        self.out_norm = nn.Parameter(torch.ones(d))
+        self.out = nn.Linear(d, d, bias=False)
+        nn.init.normal_(self.project.weight, std=d**-0.5)
+        nn.init.zeros_(self.out.weight)
+
+    @property
+    def scale(self) -> Tensor:
+        return self.log_scale.exp() * (2.0 / math.sqrt(self.head_dim))
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        slots: tuple[int, ...] = tuple(self.initial_slots.shape)
+        taps, channels = self.conv.weight.shape
+        shapes: dict[str, tuple[int, ...]] = {"slots": slots, "sums": slots, "weights": slots[:2]}
+        shapes |= {"cells": slots} if self.gate.has_cell else {}
+        return shapes | {"recent": (self.chunk, self.heads, 2 * self.head_dim), "conv_tail": (taps - 1, channels)}
+
+    def initial_state(self, batch_size: int) -> State:
+        device = self.out.weight.device
+        state = {name: torch.zeros(batch_size, *shape, device=device) for name, shape in self.state_shapes().items()}
+        state["slots"] = self.initial_slots.float().expand(batch_size, -1, -1, -1).clone()
+        return state
+
+    def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
+        qkv, z = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
+        q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
+        # scaled before the masks: the gradient of a scale that meets -inf is not a number
+        q = q * self.scale[:, None].to(q.dtype)
+        frame = self._frame(x.shape[1], segments)
+        weights = frame.place(-self.router(x, segments.valid))
+        recent = self._columns(torch.cat((k, v), dim=-1).to(state["recent"].dtype), state["recent"], frame)
+        local = self._local_scores(frame.place(q), recent, frame, segments)
+        read, changed = self._walk(q=frame.place(q), local=local, recent=recent, weights=weights, frame=frame,
+                                   state=state, reset=segments.reset)  # fmt: skip
+        read = frame.take(read, x.shape[1])
+        changed |= {"recent": self._as_ring(recent, frame), "conv_tail": tail}
+        return self._output(read, z), {name: changed[name].to(state[name].dtype) for name in state}
+
+    def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
+        out, new_state = self.forward(x[:, None], state, Segments(positions[:, None]))
+        return out[:, 0], new_state
+
+    def _frame(self, num_tokens: int, segments: Segments) -> _Frame:
+        """Texts that start within the call (`reset`) do so at boundaries, and such rows begin at one."""
+        chunk, start = self.chunk, segments.positions[:, 0]
+        offset = start % chunk if segments.reset is None else torch.zeros_like(start)
+        num_chunks = -(-(num_tokens + (chunk - 1 if segments.reset is None else 0)) // chunk)
+        column = torch.arange(num_chunks * chunk, device=start.device)
+        source = column - offset[:, None]
+        lengths = num_tokens if segments.lengths is None else segments.lengths[:, None]
+        is_token = (source >= 0) & (source < lengths)
+        end = offset + (num_tokens if segments.lengths is None else segments.lengths)
+        return _Frame(num_chunks, offset, end, source, is_token)
+
+    def _columns(self, kv: Tensor, ring: Tensor, frame: _Frame) -> Tensor:
+        """Keys and values [B, (n + 1) * C, H, 2K]: the chunk before the frame, then its columns.
+
+        The ring has position p at place p % C, so its places are the columns of either chunk: those before `offset`
+        belong to the frame's first chunk, the others to the one before.
+        """
+        placed = frame.place(kv)
+        is_before = torch.arange(self.chunk, device=ring.device) < frame.offset[:, None]
+        first = torch.where(is_before[..., None, None], ring, placed[:, : self.chunk])
+        return torch.cat((ring, first, placed[:, self.chunk :]), dim=1)
+
+    def _as_ring(self, recent: Tensor, frame: _Frame) -> Tensor:
+        place = torch.arange(self.chunk, device=recent.device)
+        column = frame.end[:, None] - 1 - (frame.end[:, None] - 1 - place) % self.chunk
+        return torch.take_along_dim(recent, (column + self.chunk)[..., None, None], dim=1)
+
+    def _local_scores(self, q: Tensor, recent: Tensor, frame: _Frame, segments: Segments) -> Tensor:
+        """Read logits [B,n,H,C,2C] of a chunk's tokens for those of it and the chunk before; -inf: not seen."""
+        chunk, n = self.chunk, frame.num_chunks
+        keys = recent[..., : self.head_dim].unfold(1, 2 * chunk, chunk)  # [B,n,H,K,2C]
+        queries = torch.unflatten(q, 1, (n, chunk)).transpose(2, 3)
+        distance = torch.arange(chunk, device=q.device)[:, None] + chunk - torch.arange(2 * chunk, device=q.device)
+        positions = frame.place(segments.positions)
+        near = (distance >= 0) & (distance < chunk)
+        seen = near & (distance <= torch.unflatten(positions, 1, (n, chunk))[..., None])
+        return (queries.to(keys.dtype) @ keys).masked_fill(~seen[:, :, None], -torch.inf)
+
+    def _walk(
+        self, *, q: Tensor, local: Tensor, recent: Tensor, weights: Tensor, frame: _Frame, state: State,
+        reset: Tensor | None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """Chunk after chunk: the reads [B, n * C, H, K], and slots, cells and sums after each row's last token."""
+        chunk, n = self.chunk, frame.num_chunks
+        values = recent[..., self.head_dim :].unfold(1, 2 * chunk, chunk).transpose(-1, -2)  # [B,n,H,2C,K]
+        routed = torch.unflatten(weights.to(recent.dtype), 1, (n, chunk)).permute(0, 1, 3, 4, 2)  # [B,n,H,M,C]
+        sums, totals = routed @ values[..., chunk:, :], routed.sum(dim=-1)
+        sums, totals = sums.clone(), totals.clone()
+        sums[:, 0] += state["sums"]
+        totals[:, 0] += state["weights"]
+        slots, cells = state["slots"], state.get("cells", state["slots"])
+        queries = torch.unflatten(q.to(recent.dtype), 1, (n, chunk)).transpose(2, 3)
+        reads = []
+        with torch.autocast(q.device.type, enabled=False):
+            for index in range(n):
+                if reset is not None:
+                    slots, cells = self._restart(slots, cells, reset, index)
+                reads.append(self._read(queries[:, index], local[:, index], values[:, index], slots))
+                is_whole = (frame.end >= (index + 1) * chunk)[:, None, None, None]
+                update = sums[:, index] / (totals[:, index, ..., None] + 1e-6)
+                coverage = -torch.expm1(-totals[:, index, ..., None])
+                changed, new_cells = self.gate(update, coverage, slots, cells)
+                slots, cells = torch.where(is_whole, changed, slots), torch.where(is_whole, new_cells, cells)
+        last = {"sums": _open_chunk(sums, frame.end // chunk), "weights": _open_chunk(totals, frame.end // chunk)}
+        return torch.stack(reads, dim=1).flatten(1, 2), {"slots": slots, "cells": cells, **last}
+
+    def _restart(self, slots: Tensor, cells: Tensor, reset: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """A text that starts at this chunk starts from the learned slots."""
+        tokens_per_flag = 64 // self.chunk
+        if index % tokens_per_flag:
+            return slots, cells
+        starts = reset[:, index // tokens_per_flag, None, None, None]
+        fresh = torch.zeros_like(cells) if self.gate.has_cell else cells
+        return torch.where(starts, self.initial_slots.to(slots.dtype), slots), torch.where(starts, fresh, cells)
+
+    def _read(self, q: Tensor, local: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+        """One softmax over tokens in view and slots: q [B,H,C,K], local [B,H,C,2C] -> [B,C,H,K]."""
+        normed = F.rms_norm(slots, (self.head_dim,), eps=self.eps)
+        keys = F.rms_norm(normed @ self.slot_keys, (self.head_dim,), eps=self.eps)
+        logits = torch.cat((local, q @ keys.transpose(-1, -2)), dim=-1)
+        on_tokens, on_slots = logits.softmax(dim=-1).split((local.shape[-1], slots.shape[-2]), dim=-1)
+        return (on_tokens @ values + on_slots @ normed).transpose(1, 2)
+
+    def _output(self, read: Tensor, z: Tensor) -> Tensor:
+        normed = F.rms_norm(read, (self.head_dim,), eps=self.eps).flatten(-2) * self.out_norm
+        out: Tensor = self.out(normed.to(z.dtype) * F.silu(z))
+        return out
+
+
+def _open_chunk(x: Tensor, index: Tensor) -> Tensor:
+    """x [B,n,...] at the chunk `index` [B] that a row's text ends in; zero where that is past the last chunk."""
+    num_chunks, trailing = x.shape[1], [1] * (x.dim() - 2)
+    taken = torch.take_along_dim(x, index.clamp(max=num_chunks - 1).view(-1, 1, *trailing), dim=1)[:, 0]
+    return torch.where((index < num_chunks).view(-1, *trailing), taken, 0.0)
