@@ -187,8 +187,10 @@ class GatedMixer(Mixer):
         normed = F.rms_norm(slots, (self.head_dim,), eps=self.eps)
         keys = F.rms_norm(normed @ self.slot_keys, (self.head_dim,), eps=self.eps)
         logits = torch.cat((local, q @ keys.transpose(-1, -2)), dim=-1)
-        on_tokens, on_slots = logits.softmax(dim=-1).split((local.shape[-1], slots.shape[-2]), dim=-1)
-        return (on_tokens @ values + on_slots @ normed).transpose(1, 2)
+        parts = (local.shape[-1], slots.shape[-2])
+        on_tokens, on_slots = torch.split(logits.softmax(dim=-1), parts, dim=-1)
+        read: Tensor = on_tokens @ values + on_slots @ normed
+        return read.transpose(1, 2)
 
     def _output(self, read: Tensor, z: Tensor) -> Tensor:
         normed = F.rms_norm(read, (self.head_dim,), eps=self.eps).flatten(-2) * self.out_norm
