@@ -187,7 +187,7 @@ class GatedMixer(Mixer):
         normed = F.rms_norm(slots, (self.head_dim,), eps=self.eps)
         keys = F.rms_norm(normed @ self.slot_keys, (self.head_dim,), eps=self.eps)
         logits = torch.cat((local, q @ keys.transpose(-1, -2)), dim=-1)
-        parts = (local.shape[-1], slots.shape[-2])
+        parts = [local.shape[-1], slots.shape[-2]]
         on_tokens, on_slots = torch.split(logits.softmax(dim=-1), parts, dim=-1)
         read: Tensor = on_tokens @ values + on_slots @ normed
         return read.transpose(1, 2)
