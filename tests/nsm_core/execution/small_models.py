@@ -105,6 +105,14 @@ def quantised_twin(model: NsmModel) -> NsmModel:
     return twin.double().eval()
 
 
+@torch.inference_mode()
+def read_by_twin(twin: NsmModel, ids: Sequence[int]) -> tuple[Tensor, State]:
+    """hidden [len(ids), d] and the state, fp32."""
+    start = {name: x.double() if x.is_floating_point() else x for name, x in twin.initial_state(1).items()}
+    hidden, state = twin.forward(torch.tensor([list(ids)]), start)
+    return hidden[0].float(), {name: x.float() if x.is_floating_point() else x for name, x in state.items()}
+
+
 def _rounding(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda hidden: logits(round_tokens(hidden))
 

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.native.executor import NativeExecutor
+from nsm_core.execution.native.library import variants
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
 from tests.models import random_model, small_config
+from tests.nsm_core.execution.small_models import quantised_twin, read_by_twin
 
 VOCAB = 48
 TOLERANCE = 2e-4  # of docs/model.md
@@ -30,6 +33,8 @@ def make_cuda(model: NsmModel, **arguments: object) -> Executor:
 
 
 EXECUTORS: dict[str, Make] = {"eager": EagerExecutor}
+if variants():
+    EXECUTORS["native"] = NativeExecutor
 if importlib.util.find_spec("triton") is not None:
     EXECUTORS["cuda"] = make_cuda
 
@@ -41,8 +46,34 @@ def model() -> NsmModel:
 
 
 @pytest.fixture(params=list(EXECUTORS))
-def make(request: pytest.FixtureRequest, model: NsmModel) -> Make:
-    return functools.partial(EXECUTORS[request.param], model)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(name: str, model: NsmModel) -> Make:
+    return functools.partial(EXECUTORS[name], model)
+
+
+class Reference:
+    """What an executor's numbers are compared with: the model, or for int8 the model with its inputs rounded."""
+
+    def __init__(self, model: NsmModel, *, is_int8: bool) -> None:
+        self._model = quantised_twin(model) if is_int8 else model
+        self._is_int8 = is_int8
+
+    def read(self, ids: Sequence[int]) -> tuple[Tensor, State]:
+        """hidden [len(ids),d] and the state, of a text read alone."""
+        return read_by_twin(self._model, ids) if self._is_int8 else read_alone(self._model, ids)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden.double()).float() if self._is_int8 else self._model.logits(hidden)
+
+
+@pytest.fixture
+def reference(name: str, model: NsmModel) -> Reference:
+    return Reference(model, is_int8=name == "native")
 
 
 def random_ids(seed: int, length: int) -> list[int]:
@@ -69,7 +100,7 @@ def assert_row(executor: Executor, row: int, want: State) -> None:
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_rows_read_their_texts_and_go_on_token_by_token(make: Make, model: NsmModel) -> None:
+def test_rows_read_their_texts_and_go_on_token_by_token(make: Make, reference: Reference) -> None:
     """Texts of different lengths, longer and shorter than the window; rows with gaps; free rows are NaN."""
     executor = make(num_rows=6, poison=True)
     texts = {0: random_ids(0, 14), 2: random_ids(1, 3), 5: random_ids(2, 11)}
@@ -82,10 +113,10 @@ def test_rows_read_their_texts_and_go_on_token_by_token(make: Make, model: NsmMo
         for at in ((12, 1, 9), (13, 2, 10))
     ]
     for index, (row, ids) in enumerate(texts.items()):
-        want, want_state = read_alone(model, ids)
+        want, want_state = reference.read(ids)
         got = torch.cat((hidden[index], *(step[index : index + 1] for step in stepped)))
         torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
-        torch.testing.assert_close(executor.logits(got), model.logits(want), rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(executor.logits(got), reference.logits(want), rtol=TOLERANCE, atol=TOLERANCE)
         assert_row(executor, row, want_state)
 
 
