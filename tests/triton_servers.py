@@ -91,6 +91,10 @@ class RunningTriton:
             return False
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def server_pid(self) -> int:
         """Of tritonserver itself."""
         return children_of(self.process.pid)[0]

@@ -70,7 +70,8 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     """One server, `start` and `stop`, which may be started again at the same address.
 
     `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
-    `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are. `options`: what calls asked for, in order;
+    `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are; `is_unloading`: only
+    streams that run are. `options`: what calls asked for, in order;
     `state_sizes`: bytes of states that came along; `credentials`: TLS, from the next start on.
     """
 
@@ -81,7 +82,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.url = f"127.0.0.1:{free_port()}"
         self.break_after: int | None = None
         self.fail_with: Exception | None = None
-        self.is_hung = self.is_mute = False
+        self.is_hung = self.is_mute = self.is_unloading = False
         self.options: list[dict[str, Any]] = []
         self.state_sizes: list[int] = []
         self.credentials: grpc.ServerCredentials | None = None
@@ -131,6 +132,10 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken by the test")
 
     async def _answer(self, tensors: Tensors, *, is_text: bool) -> AsyncIterator[tuple[int, Any]]:
+        if self.is_unloading:
+            words = "Request for unknown model: 'nsm' has no available versions"  # Triton's own
+            yield 1, service_pb2.ModelStreamInferResponse(error_message=words)
+            return
         if self.is_hung or (self.is_mute and is_text):
             await asyncio.Event().wait()
         if is_text and self.fail_with is not None:

@@ -18,6 +18,7 @@ from service.backends.trace_context import trace_metadata
 from service.backends.triton_tls import TritonTls, explained
 
 MODEL = "nsm"
+UNLOADING = "has no available versions"  # what Triton says of a model whose last streams may still run
 LENGTH_BYTES = 4  # in front of each string of a BYTES tensor
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),  # a state has megabytes
@@ -36,6 +37,10 @@ class CallFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure.error))
         self.failure = failure
+
+
+class ServerStopping(EngineDead):
+    """The server takes no new call and lets its streams end."""
 
 
 class TritonChannel:
@@ -77,7 +82,10 @@ class TritonStream:
             raise self._cut_or_cancelled(error) from None
 
     async def receive(self) -> Tensors:
-        """The next answer. Raises CallFailed; EngineDead where another server may do better; DeadlineExceeded."""
+        """The next answer. Raises CallFailed; EngineDead where another server may do better; DeadlineExceeded.
+
+        ServerStopping, an EngineDead too, says nothing against streams that run.
+        """
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -87,6 +95,8 @@ class TritonStream:
         if response is grpc.aio.EOF:
             raise EngineDead("the Triton server ended a stream without a last answer")
         if response.error_message:
+            if UNLOADING in response.error_message:
+                raise ServerStopping("it is stopping")
             failure = decode_failure(response.error_message)
             raise failure.error if isinstance(failure.error, EngineDead) else CallFailed(failure)
         return _tensors(response.infer_response)

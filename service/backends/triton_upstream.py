@@ -13,7 +13,7 @@ from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
 from nsm_core.wire.tensors import Tensors
-from service.backends.triton_channel import CallFailed, TritonChannel, TritonStream
+from service.backends.triton_channel import CallFailed, ServerStopping, TritonChannel, TritonStream
 from service.backends.triton_tls import TritonTls
 
 logger = logging.getLogger("nsm.triton")
@@ -169,8 +169,9 @@ class Upstream:
     def _lose(self, error: NsmError) -> None:
         is_news = self.error is None or str(error) != str(self.error)
         self.error, self._status, self._is_described = error, None, False
-        for stream in tuple(self._streams):
-            stream.cut()
+        if not isinstance(error, ServerStopping):
+            for stream in tuple(self._streams):
+                stream.cut()
         if is_news:
             logger.warning("Triton server %s is not used: %s", self.url, error)
             self._on_change()

@@ -12,9 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from nsm_core.errors import EngineDead
 from service.backends.triton import TritonBackend
+from service.sessions.base import SessionStore
+from service.sessions.memory import MemorySessionStore
+from service.triton_probe import ask_worker
 from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.integration.test_triton_failures import is_alive
 from tests.raw_http import connect
@@ -28,16 +33,23 @@ NOTICED_S = 5.0  # after a worker was killed
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
-    """A server to be killed, and started again."""
+def victims(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[RunningTriton]:
     with running_triton(tmp_path_factory.mktemp("victim"), tiny_model_dir) as server:
         yield server
 
 
+@pytest.fixture
+def victim(victims: RunningTriton) -> RunningTriton:
+    """A server to be stopped and killed."""
+    if not victims.is_running:
+        victims.start()
+    return victims
+
+
 @contextlib.asynccontextmanager
-async def on(*servers: RunningTriton) -> AsyncIterator[Gateway]:
+async def on(*servers: RunningTriton, store: SessionStore | None = None) -> AsyncIterator[Gateway]:
     backend = TritonBackend([server.grpc_url for server in servers], wait_s=30)
-    async with gateway(backend, is_live=True) as opened:
+    async with gateway(backend, is_live=True, store=store) as opened:
         yield opened
 
 
@@ -128,6 +140,40 @@ async def test_T2_sessions_go_on_elsewhere_when_a_worker_dies_and_triton_hides_i
         num_failovers = failovers(both)
         await turns_while(both, calm, "killed", kill_server)
         assert failovers(both) > num_failovers
+
+
+async def test_T5_any_server_serves_any_session(triton: RunningTriton, victim: RunningTriton) -> None:
+    """Nothing of Triton's ties a session to an instance: its turns go from server to server and back, by gateways that
+    have one server each and one store together, and read like those of a session that stayed.
+    """
+    async with httpx.AsyncClient(base_url=triton.http_url) as http:
+        config = (await http.get("/v2/models/nsm/config")).json()
+    assert "sequence_batching" not in config
+    store = MemorySessionStore()
+    async with on(triton) as calm, on(triton, store=store) as here, on(victim, store=store) as there:
+        for server in (calm, here):
+            await server.client.post("/v1/sessions", json={"id": "s"})
+        for number, server in enumerate((here, there, there, here, there)):
+            got, want = [await say(one, "s", seed=number) for one in (server, calm)]
+            assert got["choices"] == want["choices"]
+            assert (got["usage"], got["session"]["position"]) == (want["usage"], want["session"]["position"])
+        assert (there.metric("nsm_triton_state_misses_total"), here.metric("nsm_triton_failovers_total")) == (2, 0)
+
+
+async def test_T7_a_server_that_is_told_to_stop_breaks_no_stream(triton: RunningTriton, victim: RunningTriton) -> None:
+    """Its readiness is off at once, what runs on it ends there, and no session stays busy."""
+    async with on(victim, triton) as both, on(triton) as calm:
+
+        async def stop() -> None:
+            victim.process.send_signal(signal.SIGTERM)
+            with pytest.raises(EngineDead):
+                while True:
+                    await ask_worker("readiness", victim.grpc_url, timeout_s=NOTICED_S)
+
+        await turns_while(both, calm, "stopped", stop)
+        assert failovers(both) == 0
+        assert (await both.client.get("/health/ready")).status_code == 200
+    assert await asyncio.to_thread(victim.process.wait, 30) == 0
 
 
 async def all_are_up(server: Gateway) -> bool:

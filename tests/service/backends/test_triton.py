@@ -230,6 +230,24 @@ async def test_a_worker_that_drains_hands_its_requests_over(house: House) -> Non
     assert_same(got, want)
 
 
+async def test_T7_a_server_that_is_stopping_keeps_its_streams_and_gets_no_more(house: House) -> None:
+    generation = house.backend.submit(make_request("long", **{**TEXT, "max_tokens": 1_000}))
+    events = generation.events()
+    got = Outcome([await anext(events)])
+    stopping, other = house.servers if house.one.options else reversed(house.servers)
+    stopping.is_unloading = True
+
+    async def is_seen() -> bool:
+        return house.backend.upstream_stats().num_down == 1
+
+    await eventually(is_seen)
+    await house.generate(make_request("new", **TEXT))
+    got.events += [event async for event in events]
+    assert (len(got.ids), got.finished.reason) == (1_000, FinishReason.LENGTH)
+    assert (len(stopping.options), len(other.options)) == (1, 1)
+    assert house.backend.upstream_stats().num_failovers == 0
+
+
 async def test_a_full_worker_is_overloaded_in_the_end(house: House) -> None:
     house.one.fail_with = Overloaded("the queue is full", retry_after_s=3.0)
     finished = (await house.generate(make_request("elsewhere", **TEXT))).finished
