@@ -77,14 +77,14 @@ class GatedMixer(Mixer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         slots: tuple[int, ...] = tuple(self.initial_slots.shape)
         taps, channels = self.conv.weight.shape
-        shapes: dict[str, tuple[int, ...]] = {"slots": slots, "sums": slots, "weights": slots[:2]}
+        shapes: dict[str, tuple[int, ...]] = {"gated": slots, "sums": slots, "weights": slots[:2]}
         shapes |= {"cells": slots} if self.gate.has_cell else {}
         return shapes | {"recent": (self.chunk, self.heads, 2 * self.head_dim), "conv_tail": (taps - 1, channels)}
 
     def initial_state(self, batch_size: int) -> State:
         device = self.out.weight.device
         state = {name: torch.zeros(batch_size, *shape, device=device) for name, shape in self.state_shapes().items()}
-        state["slots"] = self.initial_slots.float().expand(batch_size, -1, -1, -1).clone()
+        state["gated"] = self.initial_slots.float().expand(batch_size, -1, -1, -1).clone()
         return state
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
@@ -157,7 +157,7 @@ class GatedMixer(Mixer):
         sums, totals = sums.clone(), totals.clone()
         sums[:, 0] += state["sums"]
         totals[:, 0] += state["weights"]
-        slots, cells = state["slots"], state.get("cells", state["slots"])
+        slots, cells = state["gated"], state.get("cells", state["gated"])
         queries = torch.unflatten(q.to(recent.dtype), 1, (n, chunk)).transpose(2, 3)
         reads = []
         with torch.autocast(q.device.type, enabled=False):
@@ -171,7 +171,7 @@ class GatedMixer(Mixer):
                 changed, new_cells = self.gate(update, coverage, slots, cells)
                 slots, cells = torch.where(is_whole, changed, slots), torch.where(is_whole, new_cells, cells)
         last = {"sums": _open_chunk(sums, frame.end // chunk), "weights": _open_chunk(totals, frame.end // chunk)}
-        return torch.stack(reads, dim=1).flatten(1, 2), {"slots": slots, "cells": cells, **last}
+        return torch.stack(reads, dim=1).flatten(1, 2), {"gated": slots, "cells": cells, **last}
 
     def _restart(self, slots: Tensor, cells: Tensor, reset: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """A text that starts at this chunk starts from the learned slots."""

@@ -68,7 +68,7 @@ def test_R8_chunks_equal_the_equations_token_by_token(gate: str, chunk: int) -> 
     first, state = run(mixer, x[:19], mixer.initial_state(1), 0)
     second, state = run(mixer, x[19:], state, 19)
     torch.testing.assert_close(torch.cat((first, second), 1)[0], want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(state["slots"][0], want_slots, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state["gated"][0], want_slots, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -79,8 +79,8 @@ def test_a_slot_that_nothing_was_routed_to_keeps_its_bits(gate: str) -> None:
     assert untouched.any()
     assert not untouched.all()
     before = mixer.initial_state(1)
-    assert torch.equal(state["slots"][0][untouched], before["slots"][0][untouched])
-    assert not torch.equal(state["slots"], before["slots"])
+    assert torch.equal(state["gated"][0][untouched], before["gated"][0][untouched])
+    assert not torch.equal(state["gated"], before["gated"])
 
 
 @pytest.mark.parametrize("gate", GATES)
