@@ -1,0 +1,64 @@
+"""What the executor for a GPU adds to the suite of all executors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsm_core.model.nsm import NsmModel
+from tests.models import random_model, small_config
+
+executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
+from benchmarks import gpu_decode_checks as checks  # noqa: E402  imports the compiler
+from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+FP32 = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
+
+
+def small_model() -> NsmModel:
+    return random_model(small_config(48, layer_pattern="NW", window=10)).to("cuda" if HAS_GPU else "cpu")
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    results = list(checks.check_invariance(small_model(), FP32, (1, 3)))
+    assert all(row["ok"] for row in results), results
+
+
+def test_a_batch_above_the_largest_size_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "BUCKETS", (1, 2))
+    model = small_model()
+    whole, cut = CudaExecutor(model, num_rows=3, options=FP32), CudaExecutor(model, num_rows=2, options=FP32)
+    checks.lease(whole, range(3), model.initial_state(3))
+    checks.lease(cut, range(2), model.initial_state(2))
+    hidden = whole.step((0, 1, 2), (5, 6, 7))
+    assert hidden.shape == (3, 32)
+    assert hidden[:2].equal(cut.step((0, 1), (5, 6)))
+
+
+def test_matrices_may_be_rounded_and_nothing_else() -> None:
+    weights = CudaExecutor(small_model(), num_rows=1, options=CudaOptions(graphs=False)).weights
+    slots = weights.layers[0].mixer
+    assert {weights.output.weight.dtype, slots.project.weight.dtype, weights.layers[1].up.weight.dtype} == {
+        torch.bfloat16
+    }
+    assert {weights.embedding.dtype, slots.router.weight.dtype, slots.slots.conv.dtype} == {torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", list(CudaWeights))
+def test_on_a_gpu_steps_stay_near_the_written_form(weights: CudaWeights) -> None:
+    results = list(checks.check_steps(small_model(), CudaOptions(weights=weights), num_steps=8, num_rows=5))
+    assert all(row["ok"] for row in results), results
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_give_the_bits_of_single_launches() -> None:
+    results = list(checks.check_replays(small_model(), CudaWeights.BF16))
+    assert all(row["ok"] for row in results), results
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_of_every_size_give_the_same_bits() -> None:
+    results = list(checks.check_invariance(small_model(), CudaOptions()))
+    assert all(row["ok"] for row in results), results

@@ -1,0 +1,101 @@
+"""The kernel that samples, against the sampler of the host; in the compiler's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsm_core.sampling import sampler as sampler_module
+from nsm_core.sampling.device import sample_on_device
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.result import SampledToken
+from nsm_core.sampling.sampler import Sampler, SamplingRow
+from tests.counts import scaled
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")
+
+# NumPy, in which the interpreter computes, says what a GPU does in silence
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.2, 1.0, 2.0)),
+    top_p=st.sampled_from((1.0, 0.95, 0.5, 0.01)),
+    top_k=st.sampled_from((0, 1, 7, 1000)),
+    min_p=st.sampled_from((0.0, 0.1, 1.0)),
+    seed=st.integers(0, 2**64 - 1),
+    choice_index=st.integers(0, 2**64 - 1),
+)
+rows = st.builds(SamplingRow, params=params, position=st.integers(0, 2**62), generated_counts=st.just({}))
+
+
+def on_host(logits: Tensor, wanted: list[SamplingRow]) -> list[int]:
+    tokens = Sampler().sample(logits.cpu(), wanted)
+    return [token.token_id for token in tokens if isinstance(token, SampledToken)]
+
+
+@settings(max_examples=scaled(15, 300), deadline=None)
+@given(
+    wanted=st.lists(rows, min_size=1, max_size=4),
+    vocab=st.integers(1, 300),
+    levels=st.sampled_from((0, 3, 40)),
+    seed=st.integers(0, 999),
+)
+def test_the_device_draws_what_the_host_draws(wanted: list[SamplingRow], vocab: int, levels: int, seed: int) -> None:
+    """Equal logits too: of equal weights the lowest ids stay, and the lowest of the largest wins."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(len(wanted), vocab, generator=generator)
+    if levels:
+        logits = torch.randint(levels, logits.shape, generator=generator).float() / 4
+    assert sample_on_device(logits.to(DEVICE), wanted) == on_host(logits, wanted)
+
+
+def row(**wishes: object) -> SamplingRow:
+    return SamplingRow(params=SamplingParams(**wishes), position=9, generated_counts={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_fails_alone(temperature: float, bad: float) -> None:
+    logits = torch.randn(3, 50, device=DEVICE)
+    logits[1, 7] = bad
+    got = sample_on_device(logits, [row(temperature=temperature)] * 3)
+    assert [token is None for token in got] == [False, True, False]
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.randn(2, 50, device=DEVICE)
+    assert sample_on_device(logits, [row(temperature=1e-300)] * 2) == logits.argmax(dim=1).tolist()
+
+
+def test_rows_with_other_wishes_go_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, bias and penalties need the logits there; each row's result is in its own place."""
+    wanted = [
+        row(seed=1),
+        row(seed=2, logprobs=2),
+        row(seed=3, logit_bias={4: 50.0}),
+        dataclasses.replace(row(seed=4, repetition_penalty=2.0), generated_counts={3: 1}),
+        row(temperature=0.0),
+    ]
+    logits = torch.randn(5, 40)
+    want = Sampler().sample(logits, wanted)
+    on_device: list[int] = []
+
+    def count(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+        on_device.append(len(rows))
+        return sample_on_device(logits, rows)
+
+    monkeypatch.setattr(sampler_module, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(sampler_module, "sample_on_device", count)
+    assert Sampler().sample(logits.to(DEVICE), wanted) == want
+    assert on_device == [2]
