@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
-from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer
 
 from nsm_core.errors import NsmError, StoreUnavailable
 from service.metrics.sessions import SessionMetrics
@@ -15,11 +15,13 @@ from service.sessions.base import LeasedSession, SessionStore, StoredSession
 from service.sessions.records import TOKEN_BYTES
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
-OPERATIONS = frozenset(
-    "acquire append_turn begin_turn cancel_turn commit create create_with delete end_turn forget_turn get get_turn list "
-    "list_kept load load_kept log_marks read_log release renew rewind update".split()
+OPERATIONS = (
+    *("acquire", "renew", "release", "commit", "rewind", "create", "create_with", "update", "delete", "get", "load"),
+    *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
+    *("read_log", "log_marks", "list", "list_kept", "load_kept"),
 )
 Method = Callable[..., Coroutine[Any, Any, Any]]
+Outcome = Literal["ok", "refused", "failed"]
 
 
 def observed(store: SessionStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> SessionStore:
@@ -35,38 +37,51 @@ class _ObservedStore:
         self._metrics = metrics
         self._tracer = tracer
         for name in OPERATIONS:
-            setattr(self, name, self._measured(name, getattr(store, name)))
+            setattr(self, name, self._measured(name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def _measured(self, operation: str, method: Method) -> Method:
-        @functools.wraps(method)
+    def _measured(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
-            started, outcome, num_read = time.monotonic(), cast(Outcome, "failed"), 0
-            with self._tracer.start_as_current_span(f"store {operation}", kind=SpanKind.CLIENT) as span:
-                span.set_attribute("db.operation.name", operation)
-                if "session_id" in fields:
-                    span.set_attribute("gen_ai.conversation.id", fields["session_id"])
+            started = time.monotonic()
+            with self._span(operation, fields) as span:
                 try:
-                    result = await method(*args, **fields)
-                    outcome, num_read = "ok", _num_read(result)
-                except NsmError as error:
-                    outcome = "failed" if isinstance(error, StoreUnavailable) else "refused"
+                    result = await getattr(self._store, operation)(*args, **fields)
+                except BaseException as error:
+                    outcome: Outcome = "refused" if _is_refusal(error) else "failed"
+                    self._metrics.store_called(operation, time.monotonic() - started, outcome=outcome)
                     span.set_attribute("error.type", type(error).__name__)
-                    span.set_status(StatusCode.ERROR if outcome == "failed" else StatusCode.UNSET)
+                    if outcome == "failed":
+                        span.set_status(StatusCode.ERROR)
                     raise
-                finally:
-                    seconds, num_written = time.monotonic() - started, 0 if outcome != "ok" else _num_written(fields)
-                    self._metrics.store_called(
-                        operation, seconds, outcome=outcome, num_read=num_read, num_written=num_written
-                    )
+            self._metrics.store_called(
+                operation,
+                time.monotonic() - started,
+                outcome="ok",
+                num_read=_num_read(result),
+                num_written=_num_written(fields),
+            )
             return result
 
         return call
 
+    def _span(self, operation: str, fields: dict[str, Any]) -> AbstractContextManager[Span]:
+        attributes = {"db.operation.name": operation}
+        if "session_id" in fields:
+            attributes["gen_ai.conversation.id"] = fields["session_id"]
+        return self._tracer.start_as_current_span(
+            f"store {operation}",
+            kind=SpanKind.CLIENT,
+            attributes=attributes,
+            record_exception=False,
+            set_status_on_exception=False,
+        )
 
-Outcome = Literal["ok", "refused", "failed"]
+
+def _is_refusal(error: BaseException) -> bool:
+    """What the store said no to, as against what it could not do."""
+    return isinstance(error, NsmError) and not isinstance(error, StoreUnavailable)
 
 
 def _num_read(result: object) -> int:

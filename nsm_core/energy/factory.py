@@ -28,6 +28,6 @@ def make_meter(*, gpu_uuids: Sequence[str] = (), core_watts: float = CORE_WATTS)
     try:
         meters.append(RaplMeter())
     except ConfigError as error:
-        logger.info("the energy of the CPU is estimated: %s", error)
+        logger.debug("the energy of the CPU is estimated: %s", error)
         meters.append(EstimateMeter(core_watts))
     return CombinedMeter(meters)

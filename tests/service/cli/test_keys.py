@@ -43,7 +43,7 @@ def test_a_misspelt_variable_is_refused(nsm: Nsm) -> None:
 def test_a_broken_file_of_keys_keeps_a_server_from_starting(
     nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda level: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
     path = tmp_path / "keys.toml"
     path.write_text("[tenants.acme]\n")
     result = nsm("serve", "--port", 0, "--api-keys-file", path)

@@ -59,13 +59,13 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
 def test_a_bad_setting_is_one_line(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: object, message: str
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda level: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value)
     assert_one_line(result, message)
 
 
 def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda level: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
