@@ -12,6 +12,7 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from service.triton_server import REPOSITORY, ServerTls, TritonServer, write_repository
+from tests.certificates import Authority
 from tests.redis_servers import free_port
 from tests.triton_servers import wait_until
 
@@ -114,10 +115,14 @@ def test_the_command_line_tells_what_is_wrong(arguments: tuple[str, ...], messag
 
 
 @pytest.mark.triton
-def test_serve_runs_until_it_is_told_to_stop(tiny_model_dir: Path) -> None:
+def test_serve_runs_until_it_is_told_to_stop(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """With TLS for gRPC, and HTTP in the clear on loopback."""
+    authority = Authority.create(tmp_path / "ca")
+    own = authority.issue("server")
     ports = [str(free_port()) for _ in range(3)]
     options = ["--grpc-port", ports[0], "--http-port", ports[1], "--metrics-port", ports[2]]
     options += ["--model", str(tiny_model_dir), "--parameter", "num_threads=1"]
+    options += ["--tls-cert", str(own.cert), "--tls-key", str(own.key)]
     command = [str(Path(sys.executable).parent / "nsm"), "triton", "serve", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{ports[1]}/v2/models/nsm"
@@ -133,6 +138,9 @@ def test_serve_runs_until_it_is_told_to_stop(tiny_model_dir: Path) -> None:
         wait_until(is_ready, "the start of the server")
         body = {"text_input": "It was", "max_tokens": 2, "ignore_eos": True}
         assert len(httpx.post(f"{url}/generate", json=body).json()["token_ids"]) == 2
+        asked = run_cli("probe", "readiness", "--url", f"localhost:{ports[0]}", "--tls-ca", str(authority.ca.cert))
+        assert asked.returncode == 0, asked.stderr
+        assert "the model made a token" in asked.stderr
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     finally:
