@@ -1,0 +1,56 @@
+"""Compiling the native kernels: once for each state of the sources, and never while a server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsm_core.execution.native import build
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of one small file, in a directory of its own."""
+    directory = tmp_path / "src"
+    directory.mkdir()
+    (directory / "api.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", directory)
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "build")
+    monkeypatch.setattr(build, "UNITS", {"api.cpp": ("-O0",)})
+    return directory
+
+
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+
+
+@needs_compiler
+def test_a_library_is_made_once_and_replaced_when_its_sources_change(sources: Path) -> None:
+    first = build.build()
+    made_at = first.stat().st_mtime_ns
+    assert build.build() == first == build.library_path()
+    assert first.stat().st_mtime_ns == made_at
+    (sources / "api.cpp").write_text(SOURCE.replace("42", "43"))
+    assert build.library_path() != first
+    second = build.build()
+    assert [file.name for file in first.parent.iterdir()] == [second.name]
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_told(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sources / "api.cpp").write_text("this is no C++\n")
+    assert build.main() == 1
+    assert "not built, models run slower" in (told := capsys.readouterr().err)
+    assert "error" in told
+    assert list((sources.parent / "build").iterdir()) == []
+
+
+def test_a_machine_without_a_compiler_says_what_is_missing(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert build.main() == 1
+    assert "there is no C++ compiler; Debian has one in the package g++" in capsys.readouterr().err
+    assert not build.library_path().exists()

@@ -1,0 +1,81 @@
+"""Which executor a model gets, and what the log says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from nsm_core.errors import ConfigError
+from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.native import library
+from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
+from nsm_core.execution.wishes import Wish
+from nsm_core.model.loader import LoadedModel
+from nsm_core.tokenizer import Tokenizer
+from tests.models import RandomModel, as_loaded, random_model, small_config
+
+needs_native = pytest.mark.skipif(not library.variants(), reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def int8(tiny_tokenizer: Tokenizer) -> LoadedModel:
+    loaded = as_loaded(random_model(small_config(tiny_tokenizer.vocab_size)), tiny_tokenizer)
+    return dataclasses.replace(loaded, weight_format="int8")
+
+
+@needs_native
+@pytest.mark.parametrize("wish", ["auto", "native"])
+def test_int8_files_run_on_the_native_one(int8: LoadedModel, wish: Wish, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = choose_executor(int8, wish)
+    assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
+    executor = chosen.factory(int8.model, num_rows=2, poison=False)
+    assert isinstance(executor, NativeExecutor)
+    assert f"native executor, kernels {library.variants()[0]}, {torch.get_num_threads()} threads" in caplog.text
+
+
+def test_eager_is_what_it_says(int8: LoadedModel) -> None:
+    chosen = choose_executor(int8, "eager")
+    assert (chosen.name, chosen.numerics) == ("eager", int8.numerics)
+    assert isinstance(chosen.factory(int8.model, num_rows=2, poison=False), EagerExecutor)
+
+
+def test_auto_keeps_fp32_files_as_they_are(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = choose_executor(dataclasses.replace(int8, weight_format="fp32"))
+    assert chosen.name == "eager"
+    assert "its file holds fp32 weights, which the native one would round to int8" in caplog.text
+
+
+@needs_native
+def test_fp32_files_are_rounded_where_that_was_asked_for(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_executor(dataclasses.replace(int8, weight_format="fp32"), "native").name == "native"
+    assert "fp32 weights rounded to int8" in caplog.text
+
+
+def test_a_machine_without_a_compiler_still_runs_and_says_why(
+    int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nsm_core.execution.native.weights.load_library", lambda: None)
+    assert choose_executor(int8).name == "eager"
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "several times slower" in record.message
+    assert "the native kernels were not built" in record.message
+    with pytest.raises(ConfigError, match="cannot run on the native executor: the native kernels were not built"):
+        choose_executor(int8, "native")
+
+
+@needs_native
+def test_a_model_without_kernels_runs_eagerly(tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = dataclasses.replace(
+        as_loaded(RandomModel(tiny_tokenizer.vocab_size), tiny_tokenizer), weight_format="int8"
+    )
+    assert choose_executor(loaded).name == "eager"
+    assert "not RandomModel" in caplog.text
+    with pytest.raises(ConfigError, match="not RandomModel"):
+        choose_executor(loaded, "native")
