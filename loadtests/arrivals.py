@@ -124,3 +124,8 @@ def _in_order(rows: Sequence[TraceRow]) -> list[TraceRow]:
             offset_s += before.at_s - row.at_s + gap_s
         ordered.append(dataclasses.replace(row, at_s=row.at_s + offset_s))
     return ordered
+
+
+def share_of(arrivals: Sequence[Arrival], index: int, count: int) -> list[Arrival]:
+    """What one of `count` processes sends: whole conversations, so that their turns stay in order."""
+    return [arrival for arrival in arrivals if arrival.conversation % count == index]

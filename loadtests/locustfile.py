@@ -17,7 +17,8 @@ from locust import events
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests.open_loop import ArrivalLoop, share_of
+from loadtests.arrivals import share_of
+from loadtests.open_loop import ArrivalLoop
 from loadtests.recording import Recorder
 from loadtests.run_profile import load_profile
 from loadtests.run_state import RunState

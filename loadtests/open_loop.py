@@ -104,8 +104,3 @@ class ArrivalLoop:
         conversation.__enter__()
         self._sessions[arrival.conversation] = conversation
         return conversation
-
-
-def share_of(arrivals: Sequence[Arrival], index: int, count: int) -> list[Arrival]:
-    """What one of `count` processes sends: whole conversations, so that their turns stay in order."""
-    return [arrival for arrival in arrivals if arrival.conversation % count == index]
