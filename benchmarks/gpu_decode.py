@@ -34,8 +34,9 @@ if not torch.cuda.is_available():
 from benchmarks import gpu_decode_checks as checks
 from nsm_core.config import EngineConfig, ModelConfig
 from nsm_core.execution.cuda.decode import DecodeStep
-from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights
+from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.kernels.linear import Linear, run_linear
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import SlotLayer, pack_weights
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.model.bundled import BUNDLED

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from nsm_core.execution.cuda.decode import DecodeStep
-from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights
+from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.kernels.linear import Linear, padded, run_linear
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.model.nsm import NsmModel

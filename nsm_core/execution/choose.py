@@ -9,13 +9,16 @@ import logging
 import torch
 
 from nsm_core.errors import ConfigError
-from nsm_core.execution.base import ExecutorFactory
+from nsm_core.execution.base import Executor, ExecutorFactory
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, why_not_cuda
+from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.weights import why_not_native
 from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
+from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat
 
 logger = logging.getLogger("nsm.execution")
@@ -33,8 +36,18 @@ class ChosenExecutor:
 def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
     """The executor of `loaded`, on as many threads as torch has now. Says in the log what it chose and why.
 
-    Raises ConfigError where `native` was asked for and cannot be had.
+    Raises ConfigError where `native` or `cuda` was asked for and cannot be had.
     """
+    if wish.startswith("cuda") or (wish == "auto" and loaded.model.embedding.weight.is_cuda):
+        reason = why_not_cuda(loaded.model)
+        if reason is None:
+            return _cuda(loaded, CudaWeights(wish.removeprefix("cuda-")) if "-" in wish else CudaWeights.BF16)
+        if wish != "auto":
+            raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
+        logger.warning(
+            "%s runs on the eager executor, many times slower than the one for GPUs: %s", loaded.name, reason
+        )
+        return ChosenExecutor("eager", EagerExecutor, loaded.numerics)
     reason = None if wish == "native" else _why_eager(loaded, wish)
     if reason is None:
         reason = why_not_native(loaded.model)
@@ -68,3 +81,16 @@ def _native(loaded: LoadedModel) -> ChosenExecutor:
         "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
     )
     return ChosenExecutor("native", functools.partial(NativeExecutor, num_threads=num_threads), NUMERICS)
+
+
+def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
+    logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
+    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights))
+    return ChosenExecutor("cuda", factory, cuda_numerics(weights, loaded.model.embedding.weight.device))
+
+
+def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
+    # The kernels' compiler is loaded where it is needed only
+    from nsm_core.execution.cuda.executor import CudaExecutor
+
+    return CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)

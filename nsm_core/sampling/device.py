@@ -33,7 +33,7 @@ def sample_on_device(logits: Tensor, rows: Sequence[Drawn]) -> list[int | None]:
     wishes = None
     if not all(row.params.is_greedy for row in rows):
         wishes = torch.from_numpy(_wishes(rows)).to(logits.device)
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         chosen: list[int] = choose_tokens(logits, wishes).tolist()  # the one wait for the device in a step
     return [None if token_id == NOT_FINITE else token_id for token_id in chosen]
 

@@ -58,7 +58,9 @@ class DecodeStep:
         self.buffers = Buffers(weights, config, max_batch, device)
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
-        self._router_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._router_stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
 
     def inputs(self, batch: int) -> Tensor:
         """[2, batch or one more] int64: rows of the pool, NO_ROW for padding, and ids."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import padded, run_linear
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
 from nsm_core.state.pool import StatePool
@@ -20,35 +19,6 @@ from nsm_core.state.spec import State
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
 PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
-
-
-class CudaWeights(enum.StrEnum):
-    """What the large matrices are multiplied in. Router, gates, states and softmax are fp32 with each."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CudaOptions:
-    """`graphs`: record the launches of a step once and replay them; without, every step launches them one by one.
-
-    `capture_at_start`: record all sizes when the executor is made, not when a batch of the size first comes.
-    """
-
-    weights: CudaWeights = CudaWeights.BF16
-    graphs: bool = True
-    capture_at_start: bool = False
-
-    def numerics(self, device: torch.device) -> str:
-        """The class within which equal input gives equal bits."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-        return f"{device.type}/{self.weights}-weights/fp32-state/torch-{torch.__version__}/{name}"
 
 
 class CudaExecutor:
@@ -104,7 +74,7 @@ class CudaExecutor:
         if padded(width) != width or not hidden.is_contiguous():
             hidden = F.pad(hidden, (0, padded(width) - width)).contiguous()
         logits = hidden.new_empty(hidden.shape[0], self.weights.output.num_outputs)
-        with torch.cuda.device_of(hidden):
+        with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
             run_linear(self.weights.output, hidden, logits)
         return logits
 
@@ -120,7 +90,7 @@ class CudaExecutor:
         if self.options.graphs:
             self._graphs[bucket].replay()
         else:
-            with torch.cuda.device_of(inputs):
+            with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
                 self._step.run(bucket)
         return self._step.buffers.hidden[:num_rows, : self._model.config.d_model].clone()
 
@@ -130,7 +100,7 @@ class CudaExecutor:
         self._step.inputs(bucket).fill_(NO_ROW)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step.run(bucket)

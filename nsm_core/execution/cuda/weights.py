@@ -85,7 +85,8 @@ def _after_norm(
 
 def _slot_layer(block: Block, mixer: PulseMixer, dtype: torch.dtype) -> SlotLayer:
     router = mixer.router
-    weight, bias = router.logits.weight, router.logits.bias
+    weight: Tensor = router.logits.weight
+    bias: Tensor = router.logits.bias
     selection_bias = timescale = None
     if isinstance(router, SoftmaxRouter):
         weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))

@@ -26,7 +26,8 @@ Make = Callable[..., Executor]
 
 
 def make_cuda(model: NsmModel, **arguments: object) -> Executor:
-    from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights
+    from nsm_core.execution.cuda.executor import CudaExecutor
+    from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 
     options = CudaOptions(weights=CudaWeights.FP32, graphs=torch.cuda.is_available())
     return CudaExecutor(model, options=options, **arguments)  # type: ignore[arg-type]

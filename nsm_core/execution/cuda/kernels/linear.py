@@ -112,7 +112,7 @@ class Linear:
 
 def padded(width: int) -> int:
     """The width that an input of a `Linear` has in memory."""
-    return triton.cdiv(width, DEPTH) * DEPTH
+    return -(-width // DEPTH) * DEPTH
 
 
 def run_linear(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nsm_core.errors import ConfigError
+from nsm_core.execution.choose import choose_executor
 from nsm_core.model.nsm import NsmModel
-from tests.models import random_model, small_config
+from nsm_core.tokenizer import Tokenizer
+from tests.models import as_loaded, random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from benchmarks import gpu_decode_checks as checks  # noqa: E402  imports the compiler
-from nsm_core.execution.cuda.executor import CudaExecutor, CudaOptions, CudaWeights  # noqa: E402
+from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 FP32 = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
@@ -62,3 +66,10 @@ def test_on_a_gpu_graphs_give_the_bits_of_single_launches() -> None:
 def test_on_a_gpu_batches_of_every_size_give_the_same_bits() -> None:
     results = list(checks.check_invariance(small_model(), CudaOptions()))
     assert all(row["ok"] for row in results), results
+
+
+@pytest.mark.skipif(HAS_GPU, reason="for machines without a GPU")
+def test_without_a_gpu_it_is_refused_by_name(tiny_tokenizer: Tokenizer) -> None:
+    loaded = as_loaded(small_model(), tiny_tokenizer)
+    with pytest.raises(ConfigError, match="executor for GPUs: it is not on a GPU"):
+        choose_executor(loaded, "cuda")

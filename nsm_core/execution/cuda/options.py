@@ -1,0 +1,52 @@
+"""How a GPU computes a model, and whether it can. The kernels and their compiler are not imported here."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from nsm_core.model.attention import WindowAttention
+from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.ops.dispatch import runs_kernels
+
+
+class CudaWeights(enum.StrEnum):
+    """What the large matrices are multiplied in. Router, gates, states and softmax are fp32 with each."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """`graphs`: record the launches of a step once and replay them; without, every step launches them one by one.
+
+    `capture_at_start`: record all sizes when the executor is made, not when a batch of the size first comes.
+    """
+
+    weights: CudaWeights = CudaWeights.BF16
+    graphs: bool = True
+    capture_at_start: bool = False
+
+
+def numerics(weights: CudaWeights, device: torch.device) -> str:
+    """The class within which equal input gives equal bits."""
+    return f"cuda/{weights}/kernels-1/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
+
+
+def why_not_cuda(model: NsmModel) -> str | None:
+    """What keeps the model from the executor for GPUs; None where it can run."""
+    if not runs_kernels(model.embedding.weight):
+        return "it is not on a GPU, or the kernels' compiler (triton) is not installed"
+    kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
+    if kinds:
+        return f"it has layers without such kernels: {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    return None
