@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import ConfigError
+from nsm_core.layer_pattern import parse_layer_pattern
 
 MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to fail by name and not for want of memory
 MAX_LAYERS = 1024
 ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py
-LAYER_KINDS = "NGWA"  # slot memory, gated slots, window and full attention: see nsm_core/model/registry.py
 GATES = ("gru", "lstm", "free")  # of gated slots: see nsm_core/model/gates.py
 
 
@@ -39,8 +39,9 @@ class ModelConfig:
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
     With the `router` softmax, slots compete for a token; with sigmoid each decides for itself.
     `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, G slots that the
-    `gate` changes every `gate_chunk` tokens, W attention to the last `window` tokens, A attention to the last
-    `max_context`; `num_kv_heads` is that of W and A layers.
+    `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last `window` tokens, A
+    attention to the last `max_context`; `num_kv_heads` is that of W and A layers. [NW] is one layer with both side by
+    side, (WNL) one with three in a row.
     """
 
     layer_pattern: str = "N"
@@ -108,12 +109,8 @@ class ModelConfig:
         self._check_layers()
 
     def _check_layers(self) -> None:
-        pattern = self.layer_pattern
-        _require(
-            bool(pattern) and set(pattern) <= set(LAYER_KINDS),
-            f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, got {pattern!r}",
-        )
-        if set(pattern) <= {"N", "G"}:
+        kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
+        if not kinds & {"W", "A"}:
             return
         _require(
             self.num_heads % self.num_kv_heads == 0,

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nsm_core.config import ModelConfig
+from nsm_core.layer_pattern import LayerPlan, parse_layer_pattern
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.composite import ParallelMixer, SequentialMixer
 from nsm_core.model.gated import GatedMixer
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.recurrence import LinearRecurrence
 
 MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "N": PulseMixer,
     "G": GatedMixer,
+    "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),
     "A": lambda config: WindowAttention(config, config.max_context),
 }
@@ -20,5 +24,12 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
 
 def build_mixers(config: ModelConfig) -> list[Mixer]:
     """One mixer a layer: the pattern, repeated as often as the layers need."""
-    pattern = config.layer_pattern
-    return [MIXERS[pattern[layer % len(pattern)]](config) for layer in range(config.num_layers)]
+    plans = parse_layer_pattern(config.layer_pattern)
+    return [_build(config, plans[layer % len(plans)]) for layer in range(config.num_layers)]
+
+
+def _build(config: ModelConfig, plan: LayerPlan) -> Mixer:
+    mixers = [MIXERS[kind](config) for kind in plan.kinds]
+    if len(mixers) == 1:
+        return mixers[0]
+    return ParallelMixer(config, mixers) if plan.in_parallel else SequentialMixer(config, mixers)

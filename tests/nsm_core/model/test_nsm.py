@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsm_core.config import LAYER_KINDS, ModelConfig
+from nsm_core.config import ModelConfig
+from nsm_core.layer_pattern import LAYER_KINDS, parse_layer_pattern
 from nsm_core.model.attention import rotary, rotate
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.registry import MIXERS
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, object]] = {
     "sigmoid": SIGMOID,
     "lstm": {"layer_pattern": "G", "gate": "lstm", "gate_chunk": 16, "num_layers": 2},
     "gru, every token": {"layer_pattern": "G", "gate_chunk": 1, "num_layers": 1},
+    "parallel": {"layer_pattern": "[NW]", "num_layers": 2},
+    "in sequence": {"layer_pattern": "(WNL)", "num_layers": 1},
     "free, hybrid": {"layer_pattern": "NGW", "gate": "free", "gate_chunk": 32},
 }
 
@@ -41,10 +43,11 @@ def make_model(config: ModelConfig = CONFIG) -> NsmModel:
     torch.manual_seed(7)
     model = NsmModel(config).eval().requires_grad_(False)
     for block in model.layers:
-        for weight in (block.mixer.out.weight, block.mlp.down.weight):
-            weight.normal_(std=weight.shape[1] ** -0.5)
-        if isinstance(block.mixer, PulseMixer):
-            block.mixer.initial_slots.normal_()
+        for name, weight in block.named_parameters():
+            if name.endswith(("out.weight", "down.weight", "mixer.weights")):
+                weight.normal_(std=weight.shape[1] ** -0.5)
+            if name.endswith("initial_slots"):
+                weight.normal_()
     return model
 
 
@@ -206,10 +209,11 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     banks = 3 if model.config.gate == "lstm" else 2  # slots, sums and cells
     gated = (banks * CONFIG.num_memory_slots + 2 * model.config.gate_chunk + 9) * CONFIG.d_model
     gated += CONFIG.num_heads * CONFIG.num_memory_slots
-    numbers = {"N": slots, "G": gated, "W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
-    num_layers = model.config.num_layers
-    pattern = model.config.layer_pattern * num_layers
-    assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for kind in pattern[:num_layers])
+    numbers = {"N": slots, "G": gated, "L": CONFIG.d_model}
+    numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
+    plans = parse_layer_pattern(model.config.layer_pattern)
+    layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]
+    assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for plan in layers for kind in plan.kinds)
     assert len(model.state_spec.pack(state)) == model.state_spec.num_bytes
 
 

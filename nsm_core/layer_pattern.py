@@ -1,0 +1,38 @@
+"""The text that names a model's layers, e.g. `NNNW`, `[NW]` or `N(WNL)`, as a list. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from nsm_core.errors import ConfigError
+
+# Slot memory, gated slots, linear recurrence, window and full attention: see nsm_core/model/registry.py
+LAYER_KINDS = "NGLWA"
+_LAYER = re.compile(rf"[{LAYER_KINDS}]|\([{LAYER_KINDS}]{{2,}}\)|\[[{LAYER_KINDS}]{{2,}}\]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The mixers of one layer; more than one run `in_parallel` on the same input, or one after the other."""
+
+    kinds: str
+    in_parallel: bool = False
+
+
+def parse_layer_pattern(pattern: str) -> tuple[LayerPlan, ...]:
+    """A letter is a layer; letters in [] are parallel mixers of one layer, letters in () follow each other in one.
+
+    Raises ConfigError.
+    """
+    plans, rest = [], pattern
+    while found := _LAYER.match(rest):
+        text = found.group()
+        plans.append(LayerPlan(text.strip("()[]"), in_parallel=text.startswith("[")))
+        rest = rest[found.end() :]
+    if rest or not plans:
+        raise ConfigError(
+            f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, of which two or more may stand in [] "
+            f"(parallel) or () (in sequence), got {pattern!r}"
+        )
+    return tuple(plans)
