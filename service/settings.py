@@ -152,7 +152,7 @@ class Settings(BaseSettings):
     def _tls_is_whole(self) -> Settings:
         if (self.triton_tls_cert is None) != (self.triton_tls_key is None):
             raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_KEY are of use together only")
-        if self.triton_tls_ca is None and not (self.triton_tls_cert is self.triton_tls_name is None):
+        if self.triton_tls_ca is None and not (self.triton_tls_cert is None and self.triton_tls_name is None):
             raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_NAME have no effect without NSM_TRITON_TLS_CA")
         return self
 
