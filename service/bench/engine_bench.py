@@ -1,0 +1,53 @@
+"""`nsm bench engine`: the model of the settings in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
+from nsm_core.model.bundled import find_checkpoint
+from nsm_core.model.loader import load_checkpoint
+from service.backends.local import LocalBackend
+from service.bench.engine_load import EngineLoad, EngineWork, memory_figures
+from service.bench.machine import ProcessUse, machine, versions
+from service.bench.result import BenchResult, collect
+from service.settings import Settings
+
+KIND = "engine"
+
+
+async def bench_engine(settings: Settings, work: EngineWork, *, tell: Callable[[int], None]) -> BenchResult:
+    """Raises CheckpointError, ConfigError, or what the engine gives as an error."""
+    place, created = machine(), utc_now()
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    before_mb = ProcessUse().rss_mb()  # the libraries are loaded, the model is not
+    backend = LocalBackend(load_checkpoint(settings.model), settings.engine_config(), executor=settings.executor)
+    await backend.start()
+    try:
+        repeats = await EngineLoad(backend).run(work, tell=tell)
+        weights_bytes = sum(file.stat().st_size for file in find_checkpoint(settings.model).glob("*.safetensors"))
+        repeats.append(memory_figures(backend, weights_bytes=weights_bytes, before_mb=before_mb))
+        model = backend.model
+    finally:
+        await backend.stop()
+    return BenchResult(
+        kind=KIND,
+        command=command_line(),
+        commit=source_commit(),
+        created=created,
+        machine=place,
+        versions=versions(),
+        subject={"model": model.name, "fingerprint": model.fingerprint, "numerics": model.numerics},
+        options={
+            **dataclasses.asdict(work),
+            "executor": settings.executor,
+            "num_threads": torch.get_num_threads(),
+            "max_slots": settings.max_slots,
+            "token_budget": settings.token_budget,
+        },
+        measures=collect(repeats),
+    )

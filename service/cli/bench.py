@@ -1,0 +1,226 @@
+"""`nsm bench`: how fast this engine or any server is, what changed between two builds, and whether that is a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.output import console, note, print_json
+from service.cli.progress import progress
+
+if TYPE_CHECKING:
+    from service.bench.gate import Verdict
+    from service.bench.result import BenchResult
+
+LOST = 1  # exit status of a gate that does not open
+
+app = typer.Typer(help="Measure an engine, a server, or two builds against each other.", no_args_is_help=True)
+
+Sizes = Annotated[str, typer.Option(help="Requests at once: numbers with commas between them.", metavar="N,N,…")]
+Lengths = Annotated[
+    str, typer.Option(help="Of prompts and sessions: numbers with commas between them.", metavar="N,N,…")
+]
+NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="New tokens of each request.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Times that everything is measured, after a warm-up.")]
+Output = Annotated[Path | None, typer.Option(show_default=False, help="File to write the result to, as JSON.")]
+Plots = Annotated[Path | None, typer.Option(show_default=False, help="Directory to write pictures (SVG) to.")]
+Threads = Annotated[
+    int | None, typer.Option("--num-threads", min=1, help="CPU threads of the model.", show_default="NSM_NUM_THREADS")
+]
+
+
+@app.command()
+def engine(
+    model: options.Model = None,
+    executor: Annotated[
+        str | None, typer.Option(help="How the model is computed.", show_default="NSM_EXECUTOR")
+    ] = None,
+    num_threads: Threads = None,
+    batches: Sizes = "1,8,32",
+    lengths: Lengths = "512,2048,8192",
+    num_tokens: NumTokens = 32,
+    repeats: Repeats = 5,
+    output: Output = None,
+    plots: Plots = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """The engine in this process: decoding, prompts, resumed sessions, memory; by the clock and by CPU seconds."""
+    from service.settings import load_settings
+
+    wanted = _numbers(batches, "--batches")
+    slots = {"max_slots": max(wanted), "token_budget": max(256, *wanted)}
+    settings = load_settings(model=model, executor=executor, num_threads=num_threads, **slots)
+    from service.bench.engine_bench import bench_engine
+    from service.bench.engine_load import EngineWork
+
+    work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
+    with progress("engine", repeats) as tell:
+        result = asyncio.run(bench_engine(settings, work, tell=tell))
+    _show(result, output=output, plots=plots, as_json=as_json)
+
+
+@app.command()
+def http(
+    url: Annotated[str, typer.Option(help="An OpenAI-compatible server, this one or any other.")],
+    model: Annotated[str | None, typer.Option(help="As requests name it.", show_default="the server's choice")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with an API key, where the server wants one.")] = None,
+    pid: Annotated[int | None, typer.Option(help="Of the server, for its CPU seconds and memory.")] = None,
+    clients: Sizes = "1,8,32",
+    lengths: Lengths = "512,2048",
+    num_tokens: NumTokens = 64,
+    repeats: Repeats = 5,
+    output: Output = None,
+    plots: Plots = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """A server over HTTP: streams of many clients, long prompts, conversations that go on, stored sessions."""
+    from service.bench.http_bench import bench_http
+    from service.bench.http_client import Endpoint
+    from service.bench.http_load import HttpWork
+
+    key = None if key_file is None else key_file.read_text("utf-8").strip()
+    work = HttpWork(
+        concurrencies=_numbers(clients, "--clients"),
+        num_tokens=num_tokens,
+        lengths=_numbers(lengths, "--lengths"),
+        repeats=repeats,
+        model=model,
+    )
+    with progress("http", repeats) as tell:
+        result = asyncio.run(bench_http(Endpoint(url, api_key=key), work, pid=pid, tell=tell))
+    _show(result, output=output, plots=plots, as_json=as_json)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A result that --output wrote.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
+    plots: Plots = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """How many times as good the second result is, with what the spread of both leaves of that."""
+    import dataclasses
+
+    from service.bench import compare as comparing
+    from service.bench.pictures import draw
+    from service.bench.result import read_result
+
+    one, other = read_result(first), read_result(second)
+    rows = comparing.compare(one, other)
+    for line in comparing.differences(one, other):
+        note(line)
+    if plots is not None:
+        draw({first.stem: one, second.stem: other}, plots)
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
+        return
+    _table(
+        ("measure", "unit", first.name, second.name, "ratio", "from", "to", ""),
+        [
+            (row.name, row.unit, _short(row.first), _short(row.second), _times(row.ratio), _times(row.low),
+             _times(row.high), "" if not row.is_clear else "better" if row.ratio > 1 else "worse")
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+@app.command()
+def gate(
+    base: Annotated[Path, typer.Option(help="Checkout to measure this build against.", show_default=False)],
+    model: options.Model = None,
+    num_threads: Threads = 1,
+    batches: Sizes = "1,8",
+    lengths: Lengths = "512",
+    num_tokens: NumTokens = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that both builds are run, in turns.")] = 7,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Loss that is let through, as a share.")] = 0.05,
+    wall: Annotated[
+        bool, typer.Option("--wall", help="Go by the clock: for a machine that does nothing else.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Refuse a build that is slower than the base beyond doubt: exit status 1.
+
+    Both are run in turns on this machine; CPU seconds count, so that a busy neighbour does not decide.
+    """
+    import dataclasses
+
+    from service.bench import gate as gating
+    from service.bench.builds import Build, in_turns, this_build
+
+    _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
+    arguments = ["--batches", batches, "--lengths", lengths, "--tokens", str(num_tokens), "--repeats", "1"]
+    arguments += ["--num-threads", str(num_threads)] if num_threads is not None else []
+    arguments += ["--model", str(model.absolute() if model.exists() else model)] if model is not None else []
+    with progress("rounds", rounds) as tell:
+        taken = in_turns(Build.at("base", base), this_build(), arguments, rounds=rounds, tell=tell)
+    wanted = gating.WALL_MEASURES if wall else gating.CPU_MEASURES
+    verdicts = gating.decide(*taken, wanted=wanted, tolerance=tolerance)
+    if as_json:
+        print_json([dataclasses.asdict(verdict) for verdict in verdicts])
+    else:
+        _show_verdicts(verdicts)
+    if any(verdict.is_lost for verdict in verdicts):
+        raise typer.Exit(LOST)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    """Ascending, each once. Raises a usage error that names the option."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"must be numbers above 0 with commas between, got {text!r}", param_hint=f"'{option}'")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _show(result: BenchResult, *, output: Path | None, plots: Path | None, as_json: bool) -> None:
+    from service.bench.pictures import draw
+
+    if output is not None:
+        output.write_text(result.to_json() + "\n", "utf-8")
+    if plots is not None:
+        draw({result.kind: result}, plots)
+    if as_json:
+        print(result.to_json())
+        return
+    _table(
+        ("measure", "unit", "median", "from", "to"),
+        [
+            (measure.name, measure.unit, _short(measure.median), *map(_short, measure.quartiles))
+            for measure in result.measures
+        ],
+    )
+
+
+def _show_verdicts(verdicts: Sequence[Verdict]) -> None:
+    _table(
+        ("measure", "unit", "base", "new", "loss", "at least", ""),
+        [
+            (row.name, row.unit, _short(row.base), _short(row.new), _times(row.loss), _times(row.bound),
+             "LOST" if row.is_lost else "")
+            for row in verdicts
+        ],
+    )  # fmt: skip
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.3f}"
