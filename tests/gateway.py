@@ -21,6 +21,7 @@ from service.prefixes.base import PrefixStore
 from service.sessions.base import SessionStore
 from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
+from service.tracing.tracing import Tracing
 from tests.live_server import serving
 
 
@@ -47,12 +48,14 @@ async def gateway(
     is_live: bool = False,
     store: SessionStore | None = None,
     prefixes: PrefixStore | None = None,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
     the defaults.
     """
-    app = create_app(Settings(data_dir=Path("unused"), **settings), backend, store or MemorySessionStore(), prefixes)
+    wanted = Settings(data_dir=Path("unused"), **settings)
+    app = create_app(wanted, backend, store or MemorySessionStore(), prefixes, tracing)
     async with contextlib.AsyncExitStack() as stack:
         if is_live:
             url = await stack.enter_async_context(serving(app))

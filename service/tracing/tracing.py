@@ -10,8 +10,7 @@ from opentelemetry.trace import Tracer
 from nsm_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 DISTRIBUTION = "nsm-serve"
 TRACES_PATH = "/v1/traces"
