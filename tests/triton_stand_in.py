@@ -72,7 +72,8 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
     `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are; `is_unloading`: only
     streams that run are. `options`: what calls asked for, in order;
-    `state_sizes`: bytes of states that came along; `credentials`: TLS, from the next start on.
+    `state_sizes`: bytes of states that came along; `traces`: what was asked, and the trace it is of; `credentials`: TLS,
+    from the next start on.
     """
 
     def __init__(self, loaded: LoadedModel, **config: Any) -> None:
@@ -85,6 +86,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.is_hung = self.is_mute = self.is_unloading = False
         self.options: list[dict[str, Any]] = []
         self.state_sizes: list[int] = []
+        self.traces: list[tuple[str, str | None]] = []
         self.credentials: grpc.ServerCredentials | None = None
         self._worker: Worker | None = None
         self._server: Any = None
@@ -120,6 +122,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
             tensors = _read(request)
             options = json.loads(tensors["options"][0])
             is_text = options["op"] == "generate"
+            self.traces.append((options["op"], dict(context.invocation_metadata()).get("traceparent")))
             if self._worker is None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "stopped by the test")
             if is_text:
