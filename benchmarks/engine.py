@@ -22,6 +22,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
 from nsm_core.evaluation.provenance import source_commit
+from nsm_core.execution.choose import ChosenExecutor, choose_executor
+from nsm_core.execution.wishes import WISHES
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 
@@ -31,11 +33,13 @@ Timing = tuple[float, float]  # wall and CPU seconds
 class Bench:
     """One engine and the requests that measure it."""
 
-    def __init__(self, loaded: LoadedModel, *, max_slots: int, token_budget: int) -> None:
+    def __init__(self, loaded: LoadedModel, executor: ChosenExecutor, *, max_slots: int, token_budget: int) -> None:
         self._vocab_size = loaded.tokenizer.vocab_size
         self._fingerprint = loaded.fingerprint
         config = EngineConfig(max_slots=max_slots, token_budget=token_budget)
-        self._engine = Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config)
+        self._engine = Engine(
+            loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config, executor=executor.factory
+        )
         self._random = random.Random(0)
         self._num_requests = 0
 
@@ -111,24 +115,30 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
+    parser.add_argument("--executors", nargs="+", choices=WISHES, default=["auto"], help="one after the other")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--decode-tokens", type=int, default=32)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--token-budget", type=int, default=256)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded = load_checkpoint(args.model)
-    bench = Bench(loaded, max_slots=max(args.batches), token_budget=args.token_budget)
-    rows = measure(bench, args)
     about = {
         "commit": source_commit(),
-        "numerics": loaded.numerics,
         "threads": args.threads,
         "cpu": platform.processor(),
+        "model": loaded.name,
+        "fingerprint": loaded.fingerprint,
     }
-    print(json.dumps({**about, "model": loaded.name, "fingerprint": loaded.fingerprint, "rows": rows}))
+    runs = []
+    for wish in args.executors:
+        executor = choose_executor(loaded, wish)
+        bench = Bench(loaded, executor, max_slots=max(args.batches), token_budget=args.token_budget)
+        print(f"{executor.name} ({executor.numerics})")
+        runs.append({"executor": executor.name, "numerics": executor.numerics, "rows": measure(bench, args)})
+    print(json.dumps({**about, "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ struct SlotWork {
   const float* tail;  // [taps-1, 3d], before the tokens
   float* state;       // [slots, 2 head_dim], advanced in place
   float* out;         // [tokens, d]
+  const float* next;  // the state that comes after this one: fetched meanwhile; null: none
 };
 
 struct AttentionLayer {

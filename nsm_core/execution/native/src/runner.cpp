@@ -143,12 +143,15 @@ void Runner::mix_slots(int index, const std::vector<Span>& spans, int tokens) {
   team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
     const Span& span = spans[task / heads];
     const int head = task % heads;
-    float* memory = states_.memory[index] + span.row * states_.memory_strides[index];
+    const auto state_of = [&](int number) {
+      return states_.memory[index] + spans[number / heads].row * states_.memory_strides[index] +
+             static_cast<int64_t>(number % heads) * model_.shape.slots * 2 * model_.head_dim;
+    };
+    const float* next = task + 1 < static_cast<int>(spans.size()) * heads ? state_of(task + 1) : nullptr;
     model_.kernels.slots(layer.slots, {head, span.tokens, projected_.get() + static_cast<int64_t>(span.first) * 4 * d,
                                        routing_.get() + static_cast<int64_t>(span.first) * routing_stride_, routing_stride_,
                                        states_.tails[index] + span.row * states_.tail_strides[index],
-                                       memory + static_cast<int64_t>(head) * model_.shape.slots * 2 * model_.head_dim,
-                                       mixed_.get() + static_cast<int64_t>(span.first) * d});
+                                       state_of(task), mixed_.get() + static_cast<int64_t>(span.first) * d, next});
   });
   for (const Span& span : spans) keep_tail(index, span);
 }
