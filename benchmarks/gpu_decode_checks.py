@@ -135,14 +135,17 @@ def check_steps(model: NsmModel, options: CudaOptions, *, num_steps: int, num_ro
     eager = EagerExecutor(model, num_rows=2 * num_rows, poison=True)
     fused = CudaExecutor(model, num_rows=2 * num_rows, poison=True, options=options)
     state = random_states(model, num_rows)
-    lease(eager, rows, state)
-    lease(fused, rows, state)
-    worst, agreed = 0.0, 0
+    rounded = EagerExecutor(model, num_rows=2 * num_rows)
+    for executor in (eager, fused, rounded):
+        lease(executor, rows, state)
+    worst, worst_rounded, agreed = 0.0, 0.0, 0
     for _ in range(num_steps):
         ids = torch.randint(model.config.vocab_size, (num_rows,)).tolist()
         want = eager.logits(eager.step(rows, ids))
         got = fused.logits(fused.step(rows, ids))
         worst = max(worst, relative(got, want))
+        with torch.autocast(want.device.type, torch.bfloat16):
+            worst_rounded = max(worst_rounded, relative(rounded.logits(rounded.step(rows, ids)), want))
         agreed += int((got.argmax(dim=1) == want.argmax(dim=1)).sum())
     errors = {
         name: relative(fused.pool.tensors[name][list(rows)], eager.pool.tensors[name][list(rows)]) for name in state
@@ -150,6 +153,7 @@ def check_steps(model: NsmModel, options: CudaOptions, *, num_steps: int, num_ro
     free = [name for name, value in fused.pool.tensors.items() if name != POSITION and not value[0].isnan().all()]
     limit = FP32_TOLERANCE if options.weights is CudaWeights.FP32 else 0.05
     result = {"weights": str(options.weights), "graphs": options.graphs, "logits_error": worst}
+    result |= {"eager_bf16_logits_error": worst_rounded}
     result |= {"same_argmax": agreed / (num_rows * num_steps), "state_error": max(errors.values())}
     yield result | _ok(worst < limit and errors[POSITION] == 0.0 and not free)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 PLACES = 64
+NUM_WARPS = 4
 
 
 @triton.jit
@@ -177,7 +178,9 @@ def attend_in_place(
     constants = {"H": heads, "GROUP": heads // kv_heads, "HALF": head_dim // 2}
     constants["PAIRS"] = triton.next_power_of_2(head_dim // 2)
     shared = (rows, start, projected, projected.stride(0), cos, sin, scale, ring, sums, stats)
-    _read_ring[(pieces, kv_heads, rows.shape[0])](*shared, window, pieces, eps, PLACES=PLACES, num_warps=4, **constants)
+    _read_ring[(pieces, kv_heads, rows.shape[0])](
+        *shared, window, pieces, eps, PLACES=PLACES, num_warps=NUM_WARPS, **constants
+    )
     _join[(heads, rows.shape[0])](
         *shared,
         out,

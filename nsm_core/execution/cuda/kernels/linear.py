@@ -19,10 +19,11 @@ from torch import Tensor
 
 DEPTH = 64  # inputs of a step of the sum; widths are padded to multiples of it
 ROWS = 64  # the smallest tile of the matrix units that sum in the way of the large ones
-# Up to as many rows -> outputs of a program, steps in flight. Few rows: many narrow programs, to read weights fast.
-SMALL_BATCH, NARROW, WIDE = 64, (16, 6), (64, 4)
+# Outputs of a program -> steps in flight. Wide programs read less twice, narrow ones are many: both keep a device busy.
+STAGES = {16: 6, 32: 5, 64: 4, 128: 4}
+ENOUGH_PROGRAMS = 96  # nearly one for each multiprocessor of a large device
 # In fp32 a tile takes twice the memory, and its products three times the registers.
-FP32_TILE = (32, 3)
+FP32_COLUMNS, FP32_STAGES = 32, 3
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])  # a program for one row more must not be another program
@@ -115,16 +116,33 @@ def padded(width: int) -> int:
     return -(-width // DEPTH) * DEPTH
 
 
+def tile_columns(linear: Linear, num_rows: int) -> int:
+    """Outputs of a program: as many as leave enough programs."""
+    if linear.weight.dtype == torch.float32:
+        return FP32_COLUMNS
+    row_tiles = -(-num_rows // ROWS)
+    widths = [width for width in STAGES if width <= (64 if linear.is_gated else 128)]
+    wide_enough = [width for width in widths if row_tiles * (linear.num_outputs // width) >= ENOUGH_PROGRAMS]
+    return max(wide_enough, default=min(widths))
+
+
 def run_linear(
-    linear: Linear, x: Tensor, out: Tensor, *, residual: Tensor | None = None, copy: Tensor | None = None
+    linear: Linear,
+    x: Tensor,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    copy: Tensor | None = None,
+    columns: int | None = None,
 ) -> None:
     """x [B, depth] -> out [B, >= N], which may be `residual`; `copy` gets the same values in its own dtype.
 
-    `out`, `residual` and `copy` have one row stride; x has zeros beyond the width.
+    `out`, `residual` and `copy` have one row stride; x has zeros beyond the width. `columns` of a tile change no bit;
+    None: chosen here.
     """
     num_rows, depth = x.shape[0], linear.weight.shape[1]
     is_fp32 = linear.weight.dtype == torch.float32
-    columns, stages = FP32_TILE if is_fp32 else NARROW if num_rows <= SMALL_BATCH else WIDE
+    columns = columns or tile_columns(linear, num_rows)
     _linear[(triton.cdiv(linear.num_outputs, columns), triton.cdiv(num_rows, ROWS))](
         x,
         x.stride(0),
@@ -146,5 +164,5 @@ def run_linear(
         DEPTH=DEPTH // 2 if is_fp32 else DEPTH,
         PRECISION="tf32x3" if is_fp32 else "ieee",
         num_warps=4,
-        num_stages=stages,
+        num_stages=FP32_STAGES if is_fp32 else STAGES[columns],
     )

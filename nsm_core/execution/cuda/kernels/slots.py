@@ -16,6 +16,7 @@ from torch import Tensor
 from nsm_core.ops.routing.kernel import distribution, kth_largest_after, softplus
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
+NUM_WARPS = 4
 LARGEST_WRITE = -math.expm1(LOG_DECAY_MIN)
 
 
@@ -211,5 +212,5 @@ def slot_step_in_place(
         TOP_K=weights.top_k,
         SLOTS=triton.next_power_of_2(num_slots),
         CHANNELS=triton.next_power_of_2(pair // 2),
-        num_warps=4,
+        num_warps=NUM_WARPS,
     )
