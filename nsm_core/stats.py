@@ -24,12 +24,13 @@ class EnergyUse:
 class LayerStats:
     """What one layer with routed slots did with the tokens that were sampled last; the counters count in samples only.
 
-    Shares are in [0, 1]. `entropy`: of a token's write weights over the slots of a head, 1 where all are equal;
-    `sparsity`: share of slots with a write weight below a thousandth; `states_per_token`: exp of that entropy, in
-    slots; `openness`: mean write weight; `utilisation`: share of slots that are not where they started.
+    `layer`: its number, and behind a dot that of one of several mixers in it. Shares are in [0, 1]. `entropy`: of a
+    token's write weights over the slots of a head, 1 where all are equal; `sparsity`: share of slots with a write
+    weight below a thousandth; `states_per_token`: exp of that entropy, in slots; `openness`: mean write weight;
+    `utilisation`: share of slots that are not where they started.
     """
 
-    layer: int
+    layer: str
     entropy: float
     sparsity: float
     states_per_token: float

@@ -25,9 +25,9 @@ UNUSED_WEIGHT = 1e-3
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """`start` [H, M, 2K], the learned slots; the counters of LayerStats."""
+    """`name`: of LayerStats, and of the state's tensors; `start` [H, M, 2K], the learned slots."""
 
-    number: int
+    name: str
     router: Router
     start: Tensor
     num_allocated: int = 0
@@ -49,9 +49,9 @@ class ModelObserver:
         with torch.inference_mode():
             initial = model.initial_state(1)
         self._layers = [
-            _Layer(number, router, initial[f"layers.{number}.slots"][0])
-            for number, block in enumerate(model.layers)
-            if isinstance(router := getattr(block.mixer, "router", None), Router)
+            _Layer(name, router, initial[f"layers.{name}.slots"][0])
+            for name, router in _routers(model)
+            if f"layers.{name}.slots" in initial
         ]
         self._moved: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots had left their start
 
@@ -68,31 +68,31 @@ class ModelObserver:
         `is_fresh`: whether a request began with the learned start.
         """
         began = self._clock()
-        weights: dict[int, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         with self._watching(weights):
             self._model.step(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].start.device), state)
-        moved = [_moved(state[f"layers.{layer.number}.slots"], layer.start) for layer in self._layers]
+        moved = [_moved(state[f"layers.{layer.name}.slots"], layer.start) for layer in self._layers]
         self._count_changes(request_ids, is_fresh, moved)
         self.layers = tuple(
-            _figures(layer, weights[layer.number], share) for layer, share in zip(self._layers, moved, strict=True)
+            _figures(layer, weights[layer.name], share) for layer, share in zip(self._layers, moved, strict=True)
         )
         self.num_observed += len(ids)
         now = self._clock()
         self._due_at = now + max(OBSERVE_EVERY_S, (now - began) / MAX_SHARE)
 
     @contextlib.contextmanager
-    def _watching(self, weights: dict[int, Tensor]) -> Iterator[None]:
+    def _watching(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """Puts each router's write weights [B, H, M] into `weights`, by layer."""
 
-        def watch(number: int) -> Callable[..., None]:
+        def watch(name: str) -> Callable[..., None]:
             def keep(router: Router, given: object, log_decay: Tensor) -> None:
-                weights[number] = -torch.expm1(log_decay)
+                weights[name] = -torch.expm1(log_decay)
 
             return keep
 
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
-                handle = layer.router.register_forward_hook(watch(layer.number))
+                handle = layer.router.register_forward_hook(watch(layer.name))
                 stack.callback(handle.remove)
             yield
 
@@ -111,6 +111,15 @@ class ModelObserver:
         self._moved = seen
 
 
+def _routers(model: NsmModel) -> Iterator[tuple[str, Router]]:
+    """With the names of their layers; one of several mixers of a layer has its number behind the layer's."""
+    for number, block in enumerate(model.layers):
+        for path, module in block.mixer.named_modules():
+            router = getattr(module, "router", None)
+            if isinstance(router, Router):
+                yield ".".join((str(number), *(part for part in path.split(".") if part.isdigit()))), router
+
+
 def _moved(slots: Tensor, start: Tensor) -> Tensor:
     """slots [B, H, M, 2K], start [H, M, 2K] -> bool [B, H, M]."""
     moved: Tensor = (slots - start).norm(dim=-1) > UNTOUCHED * start.norm(dim=-1)
@@ -124,7 +133,7 @@ def _figures(layer: _Layer, weights: Tensor, moved: Tensor) -> LayerStats:
     entropy = torch.special.entr(shares).sum(dim=-1)
     num_slots = weights.shape[-1]
     return LayerStats(
-        layer=layer.number,
+        layer=layer.name,
         entropy=float(entropy.mean()) / math.log(max(2, num_slots)),
         sparsity=float((weights < UNUSED_WEIGHT).float().mean()),
         states_per_token=float((entropy.exp() * (total[..., 0] > 0)).mean()),

@@ -96,9 +96,9 @@ class ModelMetrics:
         self._observed.follow(stats.num_observed)
         for layer in stats.layers:
             for field, gauge in self._gauges.items():
-                gauge.follow(getattr(layer, field), str(layer.layer))
+                gauge.follow(getattr(layer, field), layer.layer)
             for field, counter in self._counters.items():
-                counter.follow(getattr(layer, field), str(layer.layer))
+                counter.follow(getattr(layer, field), layer.layer)
 
 
 class EnergyMetrics:

@@ -140,7 +140,7 @@ def test_a_look_at_the_model_changes_no_text(tiny_tokenizer: Tokenizer) -> None:
             texts.setdefault(name, []).append(event)
     assert texts == {name: outcome.events for name, outcome in plain.items()}
     assert engine.stats().num_observed > 10
-    assert [layer.layer for layer in engine.stats().layers] == [0, 1]
+    assert [layer.layer for layer in engine.stats().layers] == ["0", "1"]
 
 
 def test_stats_come_back_from_json_as_they_were(tiny_tokenizer: Tokenizer) -> None:

@@ -100,6 +100,14 @@ def test_M7_looks_are_rare_and_rarer_where_they_cost_much() -> None:
     assert observer.is_due
 
 
+@pytest.mark.parametrize("pattern", ["(NW)", "[NW]"])
+def test_a_mixer_beside_others_is_found_by_its_number(pattern: str) -> None:
+    model = random_model(small_config(64, layer_pattern=pattern))
+    observer = ModelObserver(model, clock=FakeClock())
+    look(observer, read(model, 10))
+    assert [layer.layer for layer in observer.layers] == ["0.0", "1.0"]
+
+
 def test_a_model_without_routers_is_not_looked_at() -> None:
     observer = ModelObserver(random_model(small_config(64, layer_pattern="A")), clock=FakeClock())
     assert not observer.is_due
