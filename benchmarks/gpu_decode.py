@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -96,6 +97,10 @@ def all_checks(model: NsmModel, has_gpu: bool) -> dict[str, Callable[[], Iterato
     }
 
 
+class DeviceLost(Exception):
+    """This process cannot use the device any more."""
+
+
 def run_part(name: str, work: Callable[[], Iterator[Row]], deadline: float) -> bool:
     """Says what a part gives; False when a check failed."""
     if time.monotonic() > deadline:
@@ -111,14 +116,32 @@ def run_part(name: str, work: Callable[[], Iterator[Row]], deadline: float) -> b
         say(name, {"error": f"{type(error).__name__}: {str(error).strip()[:400]}", "ok": False})
         traceback.print_exc(limit=-4, file=sys.stderr)
         good = False
+        if "CUDA error" in str(error):
+            raise DeviceLost from error
     say(name, {"part_s": round(time.monotonic() - started, 2)})
     return good
+
+
+def go_on(parts: list[str], budget_s: float) -> int:
+    """The rest in a new process; the exit status of a run with a failed part."""
+    if parts and budget_s > 0:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_decode",
+            "--parts",
+            ",".join(parts),
+            "--budget-s",
+            str(budget_s),
+        ]
+        subprocess.run(command, check=False)
+    return 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=240.0, help="no part is begun after that")
-    parser.add_argument("--parts", default="", help="only the parts whose names contain one of these, comma-separated")
+    parser.add_argument("--parts", default="", help="only the parts of these names, comma-separated")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
@@ -145,9 +168,13 @@ def main() -> None:
             "variants": lambda: timings.variants(bench),
             "step fp16": lambda: checks.check_steps(model, fp16, num_steps=16, num_rows=24),
         }
-    wanted = [part for part in options.parts.split(",") if part]
-    chosen = {part: work for part, work in parts.items() if not wanted or any(word in part for word in wanted)}
-    results = [run_part(part, work, deadline) for part, work in chosen.items()]
+    wanted = [part for part in parts if not options.parts or part in options.parts.split(",")]
+    results = []
+    for index, part in enumerate(wanted):
+        try:
+            results.append(run_part(part, parts[part], deadline))
+        except DeviceLost:
+            sys.exit(go_on(wanted[index + 1 :], deadline - time.monotonic()))
     say("end", {"ok": all(results)})
     sys.exit(0 if all(results) else 1)
 
