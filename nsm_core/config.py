@@ -38,10 +38,11 @@ class ModelConfig:
 
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
     With the `router` softmax, slots compete for a token; with sigmoid each decides for itself.
-    `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, G slots that the
-    `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last `window` tokens, A
-    attention to the last `max_context`; `num_kv_heads` is that of W and A layers. [NW] is one layer with both side by
-    side, (WNL) one with three in a row.
+    `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, C the same with
+    an exchange between the slots every `communication_interval` tokens (each with `communication_top_k` others, 0: with
+    all), G slots that the `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last
+    `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers. [NW] is one layer
+    with both side by side, (WNL) one with three in a row.
     """
 
     layer_pattern: str = "N"
@@ -64,6 +65,8 @@ class ModelConfig:
     chat_template: str = "plain-v1"
     gate: str = _later("gru")
     gate_chunk: int = _later(32)
+    communication_interval: int = _later(256)
+    communication_top_k: int = _later(0)
 
     def __post_init__(self) -> None:
         for name in (
@@ -106,6 +109,15 @@ class ModelConfig:
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
         _require(self.gate in GATES, f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
         _require(64 % self.gate_chunk == 0, f"gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got {self.gate_chunk}")
+        _require(
+            self.communication_interval >= 64 and self.communication_interval % 64 == 0,
+            f"communication_interval must be a multiple of 64, got {self.communication_interval}",
+        )
+        _require(
+            0 <= self.communication_top_k <= self.num_memory_slots,
+            f"communication_top_k must be 0 (all) to num_memory_slots ({self.num_memory_slots}), "
+            f"got {self.communication_top_k}",
+        )
         self._check_layers()
 
     def _check_layers(self) -> None:

@@ -7,8 +7,9 @@ import re
 
 from nsm_core.errors import ConfigError
 
-# Slot memory, gated slots, linear recurrence, window and full attention: see nsm_core/model/registry.py
-LAYER_KINDS = "NGLWA"
+# Slot memory, the same with communication, gated slots, linear recurrence, window and full attention: see
+# nsm_core/model/registry.py
+LAYER_KINDS = "NCGLWA"
 _LAYER = re.compile(rf"[{LAYER_KINDS}]|\([{LAYER_KINDS}]{{2,}}\)|\[[{LAYER_KINDS}]{{2,}}\]")
 
 

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
+from nsm_core.model.frame import Frame, make_frame
 from nsm_core.model.gates import GATES
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import ShortConv
 from nsm_core.model.router import build_router
 from nsm_core.model.segments import Segments
 from nsm_core.state.spec import State
-
-
-class _Frame(NamedTuple):
-    """The tokens of a call in columns that begin at a boundary of every row's text: `num_chunks` chunks of C columns.
-
-    offset [B]: tokens of the row's first chunk that were read before; end [B]: columns up to the row's last token.
-    source [B, n * C]: which token of the call lies in a column; is_token: whether one does.
-    """
-
-    num_chunks: int
-    offset: Tensor
-    end: Tensor
-    source: Tensor
-    is_token: Tensor
-
-    def place(self, x: Tensor) -> Tensor:
-        """x [B,T,...] -> [B, n * C, ...], zero where there is no token of the call."""
-        index = self.source.clamp(0, x.shape[1] - 1)
-        trailing = x.shape[2:]
-        shape = (*index.shape, *[1] * len(trailing))
-        placed = torch.take_along_dim(x, index.view(shape), dim=1)
-        return torch.where(self.is_token.view(shape), placed, 0.0)
-
-    def take(self, x: Tensor, num_tokens: int) -> Tensor:
-        """The inverse: x [B, n * C, H, K] -> [B,T,H,K]."""
-        index = self.offset[:, None] + torch.arange(num_tokens, device=x.device)
-        return torch.take_along_dim(x, index[..., None, None], dim=1)
 
 
 class GatedMixer(Mixer):
@@ -92,7 +65,7 @@ class GatedMixer(Mixer):
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
         # scaled before the masks: the gradient of a scale that meets -inf is not a number
         q = q * self.scale[:, None].to(q.dtype)
-        frame = self._frame(x.shape[1], segments)
+        frame = make_frame(x.shape[1], self.chunk, segments)
         weights = frame.place(-self.router(x, segments.valid))
         recent = self._columns(torch.cat((k, v), dim=-1).to(state["recent"].dtype), state["recent"], frame)
         local = self._local_scores(frame.place(q), recent, frame, segments)
@@ -106,19 +79,7 @@ class GatedMixer(Mixer):
         out, new_state = self.forward(x[:, None], state, Segments(positions[:, None]))
         return out[:, 0], new_state
 
-    def _frame(self, num_tokens: int, segments: Segments) -> _Frame:
-        """Texts that start within the call (`reset`) do so at boundaries, and such rows begin at one."""
-        chunk, start = self.chunk, segments.positions[:, 0]
-        offset = start % chunk if segments.reset is None else torch.zeros_like(start)
-        num_chunks = -(-(num_tokens + (chunk - 1 if segments.reset is None else 0)) // chunk)
-        column = torch.arange(num_chunks * chunk, device=start.device)
-        source = column - offset[:, None]
-        lengths = num_tokens if segments.lengths is None else segments.lengths[:, None]
-        is_token = (source >= 0) & (source < lengths)
-        end = offset + (num_tokens if segments.lengths is None else segments.lengths)
-        return _Frame(num_chunks, offset, end, source, is_token)
-
-    def _columns(self, kv: Tensor, ring: Tensor, frame: _Frame) -> Tensor:
+    def _columns(self, kv: Tensor, ring: Tensor, frame: Frame) -> Tensor:
         """Keys and values [B, (n + 1) * C, H, 2K]: the chunk before the frame, then its columns.
 
         The ring has position p at place p % C, so its places are the columns of either chunk: those before `offset`
@@ -129,12 +90,12 @@ class GatedMixer(Mixer):
         first = torch.where(is_before[..., None, None], ring, placed[:, : self.chunk])
         return torch.cat((ring, first, placed[:, self.chunk :]), dim=1)
 
-    def _as_ring(self, recent: Tensor, frame: _Frame) -> Tensor:
+    def _as_ring(self, recent: Tensor, frame: Frame) -> Tensor:
         place = torch.arange(self.chunk, device=recent.device)
         column = frame.end[:, None] - 1 - (frame.end[:, None] - 1 - place) % self.chunk
         return torch.take_along_dim(recent, (column + self.chunk)[..., None, None], dim=1)
 
-    def _local_scores(self, q: Tensor, recent: Tensor, frame: _Frame, segments: Segments) -> Tensor:
+    def _local_scores(self, q: Tensor, recent: Tensor, frame: Frame, segments: Segments) -> Tensor:
         """Read logits [B,n,H,C,2C] of a chunk's tokens for those of it and the chunk before; -inf: not seen."""
         chunk, n = self.chunk, frame.num_chunks
         keys = recent[..., : self.head_dim].unfold(1, 2 * chunk, chunk)  # [B,n,H,K,2C]
@@ -146,7 +107,7 @@ class GatedMixer(Mixer):
         return (queries.to(keys.dtype) @ keys).masked_fill(~seen[:, :, None], -torch.inf)
 
     def _walk(
-        self, *, q: Tensor, local: Tensor, recent: Tensor, weights: Tensor, frame: _Frame, state: State,
+        self, *, q: Tensor, local: Tensor, recent: Tensor, weights: Tensor, frame: Frame, state: State,
         reset: Tensor | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Chunk after chunk: the reads [B, n * C, H, K], and slots, cells and sums after each row's last token."""

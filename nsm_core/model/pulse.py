@@ -78,17 +78,13 @@ class PulseMixer(Mixer):
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]."""
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
-        read, slots = slot_scan(
-            q=q,
-            k=k,
-            v=v,
-            log_decay=self.router(x, segments.valid),
-            scale=self.scale,
-            state=state["slots"],
-            reset=segments.reset,
-            initial=self.initial_slots,
-        )
+        tokens = {"q": q, "k": k, "v": v, "log_decay": self.router(x, segments.valid)}
+        read, slots = self._scan(tokens, state["slots"], segments)
         return self._output(read, gate), {"slots": slots, "conv_tail": tail}
+
+    def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """tokens: q, k, v [B,T,H,K] and log_decay [B,T,H,M]; returns what they read and the slots after the last."""
+        return slot_scan(**tokens, scale=self.scale, state=slots, reset=segments.reset, initial=self.initial_slots)
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         qkv, gate = self.project(x).split((3 * x.shape[-1], x.shape[-1]), dim=-1)

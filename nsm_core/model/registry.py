@@ -7,6 +7,7 @@ from collections.abc import Callable
 from nsm_core.config import ModelConfig
 from nsm_core.layer_pattern import LayerPlan, parse_layer_pattern
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.communicating import CommunicatingMixer
 from nsm_core.model.composite import ParallelMixer, SequentialMixer
 from nsm_core.model.gated import GatedMixer
 from nsm_core.model.mixer import Mixer
@@ -15,6 +16,7 @@ from nsm_core.model.recurrence import LinearRecurrence
 
 MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "N": PulseMixer,
+    "C": CommunicatingMixer,
     "G": GatedMixer,
     "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, object]] = {
     "sigmoid": SIGMOID,
     "lstm": {"layer_pattern": "G", "gate": "lstm", "gate_chunk": 16, "num_layers": 2},
     "gru, every token": {"layer_pattern": "G", "gate_chunk": 1, "num_layers": 1},
+    "communicating": {"layer_pattern": "C", "num_layers": 2, "communication_interval": 64, "communication_top_k": 3},
     "parallel": {"layer_pattern": "[NW]", "num_layers": 2},
     "in sequence": {"layer_pattern": "(WNL)", "num_layers": 1},
     "free, hybrid": {"layer_pattern": "NGW", "gate": "free", "gate_chunk": 32},
@@ -209,7 +210,7 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     banks = 3 if model.config.gate == "lstm" else 2  # slots, sums and cells
     gated = (banks * CONFIG.num_memory_slots + 2 * model.config.gate_chunk + 9) * CONFIG.d_model
     gated += CONFIG.num_heads * CONFIG.num_memory_slots
-    numbers = {"N": slots, "G": gated, "L": CONFIG.d_model}
+    numbers = {"N": slots, "C": slots, "G": gated, "L": CONFIG.d_model}
     numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
     plans = parse_layer_pattern(model.config.layer_pattern)
     layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]

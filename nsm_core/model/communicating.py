@@ -1,0 +1,115 @@
+"""Slot memory whose slots talk to each other at boundaries of the text (docs/model.md, "Slots that communicate")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsm_core.config import ModelConfig
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.segments import Segments
+from nsm_core.ops.routing.reference import write_distribution
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+from nsm_core.ops.slot_scan.dispatch import slot_scan
+from nsm_core.state.spec import State
+
+KEY_WIDTH = 32  # of the projections that slots compare each other by
+START = -2.0  # sigmoid of it: the share of a slot that others replace at the start of training
+
+
+class Communication(nn.Module):
+    """Attention between the slots of a head: each moves some of the way to a mean of those it attends to.
+
+    Both banks by the same weights, so that keys and values stay aligned. A convex mix: what the slots hold stays in the
+    hull of what was written.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.norm_eps
+        self.top_k, self.taper = config.communication_top_k, config.taper
+        self.queries = nn.Parameter(torch.randn(heads, self.head_dim, KEY_WIDTH) * self.head_dim**-0.5)
+        self.keys = nn.Parameter(torch.randn(heads, self.head_dim, KEY_WIDTH) * self.head_dim**-0.5)
+        self.share = nn.Parameter(torch.full((heads,), START))
+
+    def forward(self, slots: Tensor) -> Tensor:
+        """slots [B,H,M,2K] fp32 -> the same after one exchange."""
+        with torch.autocast(slots.device.type, enabled=False):
+            mixed = self.weights(slots) @ slots
+            return torch.lerp(slots, mixed, torch.sigmoid(self.share)[:, None, None])
+
+    def weights(self, slots: Tensor) -> Tensor:
+        """[B,H,M,M]: how much slot m takes from each; rows sum to 1, with top_k at most that many are not zero."""
+        normed = F.rms_norm(slots[..., : self.head_dim], (self.head_dim,), eps=self.eps)
+        logits = (normed @ self.queries) @ (normed @ self.keys).transpose(-1, -2) / math.sqrt(KEY_WIDTH)
+        if self.top_k in (0, slots.shape[-2]):
+            return logits.softmax(dim=-1)
+        # tapered like the router's choice: rounding must not switch a partner on or off
+        no_bias = logits.new_zeros(())
+        return write_distribution(logits=logits, selection_bias=no_bias, top_k=self.top_k, taper=self.taper)
+
+
+class CommunicatingMixer(PulseMixer):
+    """PulseMixer with an exchange after every `communication_interval` tokens of the text."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.interval = config.communication_interval
+        self.communication = Communication(config)
+
+    def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Piece by piece: with at most `interval` tokens there is at most one exchange in each row of a piece."""
+        reads = []
+        for start in range(0, tokens["q"].shape[1], self.interval):
+            piece = {name: x[:, start : start + self.interval] for name, x in tokens.items()}
+            read, slots = self._scan_piece(piece, slots, self._part(segments, start, piece["q"].shape[1]))
+            reads.append(read)
+        return torch.cat(reads, dim=1), slots
+
+    def _part(self, segments: Segments, start: int, num_tokens: int) -> Segments:
+        """What `_scan_piece` needs to know of the tokens from `start` on."""
+        tokens = slice(start, start + num_tokens)
+        lengths = None if segments.lengths is None else segments.lengths - start
+        chunks = slice(start // CHUNK_LEN, (start + num_tokens) // CHUNK_LEN)
+        reset = None if segments.reset is None else segments.reset[:, chunks]
+        return Segments(segments.positions[:, tokens], lengths=lengths, reset=reset)
+
+    def _scan_piece(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Tokens up to a row's exchange, the exchange, and the tokens after it."""
+        index = torch.arange(segments.positions.shape[1], device=slots.device)
+        is_boundary = (segments.positions + 1) % self.interval == 0
+        if segments.lengths is not None:
+            is_boundary = is_boundary & (index < segments.lengths[:, None])
+        has_exchange = is_boundary.any(dim=1)
+        before = torch.where(has_exchange, is_boundary.int().argmax(dim=1), len(index))[:, None] >= index  # [B,T]
+        read, slots = self._scan_some(tokens, slots, before, segments.reset)
+        if not slots.is_cuda and not bool(has_exchange.any()):
+            return read, slots
+        slots = torch.where(has_exchange[:, None, None, None], self.communication(slots), slots)
+        later, slots = self._scan_some(tokens, slots, ~before, segments.reset)
+        return torch.where(before[..., None, None], read, later), slots
+
+    def _scan_some(
+        self, tokens: dict[str, Tensor], slots: Tensor, mask: Tensor, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Only tokens of the mask [B,T] write, and only texts that start at one of them start."""
+        log_decay = torch.where(mask[..., None, None], tokens["log_decay"], 0.0)
+        starts = None if reset is None else reset & mask[:, ::CHUNK_LEN]
+        return slot_scan(
+            **{**tokens, "log_decay": log_decay},
+            scale=self.scale,
+            state=slots,
+            reset=starts,
+            initial=self.initial_slots,
+        )
+
+    def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
+        out, new_state = super().step(x, state, positions)
+        is_boundary = ((positions + 1) % self.interval == 0)[:, None, None, None]
+        if is_boundary.is_cuda or bool(is_boundary.any()):
+            slots = new_state["slots"]
+            new_state["slots"] = torch.where(is_boundary, self.communication(slots), slots)
+        return out, new_state
