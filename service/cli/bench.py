@@ -150,15 +150,21 @@ def gate(
     """
     import dataclasses
 
+    from service.bench import builds
     from service.bench import gate as gating
-    from service.bench.builds import Build, in_turns, this_build
 
-    _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
+    num_measures = len(_numbers(batches, "--batches")) + 2 * len(_numbers(lengths, "--lengths"))
+    if rounds < gating.rounds_needed(num_measures):
+        raise typer.BadParameter(
+            f"must be at least {gating.rounds_needed(num_measures)} to tell a loss of one of {num_measures} measures "
+            f"from chance, got {rounds}",
+            param_hint="'--rounds'",
+        )
     arguments = ["--batches", batches, "--lengths", lengths, "--tokens", str(num_tokens), "--repeats", "1"]
     arguments += ["--num-threads", str(num_threads)] if num_threads is not None else []
     arguments += ["--model", str(model.absolute() if model.exists() else model)] if model is not None else []
     with progress("rounds", rounds) as tell:
-        taken = in_turns(Build.at("base", base), this_build(), arguments, rounds=rounds, tell=tell)
+        taken = builds.in_turns(builds.Build.at("base", base), builds.this_build(), arguments, rounds=rounds, tell=tell)
     wanted = gating.WALL_MEASURES if wall else gating.CPU_MEASURES
     verdicts = gating.decide(*taken, wanted=wanted, tolerance=tolerance)
     if as_json:

@@ -10,7 +10,7 @@ import pytest
 from service.cli.main import main
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line
 
-COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "top", "info")
+COMMANDS = ("serve", "generate", "chat", "sessions", "train", "eval", "bench", "top", "info")
 
 
 def test_help_lists_every_command(nsm: Nsm) -> None:
@@ -21,7 +21,16 @@ def test_help_lists_every_command(nsm: Nsm) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("--help",), ("serve", "--help"), ("chat", "--help"), ("top", "--help"), ("--version",), ("bogus",)]
+    "args",
+    [
+        ("--help",),
+        ("serve", "--help"),
+        ("chat", "--help"),
+        ("top", "--help"),
+        ("bench", "gate", "--help"),
+        ("--version",),
+        ("bogus",),
+    ],
 )
 def test_what_needs_no_model_needs_no_torch(args: tuple[str, ...]) -> None:
     heavy = "{'torch', 'fastapi', 'tokenizers', 'numpy'}"
