@@ -44,7 +44,8 @@ def targets(board: Mapping[str, Any], panel: Mapping[str, Any], *, window: str, 
     values = {"__rate_interval": window, "__range": span}
     values |= {variable["name"]: _value(variable) for variable in board["templating"]["list"]}
     for target in panel["targets"]:
-        expr = re.sub(r"\$(\w+)", lambda found: values[found[1]], target["expr"])
+        # what is no variable stays: $1 is a group of label_replace
+        expr = re.sub(r"\$(\w+)", lambda found: values.get(found[1], found[0]), target["expr"])
         yield Target(board["uid"], panel["title"], expr, target["legendFormat"])
 
 

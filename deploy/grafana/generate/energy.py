@@ -33,7 +33,7 @@ def _now() -> tuple[Panel, ...]:
     return (
         number("Power", rate(ALL), unit="watt", about="All sources together, idle times included."),
         number("Energy per generated token", PER_TOKEN, unit="joule", about="Idle times included."),
-        number("Energy", f"{energy} / {JOULES_PER_KWH}", unit="kwatth", about="Within the time range above."),
+        number("Energy", energy, unit="joule", about="Within the time range above."),
         number(
             "Cost", f"{energy} / {JOULES_PER_KWH} * $price", unit="short", about="Of that energy, in the price's unit."
         ),
@@ -93,7 +93,7 @@ def _work() -> tuple[Panel, ...]:
             about="Over all requests; the first includes idle times.",
         ),
         series(
-            "Tokens of a joule",
+            "Tokens per joule",
             {"generated": share(rate(TOKENS), rate(ALL))},
             unit="short",
             about="Idle times included.",

@@ -8,6 +8,7 @@ from deploy.grafana.generate.panels import Panel, Section, dashboard, number, se
 from deploy.grafana.generate.queries import average, rate, select, total
 
 LAYER = "layer {{layer}}"
+VERSIONS = f'label_replace({select("nsm_model_info")}, "version", "$1", "fingerprint", "(.{{12}}).*")'
 
 
 def build() -> Dashboard:
@@ -105,9 +106,9 @@ def _states() -> tuple[Panel, ...]:
         ),
         series(
             "Models served",
-            {"{{model_name}} {{fingerprint}}": f"count by (model_name, fingerprint) ({select('nsm_model_info')})"},
+            {"{{model_name}} {{version}}": f"count by (model_name, version) ({VERSIONS})"},
             unit="short",
-            about="Gateways by the model they serve.",
+            about="Gateways by the model they serve, with the first digits of its fingerprint.",
             is_stacked=True,
         ),
     )

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from PIL import Image
 
 from deploy.grafana.expressions import targets
@@ -25,7 +25,7 @@ UNIT_HEIGHT, UNIT_WIDTH = 0.28, 0.62  # inches for each row and column of Grafan
 NUM_COLOURS = 96  # of a picture's palette: a quarter of the bytes, and nobody sees it
 PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 BINARY = ((2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"), (1.0, ""))
-UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s", "watt": "W", "joule": "J", "kwatth": "kWh"}
+UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s", "watt": "W", "joule": "J"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Period:
 def draw_board(board: Mapping[str, Any], period: Period, path: Path) -> None:
     """One picture of all panels."""
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
-    figure = Figure(figsize=(24 * UNIT_WIDTH, (height + 1) * UNIT_HEIGHT), dpi=80, facecolor="white")
+    figure = Figure(figsize=(24 * UNIT_WIDTH, (height + 1) * UNIT_HEIGHT), dpi=96, facecolor="white")
     figure.text(0.01, 1 - 0.5 / (height + 1), board["title"], fontsize=13, weight="bold", va="center")
     for panel in board["panels"]:
         place = panel["gridPos"]
@@ -129,15 +129,16 @@ def _draw_lines(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], 
             axes.plot(times, one.values, label=one.name, linewidth=1)
     if custom.get("scaleDistribution", {}).get("type") == "log":
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0, top=defaults.get("max"))
+    axes.set_xlim(times[0], times[-1])
     _label_axes(axes, defaults["unit"])
     left_out = len(series) - len(kept)
     if left_out:
         axes.plot([], [], " ", label=f"and {left_out} more")
-    axes.legend(
-        fontsize=6, loc="upper left", bbox_to_anchor=(-0.02, -0.12), ncols=3, frameon=False, handlelength=1, borderpad=0
-    )
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.12), "ncols": 3 if max(map(len, names)) < 22 else 2}
+    axes.legend(fontsize=6, frameon=False, handlelength=1, borderpad=0, **place)
 
 
 def _draw_heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], period: Period) -> None:
@@ -147,7 +148,7 @@ def _draw_heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]
     counts = np.diff(cumulative, axis=0, prepend=0.0).clip(min=0.0)
     used = np.flatnonzero(counts.sum(axis=1))
     low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, len(ordered))
-    axes.pcolormesh(_dates(period), np.arange(low, high), counts[low:high], cmap="Oranges", shading="nearest")
+    axes.pcolormesh(_dates(period), np.arange(low, high), counts[low:high], cmap="Oranges", shading="nearest", vmin=0.0)
     unit = panel["options"]["yAxis"]["unit"]
     axes.set_yticks(np.arange(low, high), [_bound(one.name, unit) for one in ordered[low:high]])
     _label_times(axes)
@@ -177,8 +178,8 @@ def shown(value: float, unit: str) -> str:
     """A number with its unit, for a person; `unit` is one of Grafana's."""
     if unit == "percentunit":
         return f"{value * 100:.3g} %"
-    if value == 0:
-        return f"0 {UNITS.get(unit, '')}".strip()
+    if value == 0 or (unit == "short" and abs(value) < 1):
+        return f"{value:.3g} {UNITS.get(unit, '')}".strip()
     prefixes = BINARY if unit in ("bytes", "Bps") else PREFIXES
     factor, prefix = next((pair for pair in prefixes if abs(value) >= pair[0]), prefixes[-1])
     return f"{value / factor:.3g} {prefix}{UNITS.get(unit, '')}".strip()
