@@ -116,14 +116,15 @@ def check_blocks(model: NsmModel) -> Iterator[Row]:
         step.inputs(5).fill_(-1)
         step.inputs(5)[:, :5] = torch.tensor([[4, 2, 0, 1, 3], [1, 2, 3, 4, 5]])
         rows = step.inputs(5)[0, :5]
-        step.begin(5)
+        on = step.buffers(5)
+        step.begin(on)
         width = model.config.d_model
-        x = step.buffers.x[:5, :width].clone()
+        x = on.x[:, :width].clone()
         prefix = f"layers.{index}."
         carried = {name.removeprefix(prefix): value[rows] for name, value in state.items() if name.startswith(prefix)}
         want, want_state = model.layers[index].step(x, carried, state[POSITION][rows])
-        step.block(index, 5)
-        errors = {"x": relative(step.buffers.x[:5, :width], want)}
+        step.block(index, on)
+        errors = {"x": relative(on.x[:, :width], want)}
         errors |= {name: relative(pool.tensors[prefix + name][rows], value) for name, value in want_state.items()}
         yield {"block": kind, "errors": errors} | _ok(max(errors.values()) < FP32_TOLERANCE)
 

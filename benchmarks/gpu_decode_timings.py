@@ -75,7 +75,7 @@ class Bench:
 
     def whole_step(self, batch: int) -> None:
         self.step.run(batch)
-        run_linear(self.weights.output, self.step.buffers.hidden[:batch], self.logits[:batch])
+        run_linear(self.weights.output, self.step.buffers(batch).hidden, self.logits[:batch])
         choose_tokens(self.logits[:batch], None)
 
     def give_inputs(self, batch: int) -> None:
@@ -120,6 +120,8 @@ def step_times(bench: Bench) -> Iterator[Row]:
                 "floor_ms": floor_ms,
                 "share_of_floor": floor_ms / measured["ms"],
                 "ms_without_logits": median_ms(without_logits.replay)["ms"],
+                "ms_in_one": median_ms(whole.replay)["ms"],
+                "ms_in_halves": median_ms(halves.replay)["ms"],
             }
         )
 
@@ -136,18 +138,17 @@ def part_times(bench: Bench) -> Iterator[Row]:
 
 
 def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
-    step, buffers, layers = bench.step, bench.step.buffers, bench.weights.layers
+    step, on, layers = bench.step, bench.step.buffers(batch), bench.weights.layers
     slot_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if isinstance(layer.mixer, SlotLayer)]
     ring_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if not isinstance(layer.mixer, SlotLayer)]
-    x, operand = buffers.x[:batch], buffers.operand[:batch]
 
     def move_slots() -> None:
         for index, mixer in slot_layers:
-            step.move_slots(mixer, f"layers.{index}.", batch)
+            step.move_slots(mixer, f"layers.{index}.", on)
 
     def read_rings() -> None:
         for index, mixer in ring_layers:
-            step.read_ring(mixer, f"layers.{index}.", batch)
+            step.read_ring(mixer, f"layers.{index}.", on)
 
     def linears(chosen: list[Linear], given: torch.Tensor, to: torch.Tensor) -> None:
         for linear in chosen:
@@ -156,12 +157,12 @@ def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
     return {
         "slots": move_slots,
         "rings": read_rings,
-        "project": lambda: linears([layer.mixer.project for layer in layers], operand, buffers.projected[:batch]),
-        "router": lambda: linears([mixer.router for _, mixer in slot_layers], x, buffers.router[:batch]),
-        "out": lambda: linears([layer.out for layer in layers], buffers.mixed[:batch], buffers.hidden[:batch]),
-        "up": lambda: linears([layer.up for layer in layers], operand, buffers.gated[:batch]),
-        "down": lambda: linears([layer.down for layer in layers], buffers.gated[:batch], buffers.hidden[:batch]),
-        "logits": lambda: run_linear(bench.weights.output, buffers.hidden[:batch], bench.logits[:batch]),
+        "project": lambda: linears([layer.mixer.project for layer in layers], on.operand, on.projected),
+        "router": lambda: linears([mixer.router for _, mixer in slot_layers], on.x, on.router),
+        "out": lambda: linears([layer.out for layer in layers], on.mixed, on.hidden),
+        "up": lambda: linears([layer.up for layer in layers], on.operand, on.gated),
+        "down": lambda: linears([layer.down for layer in layers], on.gated, on.hidden),
+        "logits": lambda: run_linear(bench.weights.output, on.hidden, bench.logits[:batch]),
         "greedy": lambda: choose_tokens(bench.logits[:batch], None),
     }
 
@@ -178,19 +179,19 @@ def variants(bench: Bench) -> Iterator[Row]:
             row[f"{warps} warps"] = median_ms(record(_parts(bench, batch)[name]).replay, 15)["ms"]
         module.NUM_WARPS = chosen
         yield row
-    layer, buffers = bench.weights.layers[0], bench.step.buffers
+    layer, on = bench.weights.layers[0], bench.step.buffers(batch)
     for name, linear, given, out in (
-        ("project", layer.mixer.project, buffers.operand, buffers.projected),
-        ("up", layer.up, buffers.operand, buffers.gated),
-        ("down", layer.down, buffers.gated, buffers.hidden),
-        ("logits", bench.weights.output, buffers.hidden, bench.logits),
+        ("project", layer.mixer.project, on.operand, on.projected),
+        ("up", layer.up, on.operand, on.gated),
+        ("down", layer.down, on.gated, on.hidden),
+        ("logits", bench.weights.output, on.hidden, bench.logits[:batch]),
     ):
         row = {"batch": batch, "what": name, "chosen": tile_columns(linear, batch)}
         for columns in (32, 64, 128):
 
             def work(linear: Linear = linear, given: Any = given, out: Any = out, columns: int = columns) -> None:
                 for _ in range(10):
-                    run_linear(linear, given[:batch], out[:batch], columns=columns)
+                    run_linear(linear, given, out, columns=columns)
 
             row[f"10 of {columns} columns"] = median_ms(record(work).replay, 15)["ms"]
         yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,36 +18,73 @@ from nsm_core.execution.cuda.weights import AttentionLayer, DecodeWeights, SlotL
 from nsm_core.state.spec import POSITION, State
 
 NO_ROW = -1  # where a batch is padded
+# From so many rows on, a step runs as two halves side by side: while one moves states, the other multiplies matrices.
+HALVES_FROM = 256
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a step reads and writes besides weights and states, for at most `max_batch` rows.
+    """What a step reads and writes besides weights and states, [B, ...] each.
 
-    inputs int64: rows of the pool, then ids, where `DecodeStep.inputs` says. hidden [B, padded d] fp32 is the result.
-    `operand` is x in the dtype of the products, x itself where that is fp32. What pads a width is zero and stays so.
+    rows and ids int64 are its input, hidden [B, padded d] fp32 is its result. `operand` is x in the dtype of the
+    products, x itself where that is fp32. What pads a width is zero and stays so.
     """
 
-    def __init__(self, weights: DecodeWeights, config: ModelConfig, max_batch: int, device: torch.device) -> None:
-        dtype = weights.output.weight.dtype
-        layers = weights.layers
-        width, half = padded(config.d_model), config.head_dim // 2
+    rows: Tensor
+    ids: Tensor
+    start: Tensor
+    cos: Tensor
+    sin: Tensor
+    x: Tensor
+    operand: Tensor
+    projected: Tensor
+    router: Tensor
+    mixed: Tensor
+    gated: Tensor
+    sums: Tensor
+    stats: Tensor
+    hidden: Tensor
 
-        def rows_of(columns: int, of: torch.dtype) -> Tensor:
-            return torch.zeros(max_batch, columns, dtype=of, device=device)
+    def part(self, first: int, end: int) -> Buffers:
+        """Rows `first` to `end`, in the same memory."""
+        cut = {field.name: getattr(self, field.name)[first:end] for field in dataclasses.fields(self)}
+        return Buffers(**cut | ({} if self.copy is not None else {"operand": cut["x"]}))
 
-        self.inputs = torch.full((2 * max_batch + 2,), NO_ROW, dtype=torch.int64, device=device)
-        self.start = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.cos, self.sin = rows_of(half, torch.float32), rows_of(half, torch.float32)
-        self.x, self.hidden = rows_of(width, torch.float32), rows_of(width, torch.float32)
-        self.operand = self.x if dtype == torch.float32 else rows_of(width, dtype)
-        self.projected = rows_of(max(padded(layer.mixer.project.num_outputs) for layer in layers), dtype)
-        routers = [layer.mixer.router.num_outputs for layer in layers if isinstance(layer.mixer, SlotLayer)]
-        self.router = rows_of(padded(max(routers, default=1)), torch.float32)
-        self.mixed = rows_of(width, dtype)
-        self.gated = rows_of(padded(config.mlp_hidden), dtype)
-        windows = [layer.mixer.window for layer in layers if isinstance(layer.mixer, AttentionLayer)]
-        pieces = config.num_heads * num_pieces(max(windows, default=1)) if windows else 0
-        self.sums, self.stats = rows_of(pieces * config.head_dim, torch.float32), rows_of(pieces * 2, torch.float32)
+    @property
+    def copy(self) -> Tensor | None:
+        """Where the residual stream goes in the dtype of the products, if that is another."""
+        return None if self.operand.dtype == self.x.dtype else self.operand
+
+
+def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) -> Buffers:
+    """For as many rows as inputs [2,B] has."""
+    batch, device = inputs.shape[1], inputs.device
+    dtype, layers = weights.output.weight.dtype, weights.layers
+    width, half = padded(config.d_model), config.head_dim // 2
+    routers = [layer.mixer.router.num_outputs for layer in layers if isinstance(layer.mixer, SlotLayer)]
+    windows = [layer.mixer.window for layer in layers if isinstance(layer.mixer, AttentionLayer)]
+    pieces = config.num_heads * num_pieces(max(windows)) if windows else 0
+
+    def zeros(columns: int, of: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(batch, columns, dtype=of, device=device)
+
+    x = zeros(width)
+    return Buffers(
+        rows=inputs[0],
+        ids=inputs[1],
+        start=torch.zeros(batch, dtype=torch.int64, device=device),
+        cos=zeros(half),
+        sin=zeros(half),
+        x=x,
+        operand=x if dtype == torch.float32 else zeros(width, dtype),
+        projected=zeros(max(padded(layer.mixer.project.num_outputs) for layer in layers), dtype),
+        router=zeros(padded(max(routers, default=1))),
+        mixed=zeros(width, dtype),
+        gated=zeros(padded(config.mlp_hidden), dtype),
+        sums=zeros(pieces * config.head_dim),
+        stats=zeros(pieces * 2),
+        hidden=zeros(width),
+    )
 
 
 class DecodeStep:
@@ -55,119 +93,153 @@ class DecodeStep:
     def __init__(self, weights: DecodeWeights, config: ModelConfig, states: State, max_batch: int) -> None:
         device = weights.embedding.device
         self._weights, self._config, self._states = weights, config, states
-        self.buffers = Buffers(weights, config, max_batch, device)
+        self._inputs = torch.full((2 * _even(max_batch),), NO_ROW, dtype=torch.int64, device=device)
+        self._buffers = make_buffers(weights, config, self.inputs(max_batch))
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
-        self._router_stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        )
+        self._side = _Side(device)
+        self._halves = (_Side(device, priority=-1), _Side(device))  # one goes first where both could
 
     def inputs(self, batch: int) -> Tensor:
         """[2, batch or one more] int64: rows of the pool, NO_ROW for padding, and ids."""
-        even = batch + batch % 2  # so that addresses are multiples of 16 bytes: others are other programs
-        return self.buffers.inputs[: 2 * even].view(2, even)
+        return self._inputs[: 2 * _even(batch)].view(2, _even(batch))
 
-    def run(self, batch: int) -> None:
-        """Reads `inputs`; hidden vectors are there afterwards. No state is read or written for padding."""
-        self.begin(batch)
+    def buffers(self, batch: int) -> Buffers:
+        """Those of the first `batch` rows."""
+        inputs = self.inputs(batch)
+        part = self._buffers.part(0, batch)
+        return dataclasses.replace(part, rows=inputs[0, :batch], ids=inputs[1, :batch])
+
+    def run(self, batch: int, *, halves_from: int = HALVES_FROM) -> None:
+        """Reads `inputs`; hidden vectors are in the buffers afterwards. No state is touched for padding."""
+        whole = self.buffers(batch)
+        if batch < halves_from:
+            self.begin(whole)
+            for index in range(len(self._weights.layers)):
+                self.block(index, whole)
+            self.end(whole)
+            return
+        parts = (whole.part(0, batch // 2), whole.part(batch // 2, batch))
+        for part, half in zip(parts, self._halves, strict=True):
+            with half.beside():
+                self.begin(part)
         for index in range(len(self._weights.layers)):
-            self.block(index, batch)
-        buffers, gain, eps = self.buffers, self._weights.final_gain, self._config.norm_eps
-        final_norm(rows=self._rows(batch), x=buffers.x[:batch], gain=gain, hidden=buffers.hidden, eps=eps)
+            for part, half in zip(parts, self._halves, strict=True):
+                with half.again():
+                    self.block(index, part, half.side)
+        for part, half in zip(parts, self._halves, strict=True):
+            with half.again():
+                self.end(part)
+            half.join()
 
-    def begin(self, batch: int) -> None:
+    def begin(self, on: Buffers) -> None:
         """Embeddings, and positions moved on."""
-        buffers = self.buffers
         begin_step(
-            rows=self._rows(batch),
-            ids=self.inputs(batch)[1, :batch],
+            rows=on.rows,
+            ids=on.ids,
             embedding=self._weights.embedding,
             factor=self._config.d_model**0.5,
             position=self._states[POSITION],
-            start=buffers.start,
-            x=buffers.x[:batch],
-            copy=self._copy(batch),
+            start=on.start,
+            x=on.x,
+            copy=on.copy,
             turns=self._turns,
-            cos=buffers.cos,
-            sin=buffers.sin,
+            cos=on.cos,
+            sin=on.sin,
         )
 
-    def block(self, index: int, batch: int) -> None:
-        """One layer over x, in place."""
-        layer, buffers = self._weights.layers[index], self.buffers
-        x, operand, copy = buffers.x[:batch], buffers.operand[:batch], self._copy(batch)
+    def end(self, on: Buffers) -> None:
+        """From x to hidden vectors."""
+        gain, eps = self._weights.final_gain, self._config.norm_eps
+        final_norm(rows=on.rows, x=on.x, gain=gain, hidden=on.hidden, eps=eps)
+
+    def block(self, index: int, on: Buffers, side: _Side | None = None) -> None:
+        """One layer over x, in place; `side`: where the router's product may run."""
+        side = side or self._side
+        layer, prefix = self._weights.layers[index], f"layers.{index}."
         if isinstance(layer.mixer, SlotLayer):
-            self.mix_slots(layer.mixer, f"layers.{index}.", batch)
+            with side.beside():
+                run_linear(layer.mixer.router, on.x, on.router)
+            run_linear(layer.mixer.project, on.operand, on.projected)
+            side.join()
+            self.move_slots(layer.mixer, prefix, on)
         else:
-            self.attend(layer.mixer, f"layers.{index}.", batch)
-        run_linear(layer.out, buffers.mixed[:batch], x, residual=x, copy=copy)
-        run_linear(layer.up, operand, buffers.gated[:batch])
-        run_linear(layer.down, buffers.gated[:batch], x, residual=x, copy=copy)
+            run_linear(layer.mixer.project, on.operand, on.projected)
+            self.read_ring(layer.mixer, prefix, on)
+        run_linear(layer.out, on.mixed, on.x, residual=on.x, copy=on.copy)
+        run_linear(layer.up, on.operand, on.gated)
+        run_linear(layer.down, on.gated, on.x, residual=on.x, copy=on.copy)
 
-    def _rows(self, batch: int) -> Tensor:
-        return self.inputs(batch)[0, :batch]
-
-    def _copy(self, batch: int) -> Tensor | None:
-        """Where the residual stream goes in the dtype of the products, if that is another."""
-        return None if self.buffers.operand is self.buffers.x else self.buffers.operand[:batch]
-
-    def mix_slots(self, layer: SlotLayer, prefix: str, batch: int) -> None:
-        """Both projections, then what lies between them and the one back."""
-        buffers = self.buffers
-        with self._beside():
-            run_linear(layer.router, buffers.x[:batch], buffers.router[:batch])
-        run_linear(layer.project, buffers.operand[:batch], buffers.projected[:batch])
-        self._wait_for_router()
-        self.move_slots(layer, prefix, batch)
-
-    def move_slots(self, layer: SlotLayer, prefix: str, batch: int) -> None:
-        """The states of a slot layer, in place."""
+    def move_slots(self, layer: SlotLayer, prefix: str, on: Buffers) -> None:
+        """Between the projections of a slot layer; its states in place."""
         slot_step_in_place(
             layer.slots,
-            rows=self._rows(batch),
-            projected=self.buffers.projected,
-            router=self.buffers.router,
+            rows=on.rows,
+            projected=on.projected,
+            router=on.router,
             tail=self._states[prefix + "conv_tail"],
             slots=self._states[prefix + "slots"],
-            out=self.buffers.mixed,
+            out=on.mixed,
         )
 
-    def attend(self, layer: AttentionLayer, prefix: str, batch: int) -> None:
-        """The projection, then what lies between it and the one back."""
-        buffers = self.buffers
-        run_linear(layer.project, buffers.operand[:batch], buffers.projected[:batch])
-        self.read_ring(layer, prefix, batch)
-
-    def read_ring(self, layer: AttentionLayer, prefix: str, batch: int) -> None:
-        """The ring of an attention layer, in place."""
-        buffers = self.buffers
+    def read_ring(self, layer: AttentionLayer, prefix: str, on: Buffers) -> None:
+        """Between the projections of an attention layer; its ring in place."""
         attend_in_place(
-            rows=self._rows(batch),
-            start=buffers.start,
-            projected=buffers.projected,
-            cos=buffers.cos,
-            sin=buffers.sin,
+            rows=on.rows,
+            start=on.start,
+            projected=on.projected,
+            cos=on.cos,
+            sin=on.sin,
             scale=layer.scale,
             ring=self._states[prefix + "kv"],
-            sums=buffers.sums,
-            stats=buffers.stats,
-            out=buffers.mixed,
+            sums=on.sums,
+            stats=on.stats,
+            out=on.mixed,
             eps=self._config.norm_eps,
         )
 
+
+class _Side:
+    """A stream for work beside the current one. Without a GPU there is none, and the work runs in its place."""
+
+    def __init__(self, device: torch.device, *, priority: int = 0, depth: int = 2) -> None:
+        self.stream = _stream(device, priority) if device.type == "cuda" else None
+        self._next = _Side(device, priority=priority, depth=depth - 1) if depth > 1 else None
+
+    @property
+    def side(self) -> _Side:
+        """One beside this one."""
+        if self._next is None:
+            raise RuntimeError("no stream beside this one")
+        return self._next
+
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a stream of its own: the two projections of a layer leave room for each other."""
-        if self._router_stream is None:
-            yield
-            return
-        self._router_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._router_stream):
+    def beside(self) -> Iterator[None]:
+        """After what the current stream was given until now."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with self.again():
             yield
 
-    def _wait_for_router(self) -> None:
-        if self._router_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._router_stream)
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """After what this one was given until now."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on when this one is done."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
+def _even(batch: int) -> int:
+    """So that the addresses of all inputs are multiples of 16 bytes: others make other programs."""
+    return batch + batch % 2
 
 
 def _turns(config: ModelConfig, device: torch.device) -> Tensor:

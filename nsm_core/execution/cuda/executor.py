@@ -92,7 +92,7 @@ class CudaExecutor:
         else:
             with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
                 self._step.run(bucket)
-        return self._step.buffers.hidden[:num_rows, : self._model.config.d_model].clone()
+        return self._step.buffers(num_rows).hidden[:, : self._model.config.d_model].clone()
 
     @torch.inference_mode()
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
@@ -106,7 +106,7 @@ class CudaExecutor:
                 self._step.run(bucket)
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._step.run(bucket)
         return graph
 

@@ -104,10 +104,11 @@ def check_block(config: ModelConfig, positions: list[int]) -> None:
     x = model.embedding(ids.to(DEVICE)) * config.d_model**0.5
     want, want_state = model.layers[0].step(x, carried, state[POSITION])
 
-    step.begin(batch)
-    step.block(0, batch)
+    on = step.buffers(batch)
+    step.begin(on)
+    step.block(0, on)
 
-    assert relative_error(step.buffers.x[1 : 1 + len(rows), : config.d_model], want) < TOLERANCE
+    assert relative_error(on.x[1 : 1 + len(rows), : config.d_model], want) < TOLERANCE
     assert pool[POSITION][rows].equal(state[POSITION] + 1)
     for name, value in want_state.items():
         got = pool[f"layers.0.{name}"][rows]
@@ -167,4 +168,17 @@ def test_a_nan_in_a_row_stays_in_that_row() -> None:
     step = DecodeStep(pack_weights(model, torch.float32), CONFIG, pool, 3)
     step.inputs(3)[:, :3] = torch.tensor([[0, 1, 2], [4, 4, 4]])
     step.run(3)
-    assert step.buffers.hidden[:3].isnan().any(dim=1).tolist() == [False, True, False]
+    assert step.buffers(3).hidden.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def test_two_halves_give_the_bits_of_the_whole() -> None:
+    model = random_model(dataclasses.replace(CONFIG, num_layers=2, layer_pattern="NW")).to(DEVICE)
+    results = []
+    for halves_from in (2, 100):
+        pool = model.initial_state(5)
+        step = DecodeStep(pack_weights(model, torch.float32), model.config, pool, 5)
+        for token in (3, 5):
+            step.inputs(5)[:, :5] = torch.tensor([[0, 1, 2, 3, 4], [token, 6, 7, 8, 9]])
+            step.run(5, halves_from=halves_from)
+        results.append([step.buffers(5).hidden, *pool.values()])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
