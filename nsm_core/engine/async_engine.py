@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.event_queue import EventQueue
@@ -102,10 +102,14 @@ class _Inbox:
 
 
 class AsyncEngine:
-    """Runs an engine in a thread. All methods but `GenerationHandle.cancel` belong to the loop that called `start`."""
+    """Runs an engine in a thread. All methods but `GenerationHandle.cancel` belong to the loop that called `start`.
 
-    def __init__(self, engine: Engine) -> None:
+    `after_step` is called on that thread when a step is over, and must not block.
+    """
+
+    def __init__(self, engine: Engine, *, after_step: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._after_step = after_step
         self._limit = engine.config.max_requests
         self._queue_limit = engine.config.queue_limit
         self._inbox = _Inbox()
@@ -177,6 +181,7 @@ class AsyncEngine:
         events += self._engine.abort_all() if is_closed else self._engine.step()
         self._stats = self._engine.stats()
         self._post(events)
+        self._after_step()
         return not is_closed
 
     def _add(self, command: _Submit) -> Events:

@@ -2,9 +2,9 @@
 
 `python -m nsm_core.triton.supervisor [--prefix=NAME] tritonserver OPTION…`
 
-When the process that runs the model dies, Triton keeps its connections, answers "ready", lets running streams hang for
-ever and starts no new process. So the server is ended at once: clients see broken connections, and whoever watches this
-process starts it anew. Linux only.
+When the process that runs the model dies, Triton mostly keeps its connections, answers "ready", lets running streams
+hang for ever and starts no new process. So the server is ended at once: clients see broken connections, and whoever
+watches this process starts it anew. Linux only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Supervisor:
         self._kill_at: float | None = None  # once it is told to stop
 
     def run(self) -> int:
-        """Until the server ends: its exit status, or EXIT_KILLED. SIGTERM and SIGINT end it in good order."""
+        """Until the server ends: its exit status, or EXIT_KILLED where a signal ended it. SIGTERM and SIGINT end it in
+        good order.
+        """
         free_regions(self._prefix)
         try:
             # a group of its own: Ctrl-C comes from here alone, once
@@ -69,7 +71,8 @@ class Supervisor:
         seen: set[int] = set()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return server.wait(WATCH_S)
+                status = server.wait(WATCH_S)
+                return status if status >= 0 else EXIT_KILLED  # it aborts when a worker dies in the midst of a question
             alive, dead = stubs_of(server.pid)
             seen |= alive
             if self._kill_at is None and (dead or seen - alive):

@@ -54,6 +54,7 @@ class Worker:
         self._loaded = loaded
         self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
+        self._stepped = threading.Event()
         self._engine = AsyncEngine(
             Engine(
                 loaded.model,
@@ -63,7 +64,8 @@ class Worker:
                 executor=chosen.factory,
                 meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
                 observer=ModelObserver(loaded.model),
-            )
+            ),
+            after_step=self._stepped.set,
         )
         self._states = StateCache(config.kept_states_mb * MIB)
         tokenizer = loaded.tokenizer
@@ -104,9 +106,18 @@ class Worker:
         """
         self._loop.call_soon_threadsafe(self._spawn, tensors, parameters, responder)
 
-    def cancel_abandoned(self) -> None:
-        """Ends the requests whose clients have left. Blocks for a moment per request; any thread but the loop's."""
-        for request in list(self._open.values()):
+    def wait_for_step(self, timeout_s: float) -> None:
+        """Until a step was made since the last call, or no longer than that. One thread."""
+        self._stepped.wait(timeout_s)
+        self._stepped.clear()
+
+    def cancel_abandoned(self, *, is_batch_only: bool = False) -> None:
+        """Ends the requests whose clients have left; `is_batch_only`: those that hold a slot, not those that wait.
+
+        Blocks for a moment per request; any thread but the loop's.
+        """
+        requests = list(self._open.values())  # in order of arrival, and that is the order in which slots are given
+        for request in requests[: self._config.engine.max_slots] if is_batch_only else requests:
             if request.responder.is_cancelled():
                 request.handle.cancel()
 

@@ -42,6 +42,7 @@ class FakeResponder:
         self.failure: Failure | None = None
         self.num_last = 0
         self.is_left = False
+        self.num_asked = 0
         self.has_answers = threading.Event()
         self._is_over = threading.Event()
 
@@ -55,6 +56,7 @@ class FakeResponder:
         self._end(True)
 
     def is_cancelled(self) -> bool:
+        self.num_asked += 1
         return self.is_left and not self.num_last
 
     def wait(self) -> FakeResponder:
@@ -157,13 +159,16 @@ class FakeSender:
         self.error: Exception | None = None
         self.has_responses = threading.Event()
         self.is_over = threading.Event()
+        self._changed = threading.Condition()
 
     def send(self, response: _Response, flags: int) -> None:
         assert not self.num_finals, "nothing may be sent after the last answer"
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        self.responses.append(response)
+        with self._changed:
+            self.responses.append(response)
+            self._changed.notify_all()
         self.has_responses.set()
         self.num_finals += flags
         if flags:
@@ -172,6 +177,10 @@ class FakeSender:
     def is_cancelled(self) -> bool:
         assert not self.num_finals, "Triton has freed what this refers to"
         return self.is_left
+
+    def wait_for(self, num_responses: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.responses) >= num_responses, WAIT_S)
 
 
 class FakeRequest:

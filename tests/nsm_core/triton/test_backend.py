@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nsm_core.engine.async_engine import GenerationHandle
+from nsm_core.engine.engine import Engine
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton import backend as backend_module
@@ -18,7 +22,8 @@ from nsm_core.triton.metrics import COUNTERS, GAUGES
 from nsm_core.triton.stop_signal import STOP_SIGNAL, StopSignal
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
-from tests.nsm_core.triton.fake_triton import WAIT_S, FakeRequest, FakeTriton, make_worker
+from nsm_core.wire.tensors import Tensors
+from tests.nsm_core.triton.fake_triton import WAIT_S, FakeRequest, FakeResponder, FakeTriton, make_worker
 
 ENDLESS = 10_000_000
 CPU = {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
@@ -32,15 +37,43 @@ def triton() -> FakeTriton:
 @pytest.fixture
 def backend(triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
-    monkeypatch.setattr(backend_module, "PUBLISH_TURNS", 1)
+    monkeypatch.setattr(backend_module, "PUBLISH_S", 0.0)
     backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"})
     yield backend
     backend.close()
 
 
-def generate(max_tokens: int = 6, **fields: Any) -> FakeRequest:
+def generate_tensors(max_tokens: int = 6, **fields: Any) -> Tensors:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return FakeRequest(encode_call(GenerateCall(prompt_ids=(0, 5), sampling=sampling, stream=True, **fields)))
+    return encode_call(GenerateCall(prompt_ids=(0, 5), sampling=sampling, stream=True, **fields))
+
+
+def generate(max_tokens: int = 6, **fields: Any) -> FakeRequest:
+    return FakeRequest(generate_tensors(max_tokens, **fields))
+
+
+class StepByStep:
+    """From now on, engines make the steps that they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._permits = threading.Semaphore(0)
+        step = Engine.step
+
+        def permitted(engine: Engine) -> Any:
+            if engine.has_work:
+                assert self._permits.acquire(timeout=WAIT_S)
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", permitted)
+
+    def make(self, number: int) -> None:
+        self._permits.release(number)
+
+
+def details_of(request: FakeRequest) -> dict[str, Any]:
+    (text,) = [tensor.array[0] for tensor in request.sender.responses[-1].output_tensors if tensor.label == "details"]
+    details: dict[str, Any] = json.loads(text)
+    return details
 
 
 def wait(*requests: FakeRequest) -> None:
@@ -99,6 +132,75 @@ def test_T4_cancel_is_seen(backend: Backend) -> None:
     wait(request)
     names = [tensor.label for tensor in request.sender.responses[-1].output_tensors]
     assert "finish_reason" in names
+
+
+def test_T4_a_cancel_is_looked_for_after_each_step(
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock never brings it here: it takes the end of the step that runs, and no more than one further."""
+    steps, cancelled, cancel = StepByStep(monkeypatch), threading.Event(), GenerationHandle.cancel
+
+    def cancel_and_tell(handle: GenerationHandle) -> None:
+        cancel(handle)
+        cancelled.set()
+
+    monkeypatch.setattr(GenerationHandle, "cancel", cancel_and_tell)
+    monkeypatch.setattr(backend_module, "WATCH_S", 60.0)
+    backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"})
+    leaves, stays = generate(ENDLESS), generate(12)
+    backend.execute([leaves, stays])
+    for num_tokens in range(1, 4):
+        steps.make(1)
+        leaves.sender.wait_for(num_tokens)
+    leaves.sender.is_left = True
+    steps.make(1)
+    assert cancelled.wait(WAIT_S)
+    steps.make(20)
+    wait(leaves, stays)
+    assert details_of(leaves)["completion_tokens"] <= 5
+    assert details_of(stays)["completion_tokens"] == 12
+    backend._is_closing.set()
+    backend.close()
+
+
+def test_only_the_batch_is_asked_after_each_step(tiny_tokenizer: Tokenizer) -> None:
+    worker = make_worker(tiny_tokenizer)
+    worker.start()
+    requests = [FakeResponder() for _ in range(4)]
+    for responder in requests:
+        worker.accept(generate_tensors(ENDLESS), {}, responder)
+    for responder in requests[:2]:
+        assert responder.has_answers.wait(WAIT_S)
+    for responder in requests:
+        responder.is_left = True
+    worker.cancel_abandoned(is_batch_only=True)
+    assert [responder.num_asked for responder in requests] == [1, 1, 0, 0]
+    worker.cancel_abandoned()
+    for responder in requests:
+        responder.wait()
+    worker.stop()
+
+
+def test_asking_takes_a_tenth_of_the_time_at_most(
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of a millisecond, and questions that take longer than they."""
+    request = generate(300)
+    ask_s, began = 0.004, time.monotonic()
+    num_asked = 0
+
+    def ask() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        time.sleep(ask_s)
+        return False
+
+    monkeypatch.setattr(request.sender, "is_cancelled", ask)
+    backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"})
+    backend.execute([request])
+    wait(request)
+    assert 1 <= num_asked <= 1 + (time.monotonic() - began) / (10 * ask_s)
+    backend.close()
 
 
 def test_a_last_answer_that_fails_on_its_way_is_not_sent_again(backend: Backend) -> None:

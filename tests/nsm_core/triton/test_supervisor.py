@@ -56,6 +56,12 @@ def test_T2_a_dead_stub_ends_the_server(process: subprocess.Popen[bytes]) -> Non
     assert not Path(f"/proc/{server}").exists()
 
 
+def test_T2_a_server_that_aborts_is_told_as_one_that_was_ended(process: subprocess.Popen[bytes]) -> None:
+    (server,) = children_of(process.pid)
+    os.kill(server, signal.SIGABRT)
+    assert process.wait(20) == EXIT_KILLED
+
+
 def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.Popen[bytes]) -> None:
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
