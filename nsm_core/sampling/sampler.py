@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,14 @@ class SamplingRow:
     generated_counts: Mapping[int, int]
 
 
+class Draw(Protocol):
+    """Steps 4 to 6 of `Sampler`, for rows that are not greedy."""
+
+    def __call__(self, logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+        """logits [B, V], not modified; indices [R]: which of its rows `rows` [R] stand for. Returns ids [R]."""
+        ...
+
+
 class Sampler:
     """Chooses the next token of each row.
 
@@ -53,6 +62,10 @@ class Sampler:
 
     Rows on a GPU that need neither steps 1 to 3 nor log-probabilities are chosen there, and no logits come to the host.
     """
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        """`draw`: that of the executor, which knows the machine; None: in numpy."""
+        self._draw = draw or _draw
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
         """logits [B, V], one row of it for each of `rows`; not modified.
@@ -84,7 +97,7 @@ class Sampler:
         token_ids = adjusted.argmax(axis=-1)  # all that greedy rows need
         drawn = [index for index in good if not rows[index].params.is_greedy]
         if drawn:
-            token_ids[drawn] = _draw(adjusted[drawn], [rows[index] for index in drawn])
+            token_ids[drawn] = self._draw(adjusted, drawn, [rows[index] for index in drawn])
         return [
             _report(raw[index], int(token_ids[index]), row.params) if is_finite[index] else _failure(row.position)
             for index, row in enumerate(rows)
@@ -112,8 +125,8 @@ def _adjust(raw: Logits, rows: Sequence[SamplingRow], good: Sequence[int]) -> Lo
     return adjusted
 
 
-def _draw(weights: Logits, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """weights [R, V]: a copy of the rows' adjusted logits, overwritten. Returns ids [R]."""
+def _draw(logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    weights = logits[indices]  # a copy
     to_weights(weights, np.array([row.params.temperature for row in rows], dtype=np.float32))
     for row_weights, row in zip(weights, rows, strict=True):
         keep_wanted(row_weights, row.params)

@@ -23,6 +23,7 @@ FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-f
 # The options of each source; those with an instruction set of their own are empty on other processors
 UNITS = {
     "api.cpp": ("-O2",),
+    "draw.cpp": ("-O2",),
     "model.cpp": ("-O2",),
     "runner.cpp": ("-O2",),
     "team.cpp": ("-O2",),

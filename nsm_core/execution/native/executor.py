@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.library import load_library
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
@@ -56,6 +57,8 @@ class NativeExecutor:
         self._runner = self._new_runner(model.config.num_layers, num_threads)
         # The runner goes first: it holds on to the weights
         weakref.finalize(self, library.nsm_runner_free, self._runner)
+
+    draw = staticmethod(draw_tokens)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

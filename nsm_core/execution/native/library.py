@@ -64,6 +64,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_draw": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER)),
     "nsm_runner_free": (None, (_POINTER,)),
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 
+#include "draw.h"
 #include "model.h"
 
 using nsm::Kernels;
@@ -133,6 +134,20 @@ int nsm_run(void* runner, int vocab_size, const int32_t* rows, const int32_t* co
 // hidden [tokens, d] -> out [tokens, vocabulary].
 void nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
   static_cast<Runner*>(runner)->logits(hidden, tokens, out);
+}
+
+// Draws a token of each of the rows indices [num_rows] of logits [..., n]; wholes and parts [num_rows]: see draw.h.
+int nsm_draw(const char* kernels, const float* logits, int n, const int64_t* indices, int num_rows, const nsm::Wholes* wholes,
+             const nsm::Parts* parts, int64_t* out) {
+  const Kernels* chosen = kernels_named(kernels);
+  if (chosen == nullptr) return 0;
+  try {
+    std::vector<float> weights;
+    for (int i = 0; i < num_rows; ++i) out[i] = nsm::draw(*chosen, logits + indices[i] * n, n, wholes[i], parts[i], weights);
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
 void nsm_runner_free(void* runner) { delete static_cast<Runner*>(runner); }

@@ -93,6 +93,8 @@ struct Kernels {
   void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride);
   void (*slots)(const SlotLayer& layer, const SlotWork& work);
   void (*attend)(const AttentionLayer& layer, const AttentionWork& work);
+  // exp((x - max) / temperature) of x [n], 0 where fp32 has no normal number for it.
+  void (*weigh)(const float* x, int n, float temperature, float* out);
 };
 
 // Null where the processor (or the compiler's target) lacks the instructions.
