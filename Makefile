@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 # TORCH_PIP_ARGS passes pip options for it, say another index with CPU-only builds.
 TORCH_VERSION ?= 2.13.0
 TORCH_PIP_ARGS ?=
+BASE ?= HEAD
 ARGS ?=
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): requirements.lock pyproject.toml $(NATIVE)
 	@scripts/setup "$(PYTHON)" "$(VENV)" "$(TORCH_VERSION)" $(TORCH_PIP_ARGS)
@@ -53,6 +54,10 @@ soak: $(READY) packages  ## the long versions of the tests: full counts, hours
 .PHONY: loadtest
 loadtest: $(READY)  ## a load test of under a minute against servers it starts; options: ARGS="--profile soak"
 	$(BIN)/python -m loadtests $(ARGS)
+
+.PHONY: bench-gate
+bench-gate: $(READY)  ## is this checkout slower than the commit BASE? fails if so beyond doubt; options: ARGS="--rounds 10"
+	@scripts/bench-gate "$(VENV)" "$(BASE)" $(ARGS)
 
 .PHONY: lock
 lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
