@@ -1,0 +1,65 @@
+"""The check of charges against a GPU's counter, on a counter that a test makes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from benchmarks.energy_gpu import main
+from nsm_core.tokenizer import Tokenizer
+from tests.fake_meters import FakeClock, FakeNvml
+from tests.models import RandomModel, as_loaded
+
+SHORT = [
+    "--device=cpu",
+    "--executor=eager",
+    "--slots=4",
+    "--token-budget=64",
+    "--max-prompt=100",
+    "--max-tokens=20",
+    "--phases=2",
+]
+TIMES = ["--seconds=0.3", "--pause=0.1", "--warm-up=0.05"]
+
+
+class RealClock(FakeClock):
+    """The one that the engine is timed by."""
+
+    @property
+    def now(self) -> float:  # type: ignore[override]
+        return time.monotonic()
+
+    @now.setter
+    def now(self, value: float) -> None:
+        """It moves by itself."""
+
+
+class LyingNvml(FakeNvml):
+    """A device whose counter runs ahead of what it showed, the more often it is asked."""
+
+    num_asked = 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        self.num_asked += 1
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle) * (1 + self.num_asked)
+
+
+def run(tokenizer: Tokenizer, nvml: FakeNvml) -> int:
+    return main([*SHORT, *LOAD, *TIMES], loaded=as_loaded(RandomModel(), tokenizer), nvml=nvml, uuid="GPU-1")
+
+
+def test_M6_charges_add_up_to_the_counter(tiny_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    status = run(tiny_tokenizer, FakeNvml(RealClock(), period_s=0.002))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0
+    assert result["is_good"]
+    assert len(result["phases"]) == 2
+    assert all(phase["charged"] > 0 and phase["num_requests"] > 4 for phase in result["phases"])
+    assert abs(result["off"]) <= 0.05
+
+
+def test_a_meter_that_is_off_fails(tiny_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tiny_tokenizer, LyingNvml(RealClock(), period_s=0.002)) == 1
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["is_good"]
