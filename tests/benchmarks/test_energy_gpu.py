@@ -12,15 +12,8 @@ from nsm_core.tokenizer import Tokenizer
 from tests.fake_meters import FakeClock, FakeNvml
 from tests.models import RandomModel, as_loaded
 
-SHORT = [
-    "--device=cpu",
-    "--executor=eager",
-    "--slots=4",
-    "--token-budget=64",
-    "--max-prompt=100",
-    "--max-tokens=20",
-    "--phases=2",
-]
+SHORT = ["--device=cpu", "--executor=eager", "--slots=4", "--token-budget=64", "--max-prompt=100"]
+LOAD = ["--max-tokens=20", "--phases=2"]
 TIMES = ["--seconds=0.3", "--pause=0.1", "--warm-up=0.05"]
 
 
