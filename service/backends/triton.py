@@ -80,9 +80,17 @@ class TritonBackend:
         if self.upstreams.room <= self._num_unplaced():
             raise Overloaded("the queues of all Triton servers are full")
         self._admission.check(request)
+        self._check_scored(request)
         generation = TritonGeneration(request, self.upstreams, on_end=self._count)
         self._open[request.request_id] = generation
         return generation
+
+    def _check_scored(self, request: GenerationRequest) -> None:
+        """Other prompts are read in pieces, but a score needs what was read before it in the same piece."""
+        limit, num_tokens = self.upstreams.max_prompt_tokens, len(request.prompt_ids)
+        if request.prompt_logprobs is not None and num_tokens > limit:
+            message = f"a prompt whose tokens are scored must have at most {limit} of them, got {num_tokens}"
+            raise InvalidRequest(message, param="prompt")
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.event_queue import EventQueue
-from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, PromptScored, PromptState
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
 from nsm_core.errors import DeadlineExceeded, EngineDead, NsmError, Overloaded
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall, call_of
@@ -18,6 +17,7 @@ from nsm_core.wire.errors import Failure, StateMissing
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton_channel import CallFailed, TritonStream
+from service.backends.triton_progress import Progress
 from service.backends.triton_upstream import Upstream
 from service.backends.triton_upstreams import Upstreams
 
@@ -43,9 +43,7 @@ class TritonGeneration:
         self._upstreams = upstreams
         self._on_end = on_end
         self._events = EventQueue()
-        self._ids: list[int] = []  # sampled here
-        self._is_scored = False
-        self._num_states = 0  # of those within the prompt
+        self._progress = Progress(request, fingerprint=upstreams.served[0].model.fingerprint)
         self._full: set[Upstream] = set()
         self._full_since: float | None = None
         self._task = asyncio.create_task(self._run())
@@ -70,24 +68,27 @@ class TritonGeneration:
 
     def _end(self, task: asyncio.Task[Finished]) -> None:
         if task.cancelled():
-            finished = self._finished(FinishReason.ABORT)
+            finished = self._progress.finished(FinishReason.ABORT)
         elif (error := task.exception()) is None:
             finished = task.result()
         else:
             if not isinstance(error, NsmError):
                 logger.error("request %s failed", self.request.request_id, exc_info=error)
                 error = EngineDead(f"the gateway failed: {type(error).__name__}")
-            finished = self._finished(FinishReason.ERROR, error=error)
+            finished = self._progress.finished(FinishReason.ERROR, error=error)
         self._on_end(self, finished)
         self._events.put(finished)
 
     async def _run(self) -> Finished:
         """Raises NsmError for what the last event shall tell as an error."""
         while True:
-            call = await self._call()
+            request = self._progress.next_request(self._upstreams.max_prompt_tokens)
+            call = await _call_of(request)
             upstream = await self._place(None if call.resume is None else call.resume.state_id)
             try:
-                return await self._attempt(upstream, call)
+                finished = await self._attempt(upstream, request, call)
+                if finished is not None:
+                    return finished
             except EngineDead as error:
                 upstream.suspect()
                 self.num_losses += 1
@@ -100,19 +101,6 @@ class TritonGeneration:
                 self._full.add(upstream)
             finally:
                 self.is_placed = False
-
-    async def _call(self) -> GenerateCall:
-        """What is still to be done. What the client has got is not asked for again."""
-        request = dataclasses.replace(
-            self.request,
-            sampled_ids=(*self.request.sampled_ids, *self._ids),
-            prompt_logprobs=None if self._is_scored else self.request.prompt_logprobs,
-            keep_states_at=self.request.keep_states_at[self._num_states :],
-        )
-        now = time.monotonic()
-        if request.resume is None or len(request.resume.state) <= SMALL_STATE_BYTES:
-            return call_of(request, now=now)
-        return await asyncio.to_thread(call_of, request, now=now)  # Python's lock is free while it digests
 
     async def _place(self, state_id: str | None) -> Upstream:
         """Raises EngineDead when no server comes up in time, or DeadlineExceeded."""
@@ -131,8 +119,10 @@ class TritonGeneration:
             raise EngineDead("no Triton server is ready") from None
         return upstream
 
-    async def _attempt(self, upstream: Upstream, call: GenerateCall) -> Finished:
-        """On one server. Raises EngineDead where another shall go on, or CallFailed."""
+    async def _attempt(self, upstream: Upstream, request: GenerationRequest, call: GenerateCall) -> Finished | None:
+        """`request` on one server, as `call`. The end, or None when it was a piece of the prompt. Raises EngineDead
+        where another server shall go on, or CallFailed.
+        """
         left_s = self._time_left()
         with upstream.stream(timeout_s=None if left_s is None else left_s + DEADLINE_GRACE_S) as stream:
             self.is_placed = True
@@ -140,13 +130,15 @@ class TritonGeneration:
             decoder = EventDecoder(call)
             while True:
                 for event in decoder.decode(tensors):
+                    if isinstance(event, Finished) and event.reason is FinishReason.ABORT:  # nobody here asked for it
+                        raise EngineDead("the worker is stopping")
+                    told = self._progress.take(request, event)
                     if isinstance(event, Finished):
-                        if event.reason is FinishReason.ABORT:  # nobody here asked for it
-                            raise EngineDead("the worker is stopping")
                         if decoder.kept_state_id is not None:
                             self._upstreams.remember(decoder.kept_state_id, upstream)
-                        return event
-                    self._give(event)
+                        return told if isinstance(told, Finished) else None
+                    if told is not None:
+                        self._events.put(told)
                 tensors = await stream.receive()
 
     async def _first_answer(self, upstream: Upstream, stream: TritonStream, call: GenerateCall) -> Tensors:
@@ -163,22 +155,17 @@ class TritonGeneration:
                 if not isinstance(error.failure.error, StateMissing):
                     raise
             else:
-                self._upstreams.count_state(is_hit=True)
+                self._count_state(is_hit=True)
                 return answer
-        self._upstreams.count_state(is_hit=False)
+        self._count_state(is_hit=False)
         await stream.send(encode_call(call))
         answer = await stream.receive()
         self._upstreams.remember(state_id, upstream)
         return answer
 
-    def _give(self, event: Event) -> None:
-        if isinstance(event, PromptScored):
-            self._is_scored = True
-        elif isinstance(event, PromptState):
-            self._num_states += 1
-        elif not isinstance(event, Finished):
-            self._ids.append(event.token_id)
-        self._events.put(event)
+    def _count_state(self, *, is_hit: bool) -> None:
+        if not self._progress.has_pieces:  # a state of the turn before
+            self._upstreams.count_state(is_hit=is_hit)
 
     def _has_waited(self) -> bool:
         """Whether the servers were full for long enough to say so."""
@@ -195,15 +182,11 @@ class TritonGeneration:
         error = failure.error
         if not isinstance(error, NsmError):
             error = EngineDead(str(error))
-        return self._finished(FinishReason.ERROR, error=error)
+        return self._progress.finished(FinishReason.ERROR, error=error)
 
-    def _finished(self, reason: FinishReason, *, error: NsmError | None = None) -> Finished:
-        """An end that no worker told."""
-        cached = 0 if self.request.resume is None else self.request.resume.position
-        return Finished(
-            reason=reason,
-            prompt_tokens=cached + len(self.request.prompt_ids),
-            cached_tokens=cached,
-            completion_tokens=len(self.request.sampled_ids) + len(self._ids),
-            error=error,
-        )
+
+async def _call_of(request: GenerationRequest) -> GenerateCall:
+    now = time.monotonic()
+    if request.resume is None or len(request.resume.state) <= SMALL_STATE_BYTES:
+        return call_of(request, now=now)
+    return await asyncio.to_thread(call_of, request, now=now)  # Python's lock is free while it digests

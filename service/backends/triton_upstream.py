@@ -76,6 +76,11 @@ class Upstream:
         return 0 if told is None else told.max_slots + told.queue_limit
 
     @property
+    def max_prompt_tokens(self) -> int | None:
+        """Of one call, by what it told last; None where it never told."""
+        return None if self._description is None else self._description.max_prompt_tokens
+
+    @property
     def num_own(self) -> int:
         """Requests of this gateway."""
         return len(self._streams)

@@ -64,6 +64,12 @@ class Upstreams:
         """Requests that may still come; below 0 where others brought too many."""
         return sum(upstream.capacity - upstream.load for upstream in self._all if upstream.is_up)
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of one call, whichever of them gets it."""
+        told = [upstream.max_prompt_tokens for upstream in self._all]
+        return min((limit for limit in told if limit is not None), default=self.served[0].max_prompt_tokens)
+
     async def start(self) -> None:
         """Returns when one server is ready and no other is unfit. Raises ConfigError, and then nothing is left open."""
         self._all = tuple(Upstream(url, tls=self._tls, admit=self._admit, on_change=self._tell) for url in self._urls)

@@ -258,6 +258,51 @@ async def test_a_full_worker_is_overloaded_in_the_end(house: House) -> None:
     assert finished.error.retry_after_s == 3.0
 
 
+@pytest.fixture
+async def short(tiny_tokenizer: Tokenizer) -> AsyncIterator[House]:
+    """Servers that take 16 tokens at once."""
+    one, two = (StandIn(random_loaded(tiny_tokenizer), max_prompt_tokens=16) for _ in range(2))
+    async with stand_ins(one, two), running(one, two) as backend:
+        yield House(one, two, backend)
+
+
+async def test_R3_a_prompt_that_is_longer_than_the_servers_take_is_read_in_pieces(house: House, short: House) -> None:
+    """A session whose log is read again has no length that is too long."""
+    first, follow_up = await house.turns()
+    end = first.end_state
+    requests = [
+        dataclasses.replace(make_request("long", **TEXT, logprobs=1), keep_states_at=(5, 16, 33, 40)),
+        make_request("counts", **TEXT, repetition_penalty=1.5, generated_counts={7: 2, 30: 1}),
+        dataclasses.replace(follow_up, prompt_ids=(*follow_up.prompt_ids, *random_ids(2, 30))),
+        dataclasses.replace(make_request("begun", **TEXT), sampled_ids=tuple(first.ids[:4])),
+        make_request("just fits", **{**TEXT, "prompt_ids": random_ids(3, 16)}),
+    ]
+    for request in requests:
+        want, got = await house.generate(request), await short.generate(request)
+        assert [type(event) for event in got.events] == [type(event) for event in want.events]
+        assert_same(got, want)
+    assert end.position > 16
+    assert short.backend.stats().tokens_computed == house.backend.stats().tokens_computed - first.finished.prompt_tokens
+    stats = short.backend.upstream_stats()
+    assert stats.num_state_hits + stats.num_state_misses == 1  # of turns, not of pieces
+
+
+async def test_a_server_that_is_lost_between_two_pieces_costs_one_piece(short: House) -> None:
+    request = make_request("long", **TEXT)
+    want = await short.generate(request)
+    for break_after in (1, 2):
+        short.one.break_after = short.two.break_after = break_after
+        assert_same(await short.generate(dataclasses.replace(request, request_id=f"broken-{break_after}")), want)
+    assert short.backend.upstream_stats().num_failovers >= 2
+
+
+async def test_a_prompt_that_is_scored_must_fit(short: House) -> None:
+    with pytest.raises(InvalidRequest, match="must have at most 16 of them, got 40"):
+        short.backend.submit(make_request("long", **TEXT, prompt_logprobs=1))
+    fits = make_request("fits", **{**TEXT, "prompt_ids": random_ids(1, 16)}, prompt_logprobs=1)
+    assert len((await short.generate(fits)).scored.logprobs) == 16
+
+
 async def test_a_refusal_of_the_worker_is_not_tried_elsewhere(house: House) -> None:
     house.one.fail_with = house.two.fail_with = NumericalError("not finite")
     finished = (await house.generate(make_request(**TEXT))).finished
