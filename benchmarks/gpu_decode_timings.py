@@ -112,18 +112,18 @@ def step_times(bench: Bench) -> Iterator[Row]:
         without_logits = record(functools.partial(bench.step.run, batch))
         measured = median_ms(graph.replay)
         floor_ms = 1e3 * bench.floor_bytes(batch) / bench.copy_rate
-        yield (
-            {"batch": batch}
-            | measured
-            | {
-                "tokens_per_s": round(1e3 * batch / measured["ms"]),
-                "floor_ms": floor_ms,
-                "share_of_floor": floor_ms / measured["ms"],
-                "ms_without_logits": median_ms(without_logits.replay)["ms"],
-                "ms_in_one": median_ms(whole.replay)["ms"],
-                "ms_in_halves": median_ms(halves.replay)["ms"],
-            }
-        )
+        row = {"batch": batch} | measured
+        row["tokens_per_s"] = round(1e3 * batch / measured["ms"])
+        row |= {"floor_ms": floor_ms, "share_of_floor": floor_ms / measured["ms"]}
+        row["ms_without_logits"] = median_ms(without_logits.replay)["ms"]
+        yield row | (_halves(bench, batch) if batch >= 64 else {})
+
+
+def _halves(bench: Bench, batch: int) -> Row:
+    """The same step, without logits, as one chain of launches and as two."""
+    chains = {"ms_in_one": batch + 1, "ms_in_halves": 2}
+    graphs = {name: record(functools.partial(bench.step.run, batch, halves_from=at)) for name, at in chains.items()}
+    return {name: median_ms(graph.replay)["ms"] for name, graph in graphs.items()}
 
 
 @torch.inference_mode()
