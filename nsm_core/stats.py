@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -60,6 +61,11 @@ class EngineStats:
     layers: tuple[LayerStats, ...] = ()
     energy: tuple[EnergyUse, ...] = ()  # counters: since the engine started
     request_energy: tuple[EnergyUse, ...] = ()  # counters: of that, what requests were charged
+
+    @property
+    def joules(self) -> float:
+        """Of all sources together."""
+        return math.fsum(use.joules for use in self.energy)
 
     def with_steps(self, now: EngineStats, *, since: EngineStats) -> EngineStats:
         """And the steps, and their energy, that another engine made between two of its own accounts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from nsm_core.energy.steady import SteadyCounter
@@ -19,13 +18,13 @@ class NvmlMeter:
     """
 
     def __init__(
-        self, uuids: Sequence[str], *, library: ModuleType | None = None, clock: Callable[[], float] = time.monotonic
+        self, uuids: Sequence[str], *, library: Any = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`uuids`: as NVML and torch name devices, with or without `GPU-`. `library`: pynvml, or a stand-in.
 
         Raises ConfigError where there is no NVML, no such device, or it tells neither energy nor power.
         """
-        self._nvml: Any = library or _pynvml()
+        self._nvml = library or _pynvml()
         self._clock = clock
         try:
             self._nvml.nvmlInit()
@@ -85,7 +84,7 @@ class _PowerIntegral:
         return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3  # it tells milliwatts
 
 
-def _pynvml() -> ModuleType:
+def _pynvml() -> Any:
     try:
         import pynvml  # of the package nvidia-ml-py
     except ModuleNotFoundError as error:

@@ -16,6 +16,9 @@ GAUGES = {
 }
 COUNTERS = {
     "nsm_worker_steps_total": ("Steps of the engine", "engine.num_steps"),
+    "nsm_worker_step_rows_total": ("Requests that a step advanced, over all steps", "engine.step_rows"),
+    "nsm_worker_step_tokens_total": ("Tokens that a step read, over all steps", "engine.step_tokens"),
+    "nsm_worker_energy_joules_total": ("Energy since the engine started, all sources together", "engine.joules"),
     "nsm_worker_tokens_computed_total": ("Prompt tokens that the model read", "engine.tokens_computed"),
     "nsm_worker_tokens_resumed_total": ("Prompt tokens covered by a resumed state", "engine.tokens_resumed"),
     "nsm_worker_tokens_generated_total": ("Tokens sampled", "engine.tokens_generated"),
