@@ -7,10 +7,14 @@ import enum
 
 import torch
 
+from nsm_core.config import ModelConfig
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.ops.dispatch import runs_kernels
+
+LARGEST_SLOT_TILE = 16384
+LARGEST_WINDOW = 16384
 
 
 class CudaWeights(enum.StrEnum):
@@ -49,4 +53,21 @@ def why_not_cuda(model: NsmModel) -> str | None:
     kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
     if kinds:
         return f"it has layers without such kernels: {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    if (
+        any(isinstance(block.mixer, PulseMixer) for block in model.layers)
+        and _slot_tile(model.config) > LARGEST_SLOT_TILE
+    ):
+        return f"a head's slots have more than {LARGEST_SLOT_TILE} numbers, which must fit into registers"
+    windows = [block.mixer.window for block in model.layers if isinstance(block.mixer, WindowAttention)]
+    if max(windows, default=0) > LARGEST_WINDOW:
+        return f"its window is larger than {LARGEST_WINDOW}"
     return None
+
+
+def _slot_tile(config: ModelConfig) -> int:
+    """Keys of a head's slots, as many as a program holds."""
+    return _power_of_two(config.num_memory_slots) * _power_of_two(config.head_dim)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

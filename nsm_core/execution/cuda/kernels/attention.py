@@ -189,6 +189,6 @@ def attend_in_place(
         pieces,
         eps,
         PIECES=triton.next_power_of_2(pieces),
-        num_warps=1,
+        num_warps=1 if pieces <= 16 else 8,
         **constants,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsm_core.ops.routing.kernel import distribution, kth_largest_after, softplus
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
-NUM_WARPS = 4
+NUM_WARPS = 4  # for 64 slots of 64 dimensions; in proportion for others
 LARGEST_WRITE = -math.expm1(LOG_DECAY_MIN)
 
 
@@ -186,6 +186,7 @@ def slot_step_in_place(
     [B, >= d] is what the output projection reads.
     """
     _, heads, num_slots, pair = slots.shape
+    block_slots, channels = triton.next_power_of_2(num_slots), triton.next_power_of_2(pair // 2)
     _slot_step[(heads, rows.shape[0])](
         rows,
         projected,
@@ -210,7 +211,7 @@ def slot_step_in_place(
         K=pair // 2,
         TAPS=weights.conv.shape[0],
         TOP_K=weights.top_k,
-        SLOTS=triton.next_power_of_2(num_slots),
-        CHANNELS=triton.next_power_of_2(pair // 2),
-        num_warps=NUM_WARPS,
+        SLOTS=block_slots,
+        CHANNELS=channels,
+        num_warps=max(1, NUM_WARPS * block_slots * channels // 4096),
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.cuda import options
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
 from tests.models import as_loaded, random_model, small_config
@@ -73,3 +76,18 @@ def test_without_a_gpu_it_is_refused_by_name(tiny_tokenizer: Tokenizer) -> None:
     loaded = as_loaded(small_model(), tiny_tokenizer)
     with pytest.raises(ConfigError, match="executor for GPUs: it is not on a GPU"):
         choose_executor(loaded, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"num_memory_slots": 1025}, "must fit into registers"),
+        ({"layer_pattern": "A", "max_context": 20000}, "larger than 16384"),
+        ({"layer_pattern": "A", "num_memory_slots": 1025}, None),
+    ],
+)
+def test_sizes_that_fit(changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "runs_kernels", lambda _: True)
+    found = options.why_not_cuda(NsmModel(small_config(48, **changes)))
+    assert (found is None) if reason is None else (found is not None and reason in found)
