@@ -1,10 +1,17 @@
 #include "team.h"
 
+#include <algorithm>
+
 namespace nsm {
 namespace {
 
 constexpr int FIELD = 20;
 constexpr uint64_t MASK = (uint64_t{1} << FIELD) - 1;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr microseconds PATIENCE{100};
+constexpr milliseconds SHORTEST_PAUSE{10}, LONGEST_PAUSE{1000};
 constexpr int LOOKS = 2000;  // some tens of microseconds: the next part of a step mostly comes sooner
 
 uint64_t job_of(uint64_t ticket) { return ticket >> (2 * FIELD); }
@@ -21,7 +28,7 @@ inline void relax() {
 
 }  // namespace
 
-Team::Team(int num_threads) {
+Team::Team(int num_threads) : pause_(SHORTEST_PAUSE) {
   for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
 }
 
@@ -44,14 +51,29 @@ void Team::share(int count, Call call, const void* context) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
-  while (take_one(0)) {
+  const Clock::time_point began = Clock::now();
+  int num_own = 0;
+  while (take_one(0)) ++num_own;
+  const Clock::time_point finished = Clock::now();
+  if (num_done_ == count) return;
+  for (int look = 0; look < LOOKS && num_done_ != count; ++look) relax();
+  if (num_done_ != count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return num_done_ == count; });
   }
-  for (int look = 0; look < LOOKS; ++look) {
-    if (num_done_ == count) return;
-    relax();
+  note_wait(Clock::now() - finished, (finished - began) / (num_own + 1));
+}
+
+// A wait of more than a few tasks' time means that a thread has no core.
+void Team::note_wait(Clock::duration waited, Clock::duration task_time) {
+  const Clock::time_point now = Clock::now();
+  if (waited > PATIENCE + 3 * task_time) {
+    alone_until_ = now + pause_;
+    pause_ = std::min<Clock::duration>(2 * pause_, LONGEST_PAUSE);
+  } else if (now > alone_until_ + pause_) {  // help has come without a wait for as long as it was done without
+    pause_ = std::max<Clock::duration>(pause_ / 2, SHORTEST_PAUSE);
+    alone_until_ = now;
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [&] { return num_done_ == count; });
 }
 
 // A ticket below the job's count is one of the job that runs: the caller does not leave before it is done.

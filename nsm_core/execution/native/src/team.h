@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -11,8 +12,9 @@
 namespace nsm {
 
 // `run` hands out tasks from one counter, to the caller too. Nobody waits for a thread that has not come: what it would have
-// done is done by the others, so a core that is taken away costs at most one task's time. Threads look for the next job for a
-// few microseconds before they sleep.
+// done is done by the others. A thread that lost its core in the middle of a task must be waited for, though: after that the
+// caller works alone for a while, longer each time it happens, so that a machine with other work to do costs the others'
+// help and not much more. Threads look for the next job for some microseconds before they sleep.
 class Team {
  public:
   explicit Team(int num_threads);
@@ -25,7 +27,7 @@ class Team {
   // Calls task(index, thread) for each index in [0, count), count < 2^20; returns when all are done.
   template <typename Task>
   void run(int count, const Task& task) {
-    if (workers_.empty() || count == 1) {
+    if (workers_.empty() || count == 1 || Clock::now() < alone_until_) {
       for (int index = 0; index < count; ++index) task(index, 0);
       return;
     }
@@ -33,17 +35,21 @@ class Team {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
   using Call = void (*)(const void*, int, int);
 
   void share(int count, Call call, const void* context);
   void work(int thread);
   bool take_one(int thread);
+  void note_wait(Clock::duration waited, Clock::duration task_time);
 
   // Job number (24 bits), its tasks (20) and the next one of them (20) in one word: whoever draws a task knows whose it is.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int> num_done_{0};
   std::atomic<int> num_asleep_{0};
   std::atomic<bool> stops_{false};
+  Clock::time_point alone_until_{};  // the caller's, like the pause: how long it is alone when next it had to wait
+  Clock::duration pause_;
   Call call_ = nullptr;
   const void* context_ = nullptr;
   std::mutex mutex_;
