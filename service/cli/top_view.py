@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NONE = "–"
-BAR = 20  # columns
+BAR = 8  # columns: all boxes fit on 80 by 24
 QUANTILES = (0.5, 0.95, 0.99)
 LATENCIES = (
     ("queue", "nsm_request_queue_time_seconds"),
     ("prefill", "nsm_request_prefill_time_seconds"),
     ("first token", "nsm_time_to_first_token_seconds"),
-    ("between tokens", "nsm_inter_token_latency_seconds"),
+    ("next token", "nsm_inter_token_latency_seconds"),
     ("end to end", "nsm_e2e_request_latency_seconds"),
     ("state read", "nsm_state_fetch_seconds"),
     ("state commit", "nsm_state_commit_seconds"),
@@ -56,12 +56,12 @@ def _box(title: str, rows: Rows, *header: str) -> RenderableType:
     from rich.panel import Panel
     from rich.table import Table
 
-    table: Table = Table(box=None, pad_edge=False, show_header=bool(header))
+    table: Table = Table(box=None, pad_edge=False, collapse_padding=True, show_header=bool(header))
     for number, name in enumerate(header or [""] * len(rows[0])):
         table.add_column(name, justify="right" if number else "left", no_wrap=True, min_width=0)
     for row in rows:
         table.add_row(*(harmless(cell) for cell in row))
-    return Panel(table, title=title, title_align="left", expand=False)
+    return Panel(table, title=title, title_align="left", padding=0, expand=False)
 
 
 def _batch(interval: Interval) -> Rows:

@@ -19,12 +19,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
     parser.add_argument("--minutes", type=float, default=30.0, help="how far back")
+    parser.add_argument("--ago", type=float, default=0.0, help="minutes before now at which the pictures end")
     parser.add_argument("--window", default="20s", help="for rates: at least four scrapes")
     parser.add_argument("--into", type=Path, default=Path("docs/images"), help="a folder")
     args = parser.parse_args()
-    now = time.time()
+    end = time.time() - args.ago * 60
     with httpx.Client(base_url=args.prometheus, timeout=60.0) as client:
-        period = Period(client, now - args.minutes * 60, now, args.window)
+        period = Period(client, end - args.minutes * 60, end, args.window)
         args.into.mkdir(parents=True, exist_ok=True)
         for board in boards():
             path = args.into / f"{board['uid']}.png"

@@ -25,6 +25,7 @@ UNIT_HEIGHT, UNIT_WIDTH = 0.28, 0.62  # inches for each row and column of Grafan
 NUM_COLOURS = 96  # of a picture's palette: a quarter of the bytes, and nobody sees it
 PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 BINARY = ((2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"), (1.0, ""))
+COUNTED = ("short", "reqps", "ops")  # 0.25 of them, never 250 thousandths
 UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s", "watt": "W", "joule": "J"}
 
 
@@ -119,7 +120,7 @@ def _draw_number(axes: Axes, panel: Mapping[str, Any], series: Series) -> None:
 def _draw_lines(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], period: Period) -> None:
     defaults = panel["fieldConfig"]["defaults"]
     custom = defaults["custom"]
-    times = _dates(period)
+    times = _dates(period.times)
     kept = sorted(series, key=lambda one: -float(np.nanmean(one.values)))[:MOST_SERIES]
     names = [one.name for one in kept]
     if "stacking" in custom:
@@ -148,7 +149,8 @@ def _draw_heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series]
     counts = np.diff(cumulative, axis=0, prepend=0.0).clip(min=0.0)
     used = np.flatnonzero(counts.sum(axis=1))
     low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, len(ordered))
-    axes.pcolormesh(_dates(period), np.arange(low, high), counts[low:high], cmap="Oranges", shading="nearest", vmin=0.0)
+    edges = _dates(np.linspace(period.start, period.end, NUM_POINTS + 1))
+    axes.pcolormesh(edges, np.arange(low, high + 1) - 0.5, counts[low:high], cmap="Oranges", vmin=0.0)
     unit = panel["options"]["yAxis"]["unit"]
     axes.set_yticks(np.arange(low, high), [_bound(one.name, unit) for one in ordered[low:high]])
     _label_times(axes)
@@ -165,20 +167,20 @@ def _label_axes(axes: Axes, unit: str) -> None:
 
 
 def _label_times(axes: Axes) -> None:
-    locator = AutoDateLocator(maxticks=6)
+    locator = AutoDateLocator(minticks=3, maxticks=8)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
 
 
-def _dates(period: Period) -> list[datetime.datetime]:
-    return [datetime.datetime.fromtimestamp(at, datetime.UTC) for at in period.times]
+def _dates(times: np.ndarray) -> list[datetime.datetime]:
+    return [datetime.datetime.fromtimestamp(at, datetime.UTC) for at in times]
 
 
 def shown(value: float, unit: str) -> str:
     """A number with its unit, for a person; `unit` is one of Grafana's."""
     if unit == "percentunit":
         return f"{value * 100:.3g} %"
-    if value == 0 or (unit == "short" and abs(value) < 1):
+    if value == 0 or (unit in COUNTED and abs(value) < 1):
         return f"{value:.3g} {UNITS.get(unit, '')}".strip()
     prefixes = BINARY if unit in ("bytes", "Bps") else PREFIXES
     factor, prefix = next((pair for pair in prefixes if abs(value) >= pair[0]), prefixes[-1])
