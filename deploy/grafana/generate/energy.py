@@ -16,7 +16,8 @@ PER_TOKEN = share(rate(ALL), rate(TOKENS))
 def build() -> Dashboard:
     about = (
         "Energy of the engines behind the chosen gateways. Each source tells by which method its joules are known: a "
-        "counter of the hardware, or an estimate from utilisation."
+        "counter of the hardware, or an estimate from utilisation. Of gateways that share Triton servers choose one: "
+        "each reports the servers' energy."
     )
     sections = (
         Section("Now", _now()),
