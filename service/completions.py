@@ -70,7 +70,7 @@ class Completion:
         return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
 
     def _text_frame(self, index: int, text: str) -> bytes:
-        return self._frame(index, _piece(text))
+        return self._frame(index, text_piece(text))
 
     def _usage(self) -> dict[str, Any]:
         ends, body = ends_of(self.run), self._body
@@ -94,7 +94,7 @@ class ChoiceText:
 
     def take_echo(self) -> dict[str, Any]:
         text, self.echo_text = self.echo_text, ""
-        return _piece(text)
+        return text_piece(text)
 
     def is_plain(self, delta: Delta) -> bool:
         """Whether a delta is one piece with nothing but a text."""
@@ -105,8 +105,8 @@ class ChoiceText:
         if delta.prompt is not None:
             return self._echo_scored(delta.prompt)
         if delta.finished is not None:
-            return [_piece("", reason=finish_reason(delta.finished))]
-        return [_piece(delta.text, logprobs=self._render(delta.tokens))]
+            return [text_piece("", reason=finish_reason(delta.finished))]
+        return [text_piece(delta.text, logprobs=self._render(delta.tokens))]
 
     def join(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All pieces of the choice as one."""
@@ -116,7 +116,7 @@ class ChoiceText:
             for piece in pieces:
                 for key, values in (piece["logprobs"] or {}).items():
                     joined[key] += values
-        return _piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])
+        return text_piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])
 
     def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
         if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
@@ -125,7 +125,7 @@ class ChoiceText:
         tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
         logprobs = self._render(tokens)
         self._logprobs.end_prompt()
-        return [_piece(self._prompt_text, logprobs=logprobs)]
+        return [text_piece(self._prompt_text, logprobs=logprobs)]
 
     def _render(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs.render(tokens)
@@ -201,5 +201,5 @@ def _views(
     return views
 
 
-def _piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
+def text_piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
     return {"text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -7,7 +7,6 @@ its own: n + 1 is text that the end released, n + 2 the finish reason, n + 3 the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import time
@@ -19,18 +18,18 @@ from starlette.responses import Response
 
 from nsm_core.engine.request import TokenEvent
 from nsm_core.errors import InvalidRequest
-from service.choices import ChoiceView
-from service.completions import KIND, ChoiceText
+from service.choices import ChoiceView, Delta
+from service.completions import KIND, ChoiceText, text_piece
 from service.continuation import TurnRequest
 from service.deps import Arrival, Services
 from service.errors import shown
 from service.json_body import json_response
 from service.openai_format import Envelope, usage
 from service.schemas.sessions import SESSION_ID, GenerateBody
-from service.sse import EventStream, frame, until_done
+from service.sse import EventStream, TextFrame, frame, until_done
 from service.stored_turns import digest_of
 from service.turn import TurnEnd, TurnSource
-from service.turn_following import TOKENS_AT_ONCE, stream_not_found
+from service.turn_following import stream_not_found
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
@@ -62,48 +61,64 @@ class SessionAnswer:
         self._source.detach()
 
     async def frames(self, *, after: int = 0) -> AsyncGenerator[bytes, None]:
-        """The frames numbered above `after`; the one with the finish reason tells where the session is."""
-        fields, number = {"usage": None} if self._has_usage_chunk else {}, 0
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for number, piece in pieces:
-                if number > after:
-                    is_last = piece["finish_reason"] is not None
-                    extra = {"session": self._session()} if is_last else {}
-                    chunk = self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields, **extra)
-                    yield frame(chunk, event_id=number)
-                    if piece["text"]:  # the consumer is back: the piece was handed to the connection
+        """The frames numbered above `after`, together those that are ready together; the one with the finish reason
+        tells where the session is.
+        """
+        number, text_frame = 0, TextFrame(lambda text: frame(self._chunk(text_piece(text))))
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for batch in batches:
+                frames: list[bytes] = []
+                for number, delta in batch:
+                    if self._text.is_plain(delta):
+                        made = [b"id: %d\n%s" % (number, text_frame(delta.text))]
+                    else:
+                        made = [frame(self._chunk(piece), event_id=number) for piece in self._text.pieces(delta)]
+                    frames += made if number > after else ()
+                if frames:
+                    yield b"".join(frames)
+                    if any(delta.text for _, delta in batch):  # the consumer is back: the connection has the text
                         self._source.delivered()
         if self._has_usage_chunk and after < number + 1:
-            chunk = self._envelope.wrap(KIND, [], usage=self._usage())
+            chunk = self._envelope.wrap(KIND, [], usage=usage([self._end.finished]))
             yield frame(chunk, event_id=number + 1)
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         pieces: list[dict[str, Any]] = []
-        async with contextlib.aclosing(self._pieces()) as parts:
-            async for _, piece in parts:
-                if piece["text"]:
-                    self._source.delivered()
-                pieces.append(piece)
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for batch in batches:
+                for _, delta in batch:
+                    if delta.text:
+                        self._source.delivered()
+                    pieces += self._text.pieces(delta)
         choices = [{"index": 0, **self._text.join(pieces)}]
-        return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
+        return self._envelope.wrap(KIND, choices, usage=usage([self._end.finished]), session=self._session())
 
-    async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+    async def _deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
         num_tokens = 0
-        async with contextlib.aclosing(self._source.events()) as events:
-            async for event in events:
-                if isinstance(event, TurnEnd) and event.error is not None:
-                    raise event.error
-                num_tokens = event.index if isinstance(event, TokenEvent) else num_tokens
-                if num_tokens % TOKENS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-                for delta in self._view.feed(event.finished if isinstance(event, TurnEnd) else event):
-                    number = num_tokens
-                    if isinstance(event, TurnEnd):
-                        number += 1 if delta.finished is None else 2
-                    for piece in self._text.pieces(delta):
-                        yield number, piece
+        async with contextlib.aclosing(self._source.batches()) as batches:
+            async for events in batches:
+                batch: list[tuple[int, Delta]] = []
+                for event in events:
+                    if isinstance(event, TokenEvent):
+                        num_tokens = event.index
+                        batch += [(num_tokens, delta) for delta in self._view.feed(event)]
+                    elif event.error is None:
+                        for delta in self._view.feed(event.finished):
+                            batch.append((num_tokens + (1 if delta.finished is None else 2), delta))
+                    else:
+                        if batch:  # what came before it is shown
+                            yield batch
+                        raise event.error
+                if batch:
+                    yield batch
+
+    def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"usage": None} if self._has_usage_chunk else {}
+        if piece["finish_reason"] is not None:
+            fields["session"] = self._session()
+        return self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields)
 
     @property
     def _end(self) -> TurnEnd:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent
@@ -16,6 +16,8 @@ from service.metrics.requests import RequestRecord
 from service.replay import RebuildReason
 from service.sessions.base import SessionHead
 from service.tenants import Permit
+
+EVENTS_AT_ONCE = 64  # most that a reader gets in one piece
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,12 @@ class TurnSource(Protocol):
         """
         ...
 
+    def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """The same events, together what is there when the reader comes for more, but no more than is fit to be sent
+        at once. Between two of them others get the event loop.
+        """
+        ...
+
     def delivered(self, at: float | None = None) -> None:
         """Text reached the client's connection, now or at a `time.monotonic()` reading."""
         ...
@@ -118,17 +126,33 @@ class Turn:
         finally:
             self.detach()
 
+    async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """See TurnSource."""
+        try:
+            async for batch in self.all_batches():
+                yield batch
+        finally:
+            self.detach()
+
     async def all_events(self) -> AsyncGenerator[TurnEvent, None]:
         """From the first one; any number of readers may be at it."""
+        async for batch in self.all_batches():
+            for event in batch:
+                yield event
+
+    async def all_batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """The same for those who can use several at once."""
         num_read = 0
         while True:
+            if num_read < len(self._events):
+                await asyncio.sleep(0)  # a reader that is behind lets the others run
             while num_read == len(self._events):
                 self._news.clear()
                 await self._news.wait()
-            event = self._events[num_read]
-            num_read += 1
-            yield event
-            if isinstance(event, TurnEnd):
+            batch = self._events[num_read : num_read + EVENTS_AT_ONCE]
+            num_read += len(batch)
+            yield batch
+            if isinstance(batch[-1], TurnEnd):
                 return
 
     def follow(self) -> Follower:
@@ -200,11 +224,12 @@ class Turn:
     def is_handed_over(self) -> bool:
         return isinstance(self._stop_error, HandedOver)
 
-    def put(self, event: TokenEvent) -> None:
-        """An event for whoever reads."""
+    def put(self, events: Sequence[TokenEvent]) -> None:
+        """For whoever reads."""
         if self._record is not None:
-            self._record.token()
-        self._events.append(event)
+            for _ in events:
+                self._record.token()
+        self._events += events
         self._news.set()
 
     def error_of(self, finished: Finished) -> NsmError | None:
@@ -260,6 +285,13 @@ class Follower:
         try:
             async for event in self._turn.all_events():
                 yield event
+        finally:
+            self.detach()
+
+    async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        try:
+            async for batch in self._turn.all_batches():
+                yield batch
         finally:
             self.detach()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from nsm_core.engine.request import TokenEvent
@@ -14,12 +15,11 @@ from service.reframing import Reframer
 from service.sessions.base import SessionHead, SessionStore
 from service.sessions.turn_records import TurnRecord
 from service.stored_turns import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
-from service.turn import HandedOver, Turn, TurnEnd, TurnEvent
+from service.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEnd, TurnEvent
 from service.turn_log import happens
 from service.wishes import quoted
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
-TOKENS_AT_ONCE = 256  # of a finished turn; then others get the event loop
 
 TakeOver = Callable[[str, str, str], Awaitable[Turn | None]]
 
@@ -72,22 +72,28 @@ class TurnFollower:
             self._reframer, self.framing = Reframer(tokenizer, result.sampling), result.framing
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
         try:
             while self._record.status == "running":
-                async for event in self._frames(self._new_tokens()):
-                    yield event
+                async for batch in self._frames(self._new_tokens()):
+                    yield batch
                 if not self._record.lease_left_s:
                     turn = await self._take_over(self._tenant, self._session_id, self.turn_id)
                     if turn is not None:
-                        async for turn_event in self._taken_events(turn):
-                            yield turn_event
+                        async for batch in self._taken_batches(turn):
+                            yield batch
                         return
                 await self._wait_for_more()
             result = await self._result()
-            async for event in self._frames(result.tokens[self._num_tokens :]):
-                yield event
+            async for batch in self._frames(result.tokens[self._num_tokens :]):
+                yield batch
             self.end = await self._end_of(result)
-            yield self.end
+            yield [self.end]
         finally:
             self.detach()
 
@@ -106,13 +112,12 @@ class TurnFollower:
         self._num_chunks += len(self._record.chunks)
         return [token for chunk in self._record.chunks for token in decode_tokens(chunk)]
 
-    async def _frames(self, tokens: Iterable[StoredToken]) -> AsyncGenerator[TokenEvent, None]:
+    async def _frames(self, tokens: Sequence[StoredToken]) -> AsyncGenerator[list[TurnEvent], None]:
         if self._reframer is None:
             raise RuntimeError("a turn without a request or a result has no tokens")
-        for number, token in enumerate(tokens, start=1):
-            yield self._reframer.feed(token)
-            if number % TOKENS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        for start in range(0, len(tokens), EVENTS_AT_ONCE):
+            yield [self._reframer.feed(token) for token in tokens[start : start + EVENTS_AT_ONCE]]
+            await asyncio.sleep(0)
 
     async def _wait_for_more(self) -> None:
         if await happens(self._has_stopped, within_s=POLL_S):
@@ -128,14 +133,15 @@ class TurnFollower:
             raise stream_not_found(self.turn_id)
         self._record = record
 
-    async def _taken_events(self, turn: Turn) -> AsyncGenerator[TurnEvent, None]:
+    async def _taken_batches(self, turn: Turn) -> AsyncGenerator[list[TurnEvent], None]:
         """What comes after the events that were given out already."""
-        self._taken = turn
-        async for event in turn.events():
-            if isinstance(event, TurnEnd):
-                self.end, self.rebuilt, self.other_numerics = event, turn.rebuilt, turn.other_numerics
-            if not isinstance(event, TokenEvent) or event.index > self._num_tokens:
-                yield event
+        self._taken, num_given = turn, self._num_tokens
+        async for batch in turn.batches():
+            if isinstance(batch[-1], TurnEnd):
+                self.end, self.rebuilt, self.other_numerics = batch[-1], turn.rebuilt, turn.other_numerics
+            new = [event for event in batch if not isinstance(event, TokenEvent) or event.index > num_given]
+            if new:
+                yield new
 
     async def _result(self) -> TurnResult:
         if self._kept is not None:

@@ -45,8 +45,8 @@ class TurnLog:
         self._has_failed = False
         self._writing = asyncio.create_task(self._write_on())
 
-    def put(self, token: StoredToken) -> None:
-        self.tokens.append(token)
+    def put(self, tokens: Iterable[StoredToken]) -> None:
+        self.tokens += tokens
         self._has_more.set()
 
     async def stop(self, *, is_complete: bool = False) -> None:

@@ -90,12 +90,13 @@ class TurnRun:
     async def _forward(self, log: TurnLog) -> Finished:
         """Passes the events on as they come, and returns the last one instead of passing it on."""
         try:
-            async for event in self.generation.events():
-                if isinstance(event, Finished):
-                    return event
-                if isinstance(event, TokenEvent):
-                    log.put(stored_token(event))
-                    self.turn.put(event)
+            async for batch in self.generation.batches():
+                tokens = [event for event in batch if isinstance(event, TokenEvent)]
+                if tokens:
+                    log.put(map(stored_token, tokens))
+                    self.turn.put(tokens)
+                if isinstance(batch[-1], Finished):
+                    return batch[-1]
         except BaseException:
             self.generation.cancel()
             raise
