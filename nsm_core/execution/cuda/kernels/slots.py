@@ -32,13 +32,26 @@ def _mix(x_ptr, tail_ptr, weight_ptr, channels, is_channel, C: tl.constexpr, TAP
 
 
 @triton.jit
-def _shift(x_ptr, tail_ptr, channels, is_channel, C: tl.constexpr, TAPS: tl.constexpr):
-    """The token becomes the last of the tail."""
+def _shift(x_ptr, tail_ptr, own, is_channel, D: tl.constexpr, TAPS: tl.constexpr):
+    """The token becomes the last of the tail, for a head's channels of q, k and v.
+
+    A value may be held by several threads: all of them have read a place before it is written.
+    """
+    C: tl.constexpr = 3 * D
+    tl.debug_barrier()
     for tap in tl.static_range(TAPS - 2):
-        later = tl.load(tail_ptr + (tap + 1) * C + channels, mask=is_channel, other=0.0)
-        tl.store(tail_ptr + tap * C + channels, later, mask=is_channel)
-    x = tl.load(x_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
-    tl.store(tail_ptr + (TAPS - 2) * C + channels, x, mask=is_channel)
+        later_ptr = tail_ptr + (tap + 1) * C + own
+        q = tl.load(later_ptr, mask=is_channel, other=0.0)
+        k = tl.load(later_ptr + D, mask=is_channel, other=0.0)
+        v = tl.load(later_ptr + 2 * D, mask=is_channel, other=0.0)
+        tl.debug_barrier()
+        tl.store(later_ptr - C, q, mask=is_channel)
+        tl.store(later_ptr - C + D, k, mask=is_channel)
+        tl.store(later_ptr - C + 2 * D, v, mask=is_channel)
+    last_ptr = tail_ptr + (TAPS - 2) * C + own
+    for part in tl.static_range(3):
+        x = tl.load(x_ptr + part * D + own, mask=is_channel, other=0.0).to(tl.float32)
+        tl.store(last_ptr + part * D, x, mask=is_channel)
 
 
 @triton.jit
@@ -153,11 +166,7 @@ def _slot_step(
     gate = tl.load(x_ptr + 3 * D + own, mask=is_channel, other=0.0).to(tl.float32)
     read = read * tl.load(gain_ptr + own, mask=is_channel, other=0.0) * gate * tl.sigmoid(gate)
     tl.store(out_ptr + index * out_stride + own, read.to(out_ptr.dtype.element_ty), mask=is_channel)
-    # A value may be held by several threads: all of them have read the tail before it moves
-    tl.debug_barrier()
-    _shift(x_ptr, tail_ptr, own, is_channel, 3 * D, TAPS)
-    _shift(x_ptr, tail_ptr, D + own, is_channel, 3 * D, TAPS)
-    _shift(x_ptr, tail_ptr, 2 * D + own, is_channel, 3 * D, TAPS)
+    _shift(x_ptr, tail_ptr, own, is_channel, D, TAPS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
