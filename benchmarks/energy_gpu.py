@@ -110,12 +110,12 @@ def off(charged: float, used: float) -> float:
     return charged / used - 1 if used else 0.0
 
 
-def reading_us(read: Callable[[], object], repeats: int = 200) -> float:
-    """Microseconds of one reading."""
+def cost_us(work: Callable[[], object], repeats: int = 100) -> float:
+    """Microseconds."""
     began = time.perf_counter()
     for _ in range(repeats):
-        read()
-    return (time.perf_counter() - began) / repeats * 1e6
+        work()
+    return round((time.perf_counter() - began) / repeats * 1e6, 1)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -158,7 +158,7 @@ def main(
     load = Load(engine, vocab_size=loaded.tokenizer.vocab_size, max_prompt=args.max_prompt, max_tokens=args.max_tokens)
     phases = measure(load, lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, args)
     charged, used = sum(phase.charged for phase in phases), sum(phase.used for phase in phases)
-    cost_us = reading_us(meter.read)
+    costs_us = {"reading_us": cost_us(meter.read), "look_us": cost_us(meter.look)}
     meter.close()
     is_good = abs(off(charged, used)) <= TOLERANCE
     print(f"in all: charged {charged:.1f} J, counter {used:.1f} J, {off(charged, used):+.2%} (at most {TOLERANCE:.0%})")
@@ -168,7 +168,7 @@ def main(
         "executor": chosen.name,
         "numerics": chosen.numerics,
         "slots": args.slots,
-        "reading_us": round(cost_us, 1),
+        **costs_us,
         "off": off(charged, used),
         "is_good": is_good,
         "phases": [dataclasses.asdict(phase) for phase in phases],

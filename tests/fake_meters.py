@@ -35,7 +35,7 @@ class FakeClock:
 class FakeNvml:
     """What NvmlMeter uses of pynvml: GPUs whose counter of millijoules moves every `period_s`, or with power only.
 
-    `uuids`: of the GPUs there are. `watts`: what each draws.
+    `uuids`: of the GPUs there are. `watts`: what each draws. `num_asked`: for energy or power.
     """
 
     class NVMLError(Exception):
@@ -50,6 +50,7 @@ class FakeNvml:
     ) -> None:  # fmt: skip
         self.watts = watts
         self.is_open = False
+        self.num_asked = 0
         self._clock, self._uuids, self._period_s, self._has_counter = clock, uuids, period_s, has_counter
 
     def nvmlInit(self) -> None:
@@ -64,11 +65,13 @@ class FakeNvml:
         return uuid
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        self.num_asked += 1
         if not self._has_counter:
             raise self.NVMLError_NotSupported
         return round(5_000_000 + self.true_joules() * 1e3)
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self.num_asked += 1
         return round(self.watts * 1e3)
 
     def true_joules(self) -> float:

@@ -72,8 +72,8 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     `break_after`: the next stream of text breaks after so many answers. `fail_with`: all are answered with it.
     `is_hung`: nothing is answered any more; `is_mute`: only heartbeats are; `is_unloading`: only
     streams that run are. `options`: what calls asked for, in order;
-    `state_sizes`: bytes of states that came along; `traces`: what was asked, and of which trace; `credentials`: TLS, from
-    the next start on.
+    `state_sizes`: bytes of states that came along; `traces`: what was asked, and of which trace; `credentials`: TLS,
+    from the next start on.
     """
 
     def __init__(self, loaded: LoadedModel, **config: Any) -> None:
