@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.only_scripts:
             return 0
         capacity = capacity_of(urls, profile, scripts)
-        with ResourceWatch([(f"server {n}", server.process.pid) for n, server in enumerate(servers)]) as watch:
+        pids = args.pid or [server.process.pid for server in servers]
+        with ResourceWatch([(f"server {n}", pid) for n, pid in enumerate(pids)]) as watch:
             code = run_locust(args, profile, urls, capacity)
     if code:
         print(f"locust ended with {code}; {args.out}/locust.log tells more", file=sys.stderr)
@@ -108,8 +109,9 @@ def run_locust(args: argparse.Namespace, profile: Profile, urls: Sequence[str], 
         str(args.out / "scripts.json"),
     ]
     shared += ["--processes-in-all", str(args.workers), "--capacity", str(capacity)]
-    run = ["--headless", "--users", str(profile.users.total), "--spawn-rate", "100"]
-    run += ["--run-time", f"{profile.run_s:.0f}s", "--stop-timeout", f"{profile.drain_s:.0f}"]
+    num_users = profile.users.total + (args.workers if profile.open_loop else 0)
+    run = ["--headless", "--users", str(num_users), "--spawn-rate", "100"]
+    run += ["--run-time", f"{profile.run_s:.0f}s", "--stop-timeout", "2"]
     run += ["--samples", str(args.out / SAMPLES), "--only-summary", "--html", str(args.out / "locust.html")]
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((args.out / "locust.log").open("wb"))
@@ -139,6 +141,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of the closed loops, instead of the profile's")
     parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="directory of the report")
     parser.add_argument("--url", action="append", help="a replica that runs already; several times for several")
+    parser.add_argument(
+        "--pid", action="append", type=int, help="its process, to watch what it uses; as often as --url"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes of Locust that make the load")
     parser.add_argument("--master-port", type=int, default=5557, help="where Locust's master hears its workers")
     parser.add_argument("--store", help="of the servers that are started: a Redis URL, or SQLite by default")

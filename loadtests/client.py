@@ -115,10 +115,15 @@ class Connection:
 
 
 class Client:
-    """One server; connections are kept for the next request. Safe for several greenlets."""
+    """One server, by HTTP without TLS; connections are kept for the next request. Safe for several greenlets.
+
+    Raises ValueError for any other kind of URL.
+    """
 
     def __init__(self, base_url: str, *, timeout_s: float, receive_bytes: int | None = None) -> None:
         parts = urlsplit(base_url)
+        if parts.scheme != "http":
+            raise ValueError(f"the client speaks plain HTTP, got {base_url}")
         self.base_url = base_url
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._timeout_s = timeout_s

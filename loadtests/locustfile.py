@@ -18,6 +18,7 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.arrivals import share_of
+from loadtests.drain import Drain
 from loadtests.open_loop import ArrivalLoop
 from loadtests.recording import Recorder
 from loadtests.run_profile import load_profile
@@ -35,6 +36,7 @@ from loadtests.users import (  # Locust finds the classes in this module
     SessionUser,
     SlowReaderUser,
     TroubleUser,
+    WaitingUser,
 )
 
 __all__ = (
@@ -45,6 +47,7 @@ __all__ = (
     "SessionUser",
     "SlowReaderUser",
     "TroubleUser",
+    "WaitingUser",
 )
 EXIT_MISSED = 1
 logger = logging.getLogger("loadtests")
@@ -66,12 +69,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 @events.init.add_listener
 def prepare(environment: Environment, **_: Any) -> None:
-    """The counts of users are the profile's, whatever --users says beyond their sum."""
+    """The counts of users are the profile's; --users must be their sum, and one for each process of an open loop."""
     options = environment.parsed_options
     profile = load_profile(options.load_profile)
     for name, user in USERS.items():
         user.fixed_count = getattr(profile.users, name)
-        user.weight = 0 if profile.users.total else 1
+    WaitingUser.fixed_count = options.processes_in_all if profile.open_loop else 0
     path = Path(options.samples) if options.samples else None
     run = RunState(
         profile=profile,
@@ -83,6 +86,7 @@ def prepare(environment: Environment, **_: Any) -> None:
     ScriptedUser.run_state = run
     if not isinstance(environment.runner, MasterRunner):
         _listen(environment, run)
+    Drain(environment, run, options.processes_in_all)
     environment.events.quitting.add_listener(_judge)
 
 
@@ -99,13 +103,14 @@ def _listen(environment: Environment, run: RunState) -> None:
             arrivals = share_of(arrivals_of(run.profile, loop, options.capacity), index, options.processes_in_all)
             loops.append(ArrivalLoop(run, arrivals, loop))
             loops[-1].start()
+            run.loop_is_done = lambda: all(loop.is_done for loop in loops)
 
     def finish(**_: Any) -> None:
         while loops:
-            loops.pop().finish(run.profile.drain_s)
+            loops.pop().close()
 
     environment.events.test_start.add_listener(start)
-    environment.events.test_stopping.add_listener(finish)
+    environment.events.test_stop.add_listener(finish)
 
 
 def _judge(environment: Environment, **_: Any) -> None:

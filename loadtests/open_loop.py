@@ -35,12 +35,14 @@ class ArrivalLoop:
     def start(self) -> None:
         self._sending = gevent.spawn(self._send)
 
-    def finish(self, drain_s: float) -> None:
-        """Waits for what was sent, then gives up."""
-        if self._sending is not None:
-            self._sending.join()
-        gevent.joinall(list(self._open), timeout=drain_s)
-        gevent.killall(list(self._open))
+    @property
+    def is_done(self) -> bool:
+        """Everything was sent, and is over."""
+        return self._sending is not None and self._sending.ready() and not self._open
+
+    def close(self) -> None:
+        """Gives up what is still under way."""
+        gevent.killall([*self._open, self._sending])
         for conversation in self._sessions.values():
             self._clients[0].request("DELETE", f"/v1/sessions/{conversation.id}")
 
@@ -52,11 +54,14 @@ class ArrivalLoop:
             if len(self._open) >= self._max_open:
                 self._give_up(arrival, intended_at)
                 continue
-            serve = self._serve_turn if self._as_sessions else self._serve_completion
-            greenlet = gevent.spawn(serve, arrival, intended_at)
+            if self._as_sessions:
+                before = self._newest.get(arrival.conversation)
+                greenlet = gevent.spawn(self._serve_turn, arrival, intended_at, before)
+                self._newest[arrival.conversation] = greenlet
+            else:
+                greenlet = gevent.spawn(self._serve_completion, arrival, intended_at)
             self._open.add(greenlet)
             greenlet.link(self._open.discard)
-            self._newest[arrival.conversation] = greenlet
 
     def _give_up(self, arrival: Arrival, intended_at: float) -> None:
         sample = begin("arrival", step=arrival.step, intended_at=intended_at)
@@ -77,9 +82,8 @@ class ArrivalLoop:
         finally:
             self._run.recorder.add(sample)
 
-    def _serve_turn(self, arrival: Arrival, intended_at: float) -> None:
+    def _serve_turn(self, arrival: Arrival, intended_at: float, before: gevent.Greenlet | None) -> None:
         """A conversation's turn waits for the one before it; that time is part of its latency."""
-        before = self._newest.get(arrival.conversation)
         if before is not None:
             before.join()
         conversation = self._sessions.get(arrival.conversation)

@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gevent import sleep
 
@@ -29,12 +29,19 @@ class RunState:
     urls: tuple[str, ...]
     recorder: Recorder
     ends_at: float = 0.0
+    num_busy: int = 0  # users in the middle of something
+    loop_is_done: Callable[[], bool] = lambda: True  # of the open loop
     rng: random.Random = dataclasses.field(default_factory=random.Random)
     _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self.ends_at
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing begins any more, and nothing is under way."""
+        return self.is_over and not self.num_busy and self.loop_is_done()
 
     def clients(self, *, receive_bytes: int | None = None) -> list[Client]:
         """One for each replica."""

@@ -238,7 +238,7 @@ def _time(sample: Sample, answer: Answer, intended_at: float) -> None:
 
 
 async def measure(args: argparse.Namespace) -> list[Sample]:
-    rows = read_trace(TRACES / EXTRACTS[args.trace])
+    rows = read_trace(args.trace_file or TRACES / EXTRACTS[args.trace])
     steps = [(f"{index + 1}: {rate:g}/s", rate, args.step_s) for index, rate in enumerate(args.rates)]
     arrivals = plan_arrivals(rows, steps, length_scale=args.length_scale, max_output=args.max_tokens)
     async with TritonCaller(args.url) as caller:
@@ -262,6 +262,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slo", default="triton", help="a file, or a name in loadtests/objectives")
     parser.add_argument("--out", type=Path, default=Path("build/loadtest-triton"), help="directory of the report")
     parser.add_argument("--trace", choices=sorted(EXTRACTS), default="azure", help="mooncake: conversations")
+    parser.add_argument(
+        "--trace-file", type=Path, help="such a trace, instead of the extract that comes with the project"
+    )
     parser.add_argument("--rates", type=_rates, default=(1.0, 2.0), help="requests a second of each step, with commas")
     parser.add_argument("--step-s", type=float, default=10.0, help="seconds of a step")
     parser.add_argument("--length-scale", type=float, default=0.05, help="factor on the trace's lengths")

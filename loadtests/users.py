@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gevent
 from gevent import sleep
 from locust import User, task
@@ -38,6 +40,7 @@ class ScriptedUser(User):
         if self.run_state.is_over:
             sleep(0.1)
             return
+        self.run_state.num_busy += 1
         try:
             self.act()
         except Refused as refusal:
@@ -45,6 +48,8 @@ class ScriptedUser(User):
         except OSError as error:
             self._note(error)
             sleep(0.5)
+        finally:
+            self.run_state.num_busy -= 1
         self.run_state.think()
 
     def act(self) -> None:
@@ -70,10 +75,16 @@ class ScriptedUser(User):
             self.run_state.recorder.add(sample)
 
 
+class WaitingUser(User):
+    """Locust stops when it has no users; while arrivals come from a trace there is one that waits in each process."""
+
+    @task
+    def wait(self) -> None:
+        sleep(0.1)
+
+
 class CompletionUser(ScriptedUser):
     """Single completions."""
-
-    kind = "completion"
 
     def act(self) -> None:
         sample = self.complete("completion", self.run_state.script("completion"))
@@ -83,8 +94,6 @@ class CompletionUser(ScriptedUser):
 
 class ChatUser(ScriptedUser):
     """A stateless chat: everything said is sent again with each message."""
-
-    kind = "chat"
 
     def act(self) -> None:
         script = self.run_state.script("chat")
@@ -114,8 +123,6 @@ class ChatUser(ScriptedUser):
 class SessionUser(ScriptedUser):
     """A session whose turns go to one replica after the other; a few are cancelled first, or sent twice."""
 
-    kind = "session"
-
     def act(self) -> None:
         behaviour = self.run_state.profile.behaviour
         with Conversation(self.run_state, self.clients, self.run_state.script("session")) as conversation:
@@ -135,8 +142,6 @@ class SessionUser(ScriptedUser):
 class LongContextUser(ScriptedUser):
     """A session that reads more and more; its turns must cost what they add, and no more."""
 
-    kind = "long"
-
     def act(self) -> None:
         with Conversation(self.run_state, self.clients, self.run_state.script("long")) as conversation:
             for _ in conversation.script.inputs:
@@ -147,8 +152,6 @@ class LongContextUser(ScriptedUser):
 
 class ForkStormUser(ScriptedUser):
     """Many forks of one session, all continued at once: as many equal answers."""
-
-    kind = "session"
 
     def act(self) -> None:
         with Conversation(self.run_state, self.clients, self.run_state.script("session")) as trunk:
@@ -172,7 +175,6 @@ class ForkStormUser(ScriptedUser):
 class SlowReaderUser(ScriptedUser):
     """Reads an answer in small pieces with pauses between them: nobody else may have to wait for it."""
 
-    kind = "slow"
     receive_bytes = SLOW_RECEIVE_BYTES
 
     def act(self) -> None:
@@ -184,18 +186,18 @@ class SlowReaderUser(ScriptedUser):
 
 
 class TroubleUser(ScriptedUser):
-    """One thing after the other that goes wrong between a client and a server."""
+    """One thing after the other that goes wrong between a client and a server; no two users begin with the same."""
 
-    kind = "session"
+    troubles = itertools.cycle((None, leave_and_read_on, cancel_turn, send_twice))
 
     def act(self) -> None:
-        leave_for_good(self.run_state, self.clients)
-        for trouble in (leave_and_read_on, cancel_turn, send_twice):
-            if self.run_state.is_over:
-                return
-            with Conversation(self.run_state, self.clients, self.run_state.script("session")) as conversation:
-                conversation.insist("trouble_first_turn")
-                trouble(conversation, trouble.__name__)
+        trouble = next(self.troubles)
+        if trouble is None:
+            leave_for_good(self.run_state, self.clients)
+            return
+        with Conversation(self.run_state, self.clients, self.run_state.script("session")) as conversation:
+            conversation.insist("trouble_first_turn")
+            trouble(conversation, trouble.__name__)
 
 
 USERS: dict[str, type[ScriptedUser]] = {
