@@ -93,10 +93,12 @@ class Interval:
     def rate(self, name: str) -> float | None:
         """Per second, over all labels together."""
         increases = self.increases(name)
-        return sum(increases.values()) / self.seconds if increases else None
+        return sum(increases.values()) / self.seconds if increases and self.seconds else None
 
     def rates(self, name: str, label: str) -> dict[str, float]:
         """Per second, for each value of a label."""
+        if not self.seconds:
+            return {}
         sums: dict[str, float] = defaultdict(float)
         for labels, increase in self.increases(name).items():
             sums[dict(labels).get(label, "")] += increase / self.seconds

@@ -50,6 +50,10 @@ class Watch:
         self._url, self._key = url, key
         self._scrapes: deque[Scrape] = deque([scrape(url, key)])
 
+    def first(self) -> Interval:
+        """No time has passed: what stands now, and no rates."""
+        return Interval(self._scrapes[0], self._scrapes[0])
+
     def look(self) -> Interval:
         """Ask again: from the oldest answer within the window to this one. Raises NsmError."""
         now = scrape(self._url, self._key)
@@ -69,7 +73,7 @@ def _follow(watch: Watch, url: str, interval: float) -> None:
             while True:
                 time.sleep(interval)
                 screen.print(render(watch.look(), url))
-        latest = watch.look()
+        latest = watch.first()
         with Live(render(latest, url), console=screen, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)

@@ -97,7 +97,7 @@ def _sessions(interval: Interval) -> Rows:
         ("turns committed/s", _figure(interval.rate("nsm_state_commit_seconds_count"))),
         ("without their client", _count(now.total("nsm_turns_detached"))),
         ("states used as stored/s", _figure(states.pop("hit", None))),
-        ("made again, or not usable/s", _figure(sum(states.values()))),
+        ("made again, or not usable/s", _figure(sum(states.values()) if states else None)),
         ("prompt tokens not computed", _share(interval.ratio("nsm_tokens_resumed_total", PROMPT_TOKENS))),
         ("size of a state", _bytes(mean_size)),
         ("leases lost", _count(now.total("nsm_lock_lost_total"))),

@@ -52,7 +52,10 @@ def test_what_is_not_there_is_none_and_never_zero(interval: Interval) -> None:
     assert interval.rates("nothing_total", "outcome") == {}
     assert interval.quantile(0.5, "nothing") is None
     assert interval.ratio("turns_total", ["nothing_total"]) is None
-    assert Interval(interval.after, interval.after).quantile(0.5, "wait") is None
+    none_yet = Interval(interval.after, interval.after)
+    assert none_yet.quantile(0.5, "wait") is None
+    assert none_yet.rate("turns_total") is None
+    assert none_yet.rates("turns_total", "outcome") == {}
 
 
 def test_quantiles_are_of_the_interval_alone(interval: Interval) -> None:
