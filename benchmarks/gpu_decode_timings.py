@@ -24,7 +24,7 @@ from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION
 
 BATCHES = (512, 1, 256, 64, 8, 128, 32)
-REPEATS = 30
+REPEATS, IN_A_ROW = 30, 5
 
 Row = dict[str, Any]
 
@@ -43,17 +43,21 @@ def record(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> Row:
-    """Device time of one call: median, fastest and slowest, after three that are not counted."""
+def median_ms(work: Callable[[], object], repeats: int = REPEATS, *, in_a_row: int = 1) -> Row:
+    """Device time of one call: median, fastest and slowest, after three that are not counted.
+
+    `in_a_row`: calls between two readings of the clock; from the second on, their launch hides behind the one before.
+    """
     times = []
     for repeat in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        work()
+        for _ in range(in_a_row):
+            work()
         end.record()
         end.synchronize()
         if repeat >= 3:
-            times.append(start.elapsed_time(end))
+            times.append(start.elapsed_time(end) / in_a_row)
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 
@@ -110,12 +114,12 @@ def step_times(bench: Bench) -> Iterator[Row]:
         bench.give_inputs(batch)
         graph = record(functools.partial(bench.whole_step, batch))
         without_logits = record(functools.partial(bench.step.run, batch))
-        measured = median_ms(graph.replay)
+        measured = median_ms(graph.replay, in_a_row=IN_A_ROW) | {"ms_from_idle": median_ms(graph.replay)["ms"]}
         floor_ms = 1e3 * bench.floor_bytes(batch) / bench.copy_rate
         row = {"batch": batch} | measured
         row["tokens_per_s"] = round(1e3 * batch / measured["ms"])
         row |= {"floor_ms": floor_ms, "share_of_floor": floor_ms / measured["ms"]}
-        row["ms_without_logits"] = median_ms(without_logits.replay)["ms"]
+        row["ms_without_logits"] = median_ms(without_logits.replay, in_a_row=IN_A_ROW)["ms"]
         yield row | (_halves(bench, batch) if batch >= 64 else {})
 
 
@@ -123,7 +127,7 @@ def _halves(bench: Bench, batch: int) -> Row:
     """The same step, without logits, as one chain of launches and as two."""
     chains = {"ms_in_one": batch + 1, "ms_in_halves": 2}
     graphs = {name: record(functools.partial(bench.step.run, batch, halves_from=at)) for name, at in chains.items()}
-    return {name: median_ms(graph.replay)["ms"] for name, graph in graphs.items()}
+    return {name: median_ms(graph.replay, in_a_row=IN_A_ROW)["ms"] for name, graph in graphs.items()}
 
 
 @torch.inference_mode()
@@ -133,7 +137,7 @@ def part_times(bench: Bench) -> Iterator[Row]:
         bench.give_inputs(batch)
         row: Row = {"batch": batch}
         for name, work in _parts(bench, batch).items():
-            row[name] = median_ms(record(work).replay, 15)["ms"]
+            row[name] = median_ms(record(work).replay, 15, in_a_row=IN_A_ROW)["ms"]
         yield row
 
 
@@ -176,7 +180,7 @@ def variants(bench: Bench) -> Iterator[Row]:
         chosen, row = module.NUM_WARPS, {"batch": batch, "what": name}
         for warps in (2, 4, 8):
             module.NUM_WARPS = warps
-            row[f"{warps} warps"] = median_ms(record(_parts(bench, batch)[name]).replay, 15)["ms"]
+            row[f"{warps} warps"] = median_ms(record(_parts(bench, batch)[name]).replay, 15, in_a_row=IN_A_ROW)["ms"]
         module.NUM_WARPS = chosen
         yield row
     layer, on = bench.weights.layers[0], bench.step.buffers(batch)
@@ -218,7 +222,7 @@ def library_products(bench: Bench) -> Iterator[Row]:
                 num_outputs, depth = linear.weight.shape
                 torch.mm(inputs[depth], linear.weight.T, out=outputs[num_outputs])
 
-        yield {"batch": batch} | median_ms(record(products).replay, 15)
+        yield {"batch": batch} | median_ms(record(products).replay, 15, in_a_row=IN_A_ROW)
 
 
 @torch.inference_mode()
