@@ -85,7 +85,7 @@ def _native(loaded: LoadedModel) -> ChosenExecutor:
 
 def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
     logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
-    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights))
+    factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
     return ChosenExecutor("cuda", factory, cuda_numerics(weights, loaded.model.embedding.weight.device))
 
 
