@@ -76,10 +76,13 @@ class EngineStats:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> EngineStats:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        """The inverse of `dataclasses.asdict`, also after a way through JSON. What a newer engine tells besides is left
+        out.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
         return cls(
             **{
-                **fields,
+                **{name: value for name, value in fields.items() if name in known},
                 "layers": tuple(LayerStats(**layer) for layer in fields.get("layers", ())),
                 "energy": tuple(EnergyUse(**use) for use in fields.get("energy", ())),
                 "request_energy": tuple(EnergyUse(**use) for use in fields.get("request_energy", ())),
