@@ -76,13 +76,10 @@ class EngineStats:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> EngineStats:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON. What a newer engine tells besides is left
-        out.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         return cls(
             **{
-                **{name: value for name, value in fields.items() if name in known},
+                **fields,
                 "layers": tuple(LayerStats(**layer) for layer in fields.get("layers", ())),
                 "energy": tuple(EnergyUse(**use) for use in fields.get("energy", ())),
                 "request_energy": tuple(EnergyUse(**use) for use in fields.get("request_energy", ())),
