@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.metrics.buckets import BYTES, SECONDS
+from service.metrics.shared import is_shared
 
 # hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer
@@ -75,6 +76,7 @@ class SessionMetrics:
             "nsm_tenant_stored_bytes", "Bytes that a tenant's sessions take in the store, by the store's own count.",
             ["tenant"], registry=registry, multiprocess_mode="mostrecent",
         )  # fmt: skip
+        self._tenants: set[str] = set()
         self._tenant_sessions = Gauge(
             "nsm_tenant_sessions", "Sessions of a tenant.", ["tenant"], registry=registry,
             multiprocess_mode="mostrecent",
@@ -130,9 +132,16 @@ class SessionMetrics:
             self._store_bytes.labels("written").inc(num_written)
 
     def tenants_stored(self, usage: Mapping[str, tuple[int, int]]) -> None:
-        """Sessions and bytes of each tenant there is; tenants that are gone are forgotten."""
-        self._tenant_bytes.clear()
-        self._tenant_sessions.clear()
+        """Sessions and bytes of each tenant there is; those of tenants that are gone are forgotten, or 0 where
+        processes share their numbers: what is in a file cannot be taken out of it.
+        """
+        for tenant in self._tenants - set(usage):
+            for gauge in (self._tenant_bytes, self._tenant_sessions):
+                if is_shared():
+                    gauge.labels(tenant).set(0)
+                else:
+                    gauge.remove(tenant)
+        self._tenants = set(usage)
         for tenant, (num_sessions, num_bytes) in usage.items():
             self._tenant_bytes.labels(tenant).set(num_bytes)
             self._tenant_sessions.labels(tenant).set(num_sessions)
