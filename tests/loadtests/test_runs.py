@@ -186,7 +186,7 @@ def test_P6_overload_is_refused_at_once_and_leaves_nothing_behind(tmp_path: Path
     queue_limit = 3
     [texts]
     scripts = 1
-    max_tokens = 32
+    max_tokens = 128
     prompt_tokens = [8]
     [open_loop]
     unit = "capacity"
