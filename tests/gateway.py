@@ -27,10 +27,13 @@ from tests.live_server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gateway:
-    """`client` speaks HTTP; `openai` is the stock client, which never tries again by itself here."""
+    """`client` speaks HTTP; `openai` is the stock client, which never tries again by itself here. `store`: itself, where
+    that of `services` stands for it.
+    """
 
     app: FastAPI
     services: Services
+    store: SessionStore
     client: httpx.AsyncClient
     openai: AsyncOpenAI
     url: str
@@ -55,7 +58,8 @@ async def gateway(
     the defaults.
     """
     wanted = Settings(data_dir=Path("unused"), **settings)
-    app = create_app(wanted, backend, store or MemorySessionStore(), prefixes, tracing)
+    store = store or MemorySessionStore()
+    app = create_app(wanted, backend, store, prefixes, tracing)
     async with contextlib.AsyncExitStack() as stack:
         if is_live:
             url = await stack.enter_async_context(serving(app))
@@ -67,7 +71,7 @@ async def gateway(
         await stack.enter_async_context(client)
         openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         stack.push_async_callback(openai.close)
-        yield Gateway(app, app.state.services, client, openai, url)
+        yield Gateway(app, app.state.services, store, client, openai, url)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -129,6 +129,10 @@ def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, objec
         ("NSM_NUM_THREADS", "100000", ["NSM_NUM_THREADS", "--num-threads", "1024", "'100000'"]),
         ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
+        ("NSM_LOG_FORMAT", "xml", ["NSM_LOG_FORMAT", "'json'", "'xml'"]),
+        ("NSM_OTLP_ENDPOINT", "collector:4318", ["NSM_OTLP_ENDPOINT", "--otlp-endpoint", "http or https URL"]),
+        ("NSM_TRACE_SAMPLE", "2", ["NSM_TRACE_SAMPLE", "1", "'2'"]),
+        ("NSM_ENERGY_CORE_WATTS", "0", ["NSM_ENERGY_CORE_WATTS", "0", "'0'"]),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(

@@ -38,7 +38,7 @@ def last_request(house: Gateway) -> GenerationRequest:
 
 
 def damage(house: Gateway, *versions: int) -> None:
-    store = house.services.store
+    store = house.store
     assert isinstance(store, MemorySessionStore)
     kept = store._records["default", "s1"].kept
     for one in kept:
@@ -131,7 +131,7 @@ async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() ->
 async def test_R2_what_is_not_the_sessions_own_is_passed_over(changes: dict[str, Any]) -> None:
     async with gateway(FakeBackend(), kept_snapshots=8) as house:
         log = await long_turns(house, 3)
-        store = house.services.store
+        store = house.store
         assert isinstance(store, MemorySessionStore)
         kept = store._records["default", "s1"].kept
         for one, raw in kept.items():
@@ -146,7 +146,7 @@ async def test_what_is_left_of_a_log_that_was_cut_off_is_passed_over() -> None:
     """As a build that knew nothing of older snapshots would leave them when it takes a session back."""
     async with gateway(FakeBackend(), kept_snapshots=8) as house:
         await long_turns(house, 4)
-        store = house.services.store
+        store = house.store
         assert isinstance(store, MemorySessionStore)
         left = dict(store._records["default", "s1"].kept)
         ok(await rewind(house, to_position=500))

@@ -44,7 +44,7 @@ async def patch(house: Gateway, **body: Any) -> httpx.Response:
 
 
 def use_clock(house: Gateway) -> Clock:
-    store, clock = house.services.store, Clock()
+    store, clock = house.store, Clock()
     assert isinstance(store, MemorySessionStore)
     store._clock = clock
     return clock

@@ -160,7 +160,7 @@ async def test_P11_reading_a_state_has_a_metric_of_its_own_and_takes_no_time_to_
 
 
 async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end(house: Gateway) -> None:
-    store, clock = house.services.store, Clock()
+    store, clock = house.store, Clock()
     assert isinstance(store, MemorySessionStore)
     store._clock = clock
     await house.client.post("/v1/sessions", json={"id": "s2"})
