@@ -27,7 +27,7 @@ from tests.live_server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gateway:
-    """`client` speaks HTTP; `openai` is the stock client, which never tries again by itself here. `store`: itself, where
+    """`client` speaks HTTP; `openai` is the stock client, which never tries again by itself here. `store`: itself;
     that of `services` stands for it.
     """
 
