@@ -29,7 +29,7 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.model.loader import LoadedModel, load_checkpoint
-from nsm_core.model.observer import MAX_ROWS, OBSERVE_EVERY_S, ModelObserver
+from nsm_core.model.observer import MAX_ROWS, MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
 from nsm_core.sampling.params import SamplingParams
 from service.app import create_app
 from service.backends.local import LocalBackend
@@ -39,6 +39,7 @@ from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
 
 PROMPT = tuple(range(1, 17))
+ACCOUNTS, LOOK = "accounts of a step, batch 16", f"a look at the model, once in {OBSERVE_EVERY_S:g} s"
 TTFT, E2E = "nsm_time_to_first_token_seconds", "nsm_e2e_request_latency_seconds"
 
 
@@ -109,14 +110,17 @@ def parts(loaded: LoadedModel, backend: LocalBackend) -> dict[str, float]:
     metrics = Metrics(backend)
     record = metrics.requests.start(arrival=time.monotonic())
     return {
-        "accounts of a step, batch 16": us(lambda: ledger.work(tokens, 0.01, now=next(now) * 1e-3), 1000),
+        ACCOUNTS: us(lambda: ledger.work(tokens, 0.01, now=next(now) * 1e-3), 1000),
         "a reading of the meter": us(meter_of(loaded.model).read, 1000),
-        f"a look at the model, once in {OBSERVE_EVERY_S:g} s": us(
-            lambda: observer.observe(names, is_fresh=[True] * MAX_ROWS, ids=[1] * MAX_ROWS, state=state), 3
-        ),
+        LOOK: us(lambda: observer.observe(names, is_fresh=[True] * MAX_ROWS, ids=[1] * MAX_ROWS, state=state), 3),
         "a token's sample in the gateway": us(record.token, 10_000),
         "a scrape": us(metrics.render, 5),
     }
+
+
+def cost_by_parts(alone: dict[str, float], *, step_us: float) -> float:
+    """Share of the engine's time: the accounts of every step, and looks, as often as they come."""
+    return alone[ACCOUNTS] / step_us + min(alone[LOOK] / (OBSERVE_EVERY_S * 1e6), MAX_SHARE)
 
 
 async def clocks(backend: LocalBackend, num_requests: int) -> dict[str, list[float]]:
@@ -201,6 +205,9 @@ def main() -> None:
     alone = parts(loaded, backend)
     for name, value in alone.items():
         print(f"{name:<44} {value:>10.1f} us")
+    for row in rows:
+        row["cost_by_parts"] = cost_by_parts(alone, step_us=row["plain_us"] * row["batch"])
+        print(f"batch {row['batch']:g}: {row['cost_by_parts']:.2%} of the engine's time by its parts")
     told = asyncio.run(clocks(backend, args.requests))
     print(f"{'service - client, ms':<22} {'best':>8} {'median':>8} {'worst':>8}")
     for name, off in told.items():
