@@ -14,7 +14,7 @@ from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, why_not_cu
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
-from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.native.weights import why_not_native
 from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
@@ -71,6 +71,8 @@ def _why_eager(loaded: LoadedModel, wish: Wish) -> str | None:
         return "the model is not on a CPU"
     if loaded.weight_format != WeightFormat.INT8:
         return f"its file holds {loaded.weight_format} weights, which the native one would round to int8"
+    if variants()[:1] == (PORTABLE,):
+        return "the native kernels for this processor are plain C++, slower than PyTorch where there are many tokens"
     return None
 
 

@@ -55,8 +55,8 @@ class NativeExecutor:
             raise ValueError("the native kernels were not built")
         self._library = library
         self._runner = self._new_runner(model.config.num_layers, num_threads)
-        # The runner goes first: it holds on to the weights
-        weakref.finalize(self, library.nsm_runner_free, self._runner)
+        # Not at the interpreter's end: an engine's thread may be in a call then
+        weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False
 
     draw = staticmethod(draw_tokens)
 

@@ -14,6 +14,7 @@ logger = logging.getLogger("nsm.native")
 MAX_HEAD_DIM = 256  # kernels.h
 MAX_SLOTS = 1024
 LANES = 16
+PORTABLE = "portable"  # the variant without any instruction set of its own
 _NUM_VARIANTS = 3
 
 

@@ -58,7 +58,7 @@ class NativeWeights:
         )
         if self._handle is None:
             raise ValueError(f"this processor has no kernels {self.variant}; it has {', '.join(variants())}")
-        weakref.finalize(self, library.nsm_model_free, self._handle)
+        weakref.finalize(self, library.nsm_model_free, self._handle).atexit = False
         self._pack(model)
 
     @property

@@ -71,6 +71,17 @@ def test_a_machine_without_a_compiler_still_runs_and_says_why(
 
 
 @needs_native
+def test_processors_without_kernels_of_their_own_run_eagerly_unless_told(
+    int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nsm_core.execution.choose.variants", lambda: ("portable",))
+    with caplog.at_level(logging.INFO):
+        assert choose_executor(int8).name == "eager"
+    assert "plain C++" in caplog.text
+    assert choose_executor(int8, "native").name == "native"
+
+
+@needs_native
 def test_a_model_without_kernels_runs_eagerly(tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     loaded = dataclasses.replace(
         as_loaded(RandomModel(tiny_tokenizer.vocab_size), tiny_tokenizer), weight_format="int8"
