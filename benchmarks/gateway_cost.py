@@ -54,9 +54,10 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 class Server:
     """A checkout's server."""
 
-    def __init__(self, name: str, root: Path, step_ms: float) -> None:
+    def __init__(self, name: str, root: Path, step_ms: float, *, store: str = "memory") -> None:
         self.name = name
         command = [sys.executable, str(SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
+        command += ["--store", store]
         environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(
             command, cwd=root, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -85,7 +86,7 @@ class Server:
 
 
 class Reader(asyncio.Protocol):
-    """Counts frames of one answer. `text`: what they said, when it is wanted."""
+    """Counts frames of one answer, and keeps its bytes in `parts`."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request

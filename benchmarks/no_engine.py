@@ -164,19 +164,19 @@ class Ceiling:
         yield b"data: [DONE]\n\n"
 
 
-def serve(tokenizer: Path, step_ms: float) -> None:
+def serve(tokenizer: Path, step_ms: float, store: str) -> None:
     """Prints the port, then answers each line of standard input with one of JSON."""
     import uvicorn
 
     from service.app import create_app
     from service.server import bind, configure_logging, uvicorn_config
-    from service.sessions.memory import MemorySessionStore
+    from service.sessions.factory import make_store
     from service.settings import Settings
 
     configure_logging("warning")
-    settings = Settings(prefix_cache=False, store="memory", port=0, log_level="warning", data_dir=Path("unused"))
+    settings = Settings(prefix_cache=False, store=store, port=0, log_level="warning", data_dir=Path("unused"))
     backend: Any = NoBackend(tokenizer, step_ms / 1e3)
-    app = create_app(settings, backend, MemorySessionStore())
+    app = create_app(settings, backend, make_store(settings))
     config = uvicorn_config(app)
     config.app = Ceiling(app)
     loop_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
@@ -206,5 +206,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--store", default="memory")
     given = parser.parse_args()
-    serve(given.tokenizer, given.step_ms)
+    serve(given.tokenizer, given.step_ms, given.store)
