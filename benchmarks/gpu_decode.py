@@ -88,6 +88,7 @@ def all_checks(model: NsmModel, has_gpu: bool) -> dict[str, Callable[[], Iterato
     bf16 = CudaOptions(weights=CudaWeights.BF16)
     return {
         "linear bf16": lambda: checks.check_linears(model, torch.bfloat16, (3, 200)),
+        "same bits": lambda: checks.check_same_bits(model, torch.bfloat16),
         "block fp32": lambda: checks.check_blocks(model),
         "step fp32": lambda: checks.check_steps(model, fp32, num_steps=8, num_rows=5),
         "step bf16": lambda: checks.check_steps(model, bf16, num_steps=16, num_rows=24),

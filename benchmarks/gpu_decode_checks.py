@@ -64,42 +64,66 @@ def lease(executor: EagerExecutor | CudaExecutor, rows: Sequence[int], state: St
 def check_linears(model: NsmModel, dtype: torch.dtype, batches: Sequence[int]) -> Iterator[Row]:
     """Every form of the fused linear layer against fp64."""
     device = model.embedding.weight.device
-    layer = pack_weights(model, dtype).layers[0]
+    weights = pack_weights(model, dtype)
+    layer = weights.layers[0]
     forms = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
+    forms |= {"router": layer.mixer.router, "logits": weights.output}
     for batch in batches:
         for name, linear in forms.items():
-            x = torch.zeros(batch, linear.weight.shape[1], device=device, dtype=dtype)
-            x[:, : linear.width] = torch.randn(batch, linear.width, device=device).to(dtype)
-            residual = torch.randn(batch, padded(linear.num_outputs), device=device)
-            if linear.is_normed:
-                out = torch.full_like(residual, torch.nan, dtype=dtype)
-                run_linear(linear, x, out)
-                want = linear_reference(linear, x, None)
-            else:
-                out, copy = (
-                    residual.clone(),
-                    None if dtype == torch.float32 else torch.empty_like(residual, dtype=dtype),
-                )
-                run_linear(linear, x, out, residual=out, copy=copy)
-                want = linear_reference(linear, x, residual)
-            error = relative(out[:, : linear.num_outputs], want)
-            yield {"form": name, "dtype": str(dtype), "batch": batch, "error": error} | _ok(
-                error < LINEAR_TOLERANCE[dtype]
+            x_dtype = torch.float32 if linear.is_normed or name == "logits" else dtype
+            x = torch.zeros(batch, linear.weight.shape[1], device=device, dtype=x_dtype)
+            x[:, : linear.width] = torch.randn(batch, linear.width, device=device).to(x_dtype)
+            residual = (
+                torch.randn(batch, padded(linear.num_outputs), device=device) if name in ("out", "down") else None
             )
+            is_rounded = name in ("project", "up")
+            out = torch.full((batch, padded(linear.num_outputs)), torch.nan, device=device)
+            out = out.to(dtype) if is_rounded else out if residual is None else residual.clone()
+            run_linear(linear, x, out, residual=None if residual is None else out)
+            error = relative(out[:, : linear.num_outputs], linear_reference(linear, x, residual))
+            own = torch.float32 if name == "router" else dtype
+            yield {"form": name, "dtype": str(own), "batch": batch, "error": error} | _ok(error < LINEAR_TOLERANCE[own])
 
 
 def linear_reference(linear: Linear, x: Tensor, residual: Tensor | None) -> Tensor:
     """The same in fp64."""
-    wide = x[:, : linear.width].double()
+    wide, weight = x[:, : linear.width].double(), linear.weight[:, : linear.width].double()
+    if linear.is_split:
+        weight = sum(weight.chunk(2))
     if linear.is_normed:
         wide = wide / (wide.square().mean(dim=1, keepdim=True) + linear.eps).sqrt()
-    out = wide @ linear.weight[:, : linear.width].double().T
+    out = wide @ weight.T
     if linear.is_gated:
         gate, value = out.chunk(2, dim=1)
         out = torch.nn.functional.silu(gate) * value
     if linear.bias is not None:
         out = out + linear.bias.double()
     return out if residual is None else out + residual[:, : linear.num_outputs]
+
+
+@torch.inference_mode()
+def check_same_bits(model: NsmModel, dtype: torch.dtype, *, times: int = 20) -> Iterator[Row]:
+    """Products again and again, and in tiles of other widths: a race shows as another bit."""
+    device, rows = model.embedding.weight.device, 512
+    weights = pack_weights(model, dtype)
+    layer = weights.layers[0]
+    forms = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
+    for name, linear in (forms | {"router": layer.mixer.router, "logits": weights.output}).items():
+        x_dtype = torch.float32 if linear.is_normed or name == "logits" else dtype
+        x = torch.zeros(rows, linear.weight.shape[1], device=device, dtype=x_dtype)
+        x[:, : linear.width] = torch.randn(rows, linear.width, device=device).to(x_dtype)
+        outputs = []
+        for columns in (None, *((16, 32) if linear.is_split else (16, 32, 64))) * times:
+            outputs.append(torch.full((rows, padded(linear.num_outputs)), torch.nan, device=device))
+            run_linear(linear, x, outputs[-1], columns=columns)
+        alone = torch.full_like(outputs[0][:1], torch.nan)
+        run_linear(linear, x[100:101], alone)
+        width = linear.num_outputs
+        same = sum(out[:, :width].equal(outputs[0][:, :width]) for out in outputs)
+        is_alone = alone[:, :width].equal(outputs[0][100:101, :width])
+        yield {"form": name, "same": same, "of": len(outputs), "alone": is_alone} | _ok(
+            same == len(outputs) and is_alone
+        )
 
 
 @torch.inference_mode()

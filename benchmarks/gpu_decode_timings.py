@@ -120,14 +120,7 @@ def step_times(bench: Bench) -> Iterator[Row]:
         row["tokens_per_s"] = round(1e3 * batch / measured["ms"])
         row |= {"floor_ms": floor_ms, "share_of_floor": floor_ms / measured["ms"]}
         row["ms_without_logits"] = median_ms(without_logits.replay, in_a_row=IN_A_ROW)["ms"]
-        yield row | (_halves(bench, batch) if batch >= 64 else {})
-
-
-def _halves(bench: Bench, batch: int) -> Row:
-    """The same step, without logits, as one chain of launches and as two."""
-    chains = {"ms_in_one": batch + 1, "ms_in_halves": 2}
-    graphs = {name: record(functools.partial(bench.step.run, batch, halves_from=at)) for name, at in chains.items()}
-    return {name: median_ms(graph.replay, in_a_row=IN_A_ROW)["ms"] for name, graph in graphs.items()}
+        yield row
 
 
 @torch.inference_mode()
@@ -161,10 +154,10 @@ def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
     return {
         "slots": move_slots,
         "rings": read_rings,
-        "project": lambda: linears([layer.mixer.project for layer in layers], on.operand, on.projected),
+        "project": lambda: linears([layer.mixer.project for layer in layers], on.x, on.projected),
         "router": lambda: linears([mixer.router for _, mixer in slot_layers], on.x, on.router),
         "out": lambda: linears([layer.out for layer in layers], on.mixed, on.hidden),
-        "up": lambda: linears([layer.up for layer in layers], on.operand, on.gated),
+        "up": lambda: linears([layer.up for layer in layers], on.x, on.gated),
         "down": lambda: linears([layer.down for layer in layers], on.gated, on.hidden),
         "logits": lambda: run_linear(bench.weights.output, on.hidden, bench.logits[:batch]),
         "greedy": lambda: choose_tokens(bench.logits[:batch], None),
@@ -185,8 +178,8 @@ def variants(bench: Bench) -> Iterator[Row]:
         yield row
     layer, on = bench.weights.layers[0], bench.step.buffers(batch)
     for name, linear, given, out in (
-        ("project", layer.mixer.project, on.operand, on.projected),
-        ("up", layer.up, on.operand, on.gated),
+        ("project", layer.mixer.project, on.x, on.projected),
+        ("up", layer.up, on.x, on.gated),
         ("down", layer.down, on.gated, on.hidden),
         ("logits", bench.weights.output, on.hidden, bench.logits[:batch]),
     ):

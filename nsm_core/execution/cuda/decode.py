@@ -18,16 +18,14 @@ from nsm_core.execution.cuda.weights import AttentionLayer, DecodeWeights, SlotL
 from nsm_core.state.spec import POSITION, State
 
 NO_ROW = -1  # where a batch is padded
-# From so many rows on, a step runs as two halves side by side: while one moves states, the other multiplies matrices.
-HALVES_FROM = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffers:
     """What a step reads and writes besides weights and states, [B, ...] each.
 
-    rows and ids int64 are its input, hidden [B, padded d] fp32 is its result. `operand` is x in the dtype of the
-    products, x itself where that is fp32. What pads a width is zero and stays so.
+    rows and ids int64 are its input, hidden [B, padded d] fp32 is its result. The residual stream x is fp32, what is
+    made from it has the dtype of the products. What pads a width is zero and stays so.
     """
 
     rows: Tensor
@@ -36,7 +34,6 @@ class Buffers:
     cos: Tensor
     sin: Tensor
     x: Tensor
-    operand: Tensor
     projected: Tensor
     router: Tensor
     mixed: Tensor
@@ -45,15 +42,9 @@ class Buffers:
     stats: Tensor
     hidden: Tensor
 
-    def part(self, first: int, end: int) -> Buffers:
-        """Rows `first` to `end`, in the same memory."""
-        cut = {field.name: getattr(self, field.name)[first:end] for field in dataclasses.fields(self)}
-        return Buffers(**cut | ({} if self.copy is not None else {"operand": cut["x"]}))
-
-    @property
-    def copy(self) -> Tensor | None:
-        """Where the residual stream goes in the dtype of the products, if that is another."""
-        return None if self.operand.dtype == self.x.dtype else self.operand
+    def first(self, batch: int) -> Buffers:
+        """Of the first rows, in the same memory."""
+        return Buffers(**{field.name: getattr(self, field.name)[:batch] for field in dataclasses.fields(self)})
 
 
 def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) -> Buffers:
@@ -68,15 +59,13 @@ def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) ->
     def zeros(columns: int, of: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(batch, columns, dtype=of, device=device)
 
-    x = zeros(width)
     return Buffers(
         rows=inputs[0],
         ids=inputs[1],
         start=torch.zeros(batch, dtype=torch.int64, device=device),
         cos=zeros(half),
         sin=zeros(half),
-        x=x,
-        operand=x if dtype == torch.float32 else zeros(width, dtype),
+        x=zeros(width),
         projected=zeros(max(padded(layer.mixer.project.num_outputs) for layer in layers), dtype),
         router=zeros(padded(max(routers, default=1))),
         mixed=zeros(width, dtype),
@@ -97,8 +86,7 @@ class DecodeStep:
         self._buffers = make_buffers(weights, config, self.inputs(max_batch))
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
-        self._side = _Side(device)
-        self._halves = (_Side(device, priority=-1), _Side(device))  # one goes first where both could
+        self._router_stream = _stream(device) if device.type == "cuda" else None
 
     def inputs(self, batch: int) -> Tensor:
         """[2, batch or one more] int64: rows of the pool, NO_ROW for padding, and ids."""
@@ -107,30 +95,16 @@ class DecodeStep:
     def buffers(self, batch: int) -> Buffers:
         """Those of the first `batch` rows."""
         inputs = self.inputs(batch)
-        part = self._buffers.part(0, batch)
-        return dataclasses.replace(part, rows=inputs[0, :batch], ids=inputs[1, :batch])
+        return dataclasses.replace(self._buffers.first(batch), rows=inputs[0, :batch], ids=inputs[1, :batch])
 
-    def run(self, batch: int, *, halves_from: int = HALVES_FROM) -> None:
+    def run(self, batch: int) -> None:
         """Reads `inputs`; hidden vectors are in the buffers afterwards. No state is touched for padding."""
-        whole = self.buffers(batch)
-        if batch < halves_from:
-            self.begin(whole)
-            for index in range(len(self._weights.layers)):
-                self.block(index, whole)
-            self.end(whole)
-            return
-        parts = (whole.part(0, batch // 2), whole.part(batch // 2, batch))
-        for part, half in zip(parts, self._halves, strict=True):
-            with half.beside():
-                self.begin(part)
+        on = self.buffers(batch)
+        self.begin(on)
         for index in range(len(self._weights.layers)):
-            for part, half in zip(parts, self._halves, strict=True):
-                with half.again():
-                    self.block(index, part, half.side)
-        for part, half in zip(parts, self._halves, strict=True):
-            with half.again():
-                self.end(part)
-            half.join()
+            self.block(index, on)
+        gain, eps = self._weights.final_gain, self._config.norm_eps
+        final_norm(rows=on.rows, x=on.x, gain=gain, hidden=on.hidden, eps=eps)
 
     def begin(self, on: Buffers) -> None:
         """Embeddings, and positions moved on."""
@@ -142,33 +116,26 @@ class DecodeStep:
             position=self._states[POSITION],
             start=on.start,
             x=on.x,
-            copy=on.copy,
             turns=self._turns,
             cos=on.cos,
             sin=on.sin,
         )
 
-    def end(self, on: Buffers) -> None:
-        """From x to hidden vectors."""
-        gain, eps = self._weights.final_gain, self._config.norm_eps
-        final_norm(rows=on.rows, x=on.x, gain=gain, hidden=on.hidden, eps=eps)
-
-    def block(self, index: int, on: Buffers, side: _Side | None = None) -> None:
-        """One layer over x, in place; `side`: where the router's product may run."""
-        side = side or self._side
+    def block(self, index: int, on: Buffers) -> None:
+        """One layer over x, in place."""
         layer, prefix = self._weights.layers[index], f"layers.{index}."
         if isinstance(layer.mixer, SlotLayer):
-            with side.beside():
+            with self._beside():
                 run_linear(layer.mixer.router, on.x, on.router)
-            run_linear(layer.mixer.project, on.operand, on.projected)
-            side.join()
+            run_linear(layer.mixer.project, on.x, on.projected)
+            self._join()
             self.move_slots(layer.mixer, prefix, on)
         else:
-            run_linear(layer.mixer.project, on.operand, on.projected)
+            run_linear(layer.mixer.project, on.x, on.projected)
             self.read_ring(layer.mixer, prefix, on)
-        run_linear(layer.out, on.mixed, on.x, residual=on.x, copy=on.copy)
-        run_linear(layer.up, on.operand, on.gated)
-        run_linear(layer.down, on.gated, on.x, residual=on.x, copy=on.copy)
+        run_linear(layer.out, on.mixed, on.x, residual=on.x)
+        run_linear(layer.up, on.x, on.gated)
+        run_linear(layer.down, on.gated, on.x, residual=on.x)
 
     def move_slots(self, layer: SlotLayer, prefix: str, on: Buffers) -> None:
         """Between the projections of a slot layer; its states in place."""
@@ -198,43 +165,23 @@ class DecodeStep:
             eps=self._config.norm_eps,
         )
 
-
-class _Side:
-    """A stream for work beside the current one. Without a GPU there is none, and the work runs in its place."""
-
-    def __init__(self, device: torch.device, *, priority: int = 0, depth: int = 2) -> None:
-        self.stream = _stream(device, priority) if device.type == "cuda" else None
-        self._next = _Side(device, priority=priority, depth=depth - 1) if depth > 1 else None
-
-    @property
-    def side(self) -> _Side:
-        """One beside this one."""
-        if self._next is None:
-            raise RuntimeError("no stream beside this one")
-        return self._next
-
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """After what the current stream was given until now."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with self.again():
+    def _beside(self) -> Iterator[None]:
+        """On a stream of its own: the two projections of a layer leave room for each other."""
+        if self._router_stream is None:
+            yield
+            return
+        self._router_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._router_stream):
             yield
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """After what this one was given until now."""
-        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            yield
-
-    def join(self) -> None:
-        """The current stream goes on when this one is done."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def _join(self) -> None:
+        if self._router_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._router_stream)
 
 
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _even(batch: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsm_core.execution.cuda.kernels.linear import Linear, padded
+from nsm_core.execution.cuda.kernels.linear import Linear, padded, split
 from nsm_core.execution.cuda.kernels.slots import SlotWeights
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
@@ -83,6 +83,10 @@ def _after_norm(
     return Linear(packed, weight.shape[1], is_normed=True, is_gated=is_gated, bias=bias, eps=eps)
 
 
+def _split(linear: Linear) -> Linear:
+    return dataclasses.replace(linear, weight=split(linear.weight), is_split=True)
+
+
 def _slot_layer(block: Block, mixer: PulseMixer, dtype: torch.dtype) -> SlotLayer:
     router = mixer.router
     weight: Tensor = router.logits.weight
@@ -93,7 +97,7 @@ def _slot_layer(block: Block, mixer: PulseMixer, dtype: torch.dtype) -> SlotLaye
         selection_bias, timescale = router.selection_bias.float(), router.log_timescale.float()
     return SlotLayer(
         project=_after_norm(block.mixer_norm, mixer.project.weight, dtype),
-        router=_after_norm(block.mixer_norm, weight, torch.float32, bias=bias.float()),
+        router=_split(_after_norm(block.mixer_norm, weight, torch.float32, bias=bias.float())),
         slots=SlotWeights(
             conv=mixer.conv.weight.float().contiguous(),
             scale=mixer.scale.float(),

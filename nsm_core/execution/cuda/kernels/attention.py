@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 PLACES = 64
-NUM_WARPS = 4
+NUM_WARPS = 2
 
 
 @triton.jit

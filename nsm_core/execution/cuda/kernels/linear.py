@@ -24,6 +24,7 @@ STAGES = {16: 6, 32: 5, 64: 4, 128: 4}
 ENOUGH_PROGRAMS = 96  # nearly one for each multiprocessor of a large device
 # In fp32 a tile takes twice the memory, and its products three times the registers.
 FP32_COLUMNS, FP32_STAGES = 32, 3
+FEW_ROWS, SPLIT_COLUMNS = 64, 16
 
 
 @triton.jit(do_not_specialize=["num_rows", "width"])  # a program for one row more must not be another program
@@ -34,7 +35,6 @@ def _linear(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    copy_ptr,
     out_stride,
     num_rows,
     num_columns,
@@ -43,6 +43,7 @@ def _linear(
     eps,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -54,7 +55,7 @@ def _linear(
     is_row, is_column = rows < num_rows, columns < num_columns
     x_at = x_ptr + rows[:, None].to(tl.int64) * x_stride + inner[None, :]
     weight_at = weight_ptr + columns[None, :].to(tl.int64) * depth + inner[:, None]
-    to_values = num_columns.to(tl.int64) * depth  # the second half of a gated weight
+    to_second = num_columns.to(tl.int64) * depth  # the second half of a gated or a split weight
     total = tl.zeros([ROWS, COLS], tl.float32)
     values = tl.zeros([ROWS, COLS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
@@ -62,11 +63,17 @@ def _linear(
         x = tl.load(x_at, mask=is_row[:, None], other=0.0)
         weight = tl.load(weight_at, mask=is_column[None, :], other=0.0)
         if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-        total = tl.dot(x.to(weight.dtype), weight, total, input_precision=PRECISION)
+            squares += tl.sum(x * x, axis=1)
+        if SPLIT:
+            high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            rest = tl.load(weight_at + to_second, mask=is_column[None, :], other=0.0)
+            total = tl.dot(x - high, weight, total, input_precision=PRECISION)
+            total = tl.dot(high, rest, total, input_precision=PRECISION)
+            total = tl.dot(high, weight, total, input_precision=PRECISION)
+        else:
+            total = tl.dot(x.to(weight.dtype), weight, total, input_precision=PRECISION)
         if GATED:
-            weight = tl.load(weight_at + to_values, mask=is_column[None, :], other=0.0)
+            weight = tl.load(weight_at + to_second, mask=is_column[None, :], other=0.0)
             values = tl.dot(x.to(weight.dtype), weight, values, input_precision=PRECISION)
         x_at += DEPTH
         weight_at += DEPTH
@@ -83,32 +90,39 @@ def _linear(
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, mask=mask, other=0.0)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + at, total.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight as the kernel reads it, [N, depth], or [2 N, depth] with gates before values.
+    """A weight as the kernel reads it: [N, depth], or [2 N, depth] with gates before values, or split (`split`).
 
     `depth` is the input width padded to a multiple of DEPTH with zeros; `is_normed`: the input is normalised first,
-    over its `width`, and the gain is part of the weight.
+    over its `width`, and the gain is part of the weight. Inputs that are normalised are fp32: such a tile goes through
+    registers to the matrix units, which it must. In shared memory it would be read by two, and the compiler (3.6) then
+    lets the next tile overwrite it while the matrix units still read it.
     """
 
     weight: Tensor
     width: int
     is_normed: bool = False
     is_gated: bool = False
+    is_split: bool = False
     bias: Tensor | None = None
     eps: float = 0.0
 
     @property
     def num_outputs(self) -> int:
-        return self.weight.shape[0] // (2 if self.is_gated else 1)
+        return self.weight.shape[0] // (2 if self.is_gated or self.is_split else 1)
 
     @property
     def num_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
+
+
+def split(weight: Tensor) -> Tensor:
+    """[N, depth] fp32 -> [2 N, depth]: what TF32 holds of it, then the rest. Three products keep fp32's digits."""
+    high = (weight.view(torch.int32) & -8192).view(torch.float32)
+    return torch.cat((high, weight - high)).contiguous()
 
 
 def padded(width: int) -> int:
@@ -119,7 +133,7 @@ def padded(width: int) -> int:
 def tile_columns(linear: Linear, num_rows: int) -> int:
     """Outputs of a program: as many as leave enough programs."""
     if linear.weight.dtype == torch.float32:
-        return FP32_COLUMNS
+        return SPLIT_COLUMNS if linear.is_split and num_rows <= FEW_ROWS else FP32_COLUMNS
     row_tiles = -(-num_rows // ROWS)
     widths = [width for width in STAGES if width <= (64 if linear.is_gated else 128)]
     wide_enough = [width for width in widths if row_tiles * (linear.num_outputs // width) >= ENOUGH_PROGRAMS]
@@ -132,13 +146,11 @@ def run_linear(
     out: Tensor,
     *,
     residual: Tensor | None = None,
-    copy: Tensor | None = None,
     columns: int | None = None,
 ) -> None:
-    """x [B, depth] -> out [B, >= N], which may be `residual`; `copy` gets the same values in its own dtype.
+    """x [B, depth] -> out [B, >= N], which may be `residual`, and has its row stride.
 
-    `out`, `residual` and `copy` have one row stride; x has zeros beyond the width. `columns` of a tile change no bit;
-    None: chosen here.
+    x has zeros beyond the width. `columns` of a tile change no bit; None: chosen here.
     """
     num_rows, depth = x.shape[0], linear.weight.shape[1]
     is_fp32 = linear.weight.dtype == torch.float32
@@ -150,7 +162,6 @@ def run_linear(
         linear.bias,
         residual,
         out,
-        copy,
         out.stride(0),
         num_rows,
         linear.num_outputs,
@@ -159,10 +170,11 @@ def run_linear(
         linear.eps,
         NORM=linear.is_normed,
         GATED=linear.is_gated,
+        SPLIT=linear.is_split,
         ROWS=ROWS,
         COLS=columns,
-        DEPTH=DEPTH // 2 if is_fp32 else DEPTH,
-        PRECISION="tf32x3" if is_fp32 else "ieee",
+        DEPTH=DEPTH // 2 if is_fp32 and not linear.is_split else DEPTH,
+        PRECISION="tf32" if linear.is_split else "tf32x3" if is_fp32 else "ieee",
         num_warps=4,
         num_stages=FP32_STAGES if is_fp32 else STAGES[columns],
     )

@@ -23,7 +23,6 @@ def _begin(
     position_ptr,
     start_ptr,
     x_ptr,
-    copy_ptr,
     x_stride,
     turns_ptr,
     cos_ptr,
@@ -46,8 +45,6 @@ def _begin(
     is_channel = channels < D
     x = tl.load(embedding_ptr + tl.load(ids_ptr + index) * D + channels, mask=is_channel, other=0.0) * factor
     tl.store(x_ptr + index * x_stride + channels, x, mask=is_channel)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + index * x_stride + channels, x.to(copy_ptr.dtype.element_ty), mask=is_channel)
     if turns_ptr is not None:
         pairs = tl.arange(0, ANGLES)
         # whole turns leave in fp64: of a position of a million an fp32 angle would be off by a twentieth of a radian
@@ -81,14 +78,13 @@ def begin_step(
     position: Tensor,
     start: Tensor,
     x: Tensor,
-    copy: Tensor | None,
     turns: Tensor | None,
     cos: Tensor,
     sin: Tensor,
 ) -> None:
     """rows, ids [B] int64; embedding [V,d] fp32; position [rows of the pool] int64, moved on by one.
 
-    Writes x and copy [B, >= d], `start` [B]: the position before this token; and with `turns` [K/2] fp64, turns of each
+    Writes x [B, >= d], `start` [B]: the position before this token; and with `turns` [K/2] fp64, turns of each
     pair a token, cos and sin [B, K/2].
     """
     width = embedding.shape[1]
@@ -100,7 +96,6 @@ def begin_step(
         position,
         start,
         x,
-        copy,
         x.stride(0),
         turns,
         cos,

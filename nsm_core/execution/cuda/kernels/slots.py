@@ -16,7 +16,7 @@ from torch import Tensor
 from nsm_core.ops.routing.kernel import distribution, kth_largest_after, softplus
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
-NUM_WARPS = 4  # for 64 slots of 64 dimensions; in proportion for others
+NUM_WARPS = 2  # for 64 slots of 64 dimensions; in proportion for others
 LARGEST_WRITE = -math.expm1(LOG_DECAY_MIN)
 
 
