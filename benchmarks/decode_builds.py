@@ -1,0 +1,110 @@
+"""Compiles the decode kernels for a Hopper GPU on any machine: `python -m benchmarks.decode_builds`.
+
+One line a kernel: seconds to compile, shared memory, registers and bytes of stack a thread (what did not fit into
+registers), at the sizes of the bundled model. Exits with 1 if a kernel does not compile or may race: what the matrix
+units read out of shared memory needs a buffer for every step in flight, and the compiler (3.6) makes one less where the
+same tile is also read in another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.kernel_builds import registers
+from nsm_core.execution.cuda.kernels import attention, linear, rows, slots
+
+TARGET = GPUTarget("cuda", 90, 32)
+FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
+UNALIGNED = {"num_rows", "width", "num_pieces"}
+TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
+BF16, FP32 = "*bf16", "*fp32"
+SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64}
+RING = {"H": 8, "GROUP": 4, "HALF": 32, "PAIRS": 32}
+
+
+def source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]) -> ASTSource:
+    """`types` of pointers, None for one that is not given; other pointers are those of TYPES, or to fp32."""
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        is_pointer = name.endswith("_ptr")
+        if name in constants or (is_pointer and types.get(name, "") is None):
+            signature[name], values[(index,)] = "constexpr", constants.get(name)
+            continue
+        number = "fp32" if name in FLOATS else "i32"
+        signature[name] = types.get(name) or TYPES.get(name, FP32) if is_pointer else number
+        if is_pointer or (number == "i32" and name not in UNALIGNED):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constexprs=values, attrs=attributes)
+
+
+def may_race(ttgir: str) -> bool:
+    """Whether a tile in shared memory is read by threads and by the matrix units: then it lacks a buffer."""
+    by_units = set(re.findall(r"warp_group_dot (%\w+),", ttgir)) | set(
+        re.findall(r"warp_group_dot %\w+, (%\w+)", ttgir)
+    )
+    return not by_units.isdisjoint(re.findall(r"local_load (%\w+)", ttgir))
+
+
+def build(label: str, kernel: Any, types: dict[str, str | None], constants: dict[str, Any], **options: int) -> bool:
+    started = time.monotonic()
+    try:
+        compiled = triton.compile(source(kernel, types, constants), target=TARGET, options=options)
+    except Exception as error:  # the compiler raises errors of many kinds: all mean that the kernel does not build
+        print(f"{label:16s}  FAILED {type(error).__name__}: {error}", flush=True)
+        return False
+    is_racing = may_race(compiled.asm["ttgir"])
+    usage, shared = registers(compiled.asm["cubin"]), compiled.metadata.shared / 1024
+    verdict = "  MAY RACE" if is_racing else ""
+    print(f"{label:16s} {time.monotonic() - started:5.1f} s {shared:4.0f} KiB shared {usage}{verdict}", flush=True)
+    return not is_racing
+
+
+def build_linear(form: str, columns: int) -> bool:
+    """A form of the linear layer with bf16 weights, or the router's in fp32."""
+    is_router = form == "router"
+    is_normed, has_residual = form in ("project", "up", "router"), form == "out"
+    types = {"x_ptr": BF16 if has_residual else FP32, "weight_ptr": FP32 if is_router else BF16}
+    types |= {"bias_ptr": FP32 if is_router else None, "residual_ptr": FP32 if has_residual else None}
+    types |= {"out_ptr": BF16 if form in ("project", "up") else FP32}
+    constants = {"NORM": is_normed, "GATED": form == "up", "SPLIT": is_router, "COLS": columns, "DEPTH": linear.DEPTH}
+    constants |= {"ROWS": linear.ROWS, "PRECISION": "tf32" if is_router else "ieee"}
+    stages = linear.FP32_STAGES if is_router else linear.STAGES[columns]
+    return build(f"{form} {columns}", linear._linear, types, constants, num_warps=4, num_stages=stages)
+
+
+def build_others() -> list[bool]:
+    sigmoid = {"projected_ptr": BF16, "out_ptr": BF16, "bias_ptr": None, "timescale_ptr": None}
+    softmax = {"projected_ptr": BF16, "out_ptr": BF16}
+    ring = {"projected_ptr": BF16, "out_ptr": BF16}
+    warps = {"num_warps": slots.NUM_WARPS}
+    return [
+        build("begin", rows._begin, {}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
+        build("final norm", rows._final_norm, {}, {"D": 512, "WIDTH": 512}, num_warps=1),
+        build("slots, sigmoid", slots._slot_step, sigmoid, SLOTS | {"TOP_K": 0}, **warps),
+        build("slots, softmax", slots._slot_step, softmax, SLOTS | {"TOP_K": 8}, **warps),
+        build("ring", attention._read_ring, ring, RING | {"PLACES": attention.PLACES}, num_warps=attention.NUM_WARPS),
+        build("join", attention._join, ring, RING | {"PIECES": 16}, num_warps=1),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", choices=["project", "out", "up", "logits", "router"], help="only this linear layer")
+    form = parser.parse_args().form
+    forms = ("project", "out", "up", "logits") if form is None else (form,)
+    built = [build_linear(name, columns) for name in forms if name != "router" for columns in linear.STAGES]
+    if form in (None, "router"):
+        built += [build_linear("router", columns) for columns in (linear.SPLIT_COLUMNS, linear.FP32_COLUMNS)]
+    sys.exit(0 if all(built) and (form is not None or all(build_others())) else 1)
+
+
+if __name__ == "__main__":
+    main()
