@@ -54,7 +54,7 @@ class HeldLease:
         self._metrics = metrics
         self._on_lost = on_lost
         self._is_over = self._is_stopping = False
-        self._renewing = asyncio.create_task(self._renew())
+        self._renewing: asyncio.Task[None] | None = asyncio.create_task(self._renew())
 
     async def commit(self, **fields: Any) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
@@ -127,8 +127,13 @@ class HeldLease:
 
     async def _stop_renewing(self) -> None:
         self._is_stopping = True
+        if self._renewing is None:
+            return
         self._renewing.cancel()
         await asyncio.wait((self._renewing,))
+        # The task holds its cancellation, whose traceback holds us and with us the turn's states: megabytes that would
+        # stay until the garbage collector looks for cycles.
+        self._renewing = None
 
     async def _renew(self) -> None:
         while True:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -96,6 +98,21 @@ async def test_a_lease_is_renewed_until_it_is_given_back() -> None:
         await held.give_back()
         assert house.lost == []
         await (await house.leases.take(**KEY, on_lost=house.on_lost)).give_back()
+
+
+async def test_a_lease_that_is_over_is_gone_at_once() -> None:
+    """It holds the states of its turn, which are megabytes: they must not wait for the collector of cycles."""
+    async with make_house() as house:
+        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        await asyncio.sleep(0)  # the renewal has begun to wait
+        gc.disable()
+        try:
+            await held.give_back()
+            gone = weakref.ref(held)
+            del held
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 async def test_D8_a_lost_lease_is_told_once_and_renewed_no_more() -> None:
