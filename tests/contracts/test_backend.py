@@ -140,6 +140,13 @@ async def test_S6_cancel_ends_a_request_with_abort_and_no_state(backend: Inferen
     assert backend.stats().num_running == 0
 
 
+async def test_batches_are_the_same_events(backend: InferenceBackend) -> None:
+    request = make_request(prompt_ids=random_ids(1, 50), prompt_logprobs=1, max_tokens=6)
+    batches = [batch async for batch in backend.submit(request).batches()]
+    assert all(batches)
+    assert [event for batch in batches for event in batch] == (await generate(backend, request)).events
+
+
 async def test_the_queue_is_bounded(backend: InferenceBackend) -> None:
     names = [str(number) for number in range(MAX_SLOTS + QUEUE_LIMIT)]
     generations = [backend.submit(make_request(name, max_tokens=100_000)) for name in names]
