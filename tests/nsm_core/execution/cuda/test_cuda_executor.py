@@ -66,6 +66,12 @@ def test_on_a_gpu_graphs_give_the_bits_of_single_launches() -> None:
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_products_have_the_same_bits_in_every_tile_and_every_time() -> None:
+    results = list(checks.check_same_bits(small_model(), torch.bfloat16))
+    assert all(row["ok"] for row in results), results
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_batches_of_every_size_give_the_same_bits() -> None:
     results = list(checks.check_invariance(small_model(), CudaOptions()))
     assert all(row["ok"] for row in results), results
