@@ -76,11 +76,12 @@ def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`nsm serve` on a free port, and its start line."""
+    """`nsm serve` on a free port, and its start line; before it comes the executor's."""
     command = [*NSM, "serve", "--port", "0", "--grace-s", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
+            assert "tiny runs on the eager executor" in process.stderr.readline()
             yield process, process.stderr.readline()
         finally:
             process.kill()
