@@ -92,7 +92,13 @@ def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
+    """Raises ConfigError where the kernels do not compute on this device what the model says."""
     # The kernels' compiler is loaded where it is needed only
     from nsm_core.execution.cuda.executor import CudaExecutor
+    from nsm_core.execution.cuda.self_check import why_wrong
 
-    return CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
+    executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
+    reason = why_wrong(executor, model)
+    if reason is not None:
+        raise ConfigError(f"the kernels for GPUs fail their check on this device ({reason}): set NSM_EXECUTOR=eager")
+    return executor

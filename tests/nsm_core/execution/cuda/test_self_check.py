@@ -1,0 +1,50 @@
+"""The check at the start passes where all is well, says what is not, and leaves no trace in the pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsm_core.errors import ConfigError
+from nsm_core.execution import choose
+from nsm_core.model.nsm import NsmModel
+from tests.models import random_model, small_config
+
+executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
+from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402  imports the compiler
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
+from nsm_core.execution.cuda.self_check import why_wrong  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+OPTIONS = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
+
+
+@pytest.fixture
+def model() -> NsmModel:
+    return random_model(small_config(48, num_layers=1)).to("cuda" if HAS_GPU else "cpu")
+
+
+def test_it_passes_and_frees_its_rows(model: NsmModel) -> None:
+    executor = CudaExecutor(model, num_rows=2, options=OPTIONS)
+    assert why_wrong(executor, model) is None
+    assert executor.pool.num_leased == 0
+
+
+def test_rows_that_depend_on_their_batch_are_found(model: NsmModel) -> None:
+    class Leaning(CudaExecutor):
+        def logits(self, hidden: Tensor) -> Tensor:
+            return super().logits(hidden) + 1e-6 * len(hidden)
+
+    reason = why_wrong(Leaning(model, num_rows=2, options=OPTIONS), model)
+    assert reason == "row 0 of 2 has other bits than alone, or at another time"
+
+
+def test_wrong_numbers_are_found_and_refused_at_the_start(model: NsmModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(CudaExecutor):
+        def logits(self, hidden: Tensor) -> Tensor:
+            return super().logits(hidden) * 1.5
+
+    monkeypatch.setattr(executor_module, "CudaExecutor", Wrong)
+    with pytest.raises(ConfigError, match=r"logits are off by 0\.5, 0\.0001 is allowed\): set NSM_EXECUTOR=eager"):
+        choose._make_cuda(model, num_rows=2, poison=False, options=OPTIONS)
