@@ -47,6 +47,10 @@ packages: $(READY)
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
 	$(PYTEST) $(PYTEST_ARGS)
 
+.PHONY: image-test
+image-test: $(READY)  ## build the container images and start them; root, buildah and debootstrap; minutes
+	$(PYTEST) -m image --timeout=3600 tests/deploy $(PYTEST_ARGS)
+
 .PHONY: soak
 soak: $(READY) packages  ## the long versions of the tests: full counts, hours
 	$(PYTEST) --soak --timeout=14400 $(PYTEST_ARGS)
@@ -66,6 +70,7 @@ lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LO
 		--no-emit-package torch \
 		--custom-compile-command 'make lock' --quiet --output-file requirements.lock $(LOCK_ARGS)
 	@sed -i.old "s/^\(triton==[^ ]*\) /\1 ; sys_platform == 'linux' /" requirements.lock && rm requirements.lock.old
+	@deploy/image/lock $(BIN)/uv "$(TORCH_VERSION)"
 
 .PHONY: triton
 triton: $(READY)  ## install the Triton server of `nsm triton serve` into .venv/triton

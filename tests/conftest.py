@@ -25,7 +25,7 @@ from tests.samples import sample_texts
 pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends"]
 
 # Markers of tests that --no-skips lets a machine skip: no package would help
-EXCUSED = {"gpu", "perf_analyzer", "tmpfs"}
+EXCUSED = {"gpu", "image", "perf_analyzer", "tmpfs"}
 CAP_SYS_ADMIN = 21
 
 torch.set_num_threads(1)
@@ -78,6 +78,10 @@ def _missing() -> dict[str, str]:
         missing["redis"] = "no redis-server; Debian has it in the package redis-server"
     if shutil.which("prometheus") is None or shutil.which("promtool") is None:
         missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
+    if shutil.which("nginx") is None:
+        missing["nginx"] = "no nginx; Debian has it in the package nginx"
+    if shutil.which("buildah") is None or shutil.which("debootstrap") is None or os.geteuid() != 0:
+        missing["image"] = "images are built as root with buildah and debootstrap; Debian has packages of these names"
     if not is_installed():
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not (Path(sys.prefix) / "perf-analyzer" / ".ready").exists():
@@ -95,6 +99,8 @@ def _may_mount() -> bool:
 
 
 def _is_wanted(item: pytest.Item) -> bool:
+    if item.get_closest_marker("image") is not None:
+        return item.config.getoption("-m") == "image"
     return is_soak() or item.get_closest_marker("slow") is None
 
 
