@@ -37,7 +37,8 @@ class SequenceModel(Protocol):
 class Executor(Protocol):
     """A model on the rows of a pool that it owns: rows advance in place. Not thread-safe; inference only.
 
-    Rows are leased from `pool` by the caller, distinct, and given in rising order.
+    Rows are leased from `pool` by the caller, distinct, and given in rising order. An executor may have a `draw` of its
+    own as well, see `Draw` in nsm_core/sampling/sampler.py.
     """
 
     @property
