@@ -43,42 +43,58 @@ ACCOUNTS, LOOK = "accounts of a step, batch 16", f"a look at the model, once in 
 TTFT, E2E = "nsm_time_to_first_token_seconds", "nsm_e2e_request_latency_seconds"
 
 
-def make_engine(loaded: LoadedModel, chosen: ChosenExecutor, *, batch: int, is_seen: bool) -> Engine:
+class Subject:
+    """An engine. Its observer's clock stands while another engine runs, so that looks are as rare as in a server."""
+
+    def __init__(self, loaded: LoadedModel, chosen: ChosenExecutor, *, batch: int, is_seen: bool) -> None:
+        self._batch = batch
+        self._ran_s = 0.0
+        self._began: float | None = None
+        self._engine = make_engine(loaded, chosen, batch=batch, clock=self.clock if is_seen else None)
+
+    def clock(self) -> float:
+        return self._ran_s + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def run(self, *, seconds: float) -> float:
+        """CPU seconds of this process for each token, over at least `seconds` of decoding."""
+        self._began, cpu, num_tokens = time.monotonic(), time.process_time(), 0
+        while time.monotonic() - self._began < seconds:
+            for number in range(self._batch):
+                sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+                self._engine.add(GenerationRequest(request_id=str(number), prompt_ids=PROMPT, sampling=sampling))
+            while self._engine.has_work:
+                self._engine.step()
+            num_tokens += 64 * self._batch
+        self._ran_s, self._began = self.clock(), None
+        return (time.process_time() - cpu) / num_tokens
+
+
+def make_engine(
+    loaded: LoadedModel, chosen: ChosenExecutor, *, batch: int, clock: Callable[[], float] | None
+) -> Engine:
+    """`clock`: of the observer; None for no accounts."""
     return Engine(
         loaded.model,
         loaded.tokenizer,
         fingerprint=loaded.fingerprint,
         config=EngineConfig(max_slots=batch, token_budget=max(256, batch)),
         executor=chosen.factory,
-        meter=meter_of(loaded.model) if is_seen else None,
-        observer=ModelObserver(loaded.model) if is_seen else None,
+        meter=None if clock is None else meter_of(loaded.model),
+        observer=None if clock is None else ModelObserver(loaded.model, clock=clock),
     )
-
-
-def cpu_s_per_token(engine: Engine, *, batch: int, seconds: float) -> float:
-    """Of at least `seconds` of decoding, by this process's CPU time."""
-    began, cpu, num_tokens = time.monotonic(), time.process_time(), 0
-    while time.monotonic() - began < seconds:
-        for number in range(batch):
-            sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-            engine.add(GenerationRequest(request_id=str(number), prompt_ids=PROMPT, sampling=sampling))
-        while engine.has_work:
-            engine.step()
-        num_tokens += 64 * batch
-    return (time.process_time() - cpu) / num_tokens
 
 
 def compare_engines(loaded: LoadedModel, chosen: ChosenExecutor, args: argparse.Namespace) -> list[dict[str, float]]:
     rows = []
     print(f"{'batch':>5} {'plain us/token':>15} {'seen us/token':>15} {'costs':>8} {'spread':>8}")
     for batch in args.batches:
-        engines = [make_engine(loaded, chosen, batch=batch, is_seen=is_seen) for is_seen in (False, True)]
+        engines = [Subject(loaded, chosen, batch=batch, is_seen=is_seen) for is_seen in (False, True)]
         for engine in engines:
-            cpu_s_per_token(engine, batch=batch, seconds=1.0)
+            engine.run(seconds=1.0)
         pairs = []
         for number in range(args.rounds):  # each goes first as often as second
             order = engines if number % 2 == 0 else engines[::-1]
-            times = [cpu_s_per_token(engine, batch=batch, seconds=args.seconds) for engine in order]
+            times = [engine.run(seconds=args.seconds) for engine in order]
             pairs.append(times if number % 2 == 0 else times[::-1])
         ratios = [seen / plain - 1 for plain, seen in pairs]
         plain_us, seen_us = (statistics.median(times) * 1e6 for times in zip(*pairs, strict=True))
