@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "nsm-serve"
 TRACES_PATH = "/v1/traces"
+EXPORT_S = 3.0  # for a batch, tries included: a receiver that is away must not hold up a stop
 
 
 class Tracing:
@@ -39,7 +40,7 @@ def make_tracing(endpoint: str, *, sample: float, service_name: str) -> Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise _without_extra() from error
-    exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + TRACES_PATH)
+    exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + TRACES_PATH, timeout=EXPORT_S)
     return Tracing(BatchSpanProcessor(exporter), sample=sample, service_name=service_name)
 
 
