@@ -113,7 +113,7 @@ RUN /opt/build/bin/pip --python /opt/venv/bin/python install --quiet --no-cache-
 FROM gateway AS loadtest
 LABEL org.opencontainers.image.title="nsm-serve loadtest" \
       org.opencontainers.image.description="Load tests of nsm-serve, by Locust"
-USER root
+USER 0:0
 RUN install -d -m 700 -o nsm -g nsm /report
 COPY --from=loadtest-packages /opt/venv /opt/venv
 COPY loadtests /opt/nsm/loadtests

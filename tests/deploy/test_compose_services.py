@@ -1,0 +1,193 @@
+"""The services of docker-compose.yml, started natively from the same files, and used through the proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from tests.deploy.native_services import (
+    GatewayProcess,
+    Proxy,
+    Redis,
+    gateway_services,
+    proxy_service,
+    redis_service,
+)
+from tests.prometheus_server import prometheus
+from tests.redis_servers import wait_until
+
+pytestmark = [pytest.mark.redis, pytest.mark.nginx]
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+    redis: Redis
+    gateways: list[GatewayProcess]
+    proxy: Proxy
+    client: httpx.Client
+
+    def say(self, session_id: str, text: str) -> httpx.Response:
+        body = {"input": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        return self.client.post(f"/v1/sessions/{session_id}/generate", json=body)
+
+    def gateways_of(self, path: str) -> list[str]:
+        """Which gateway answered each request for a path, in order."""
+        return [str(line["gateway"]) for line in self.proxy.asked() if line["path"] == path]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Services]:
+    directory = tmp_path_factory.mktemp("services")
+    with (
+        redis_service(directory / "redis") as store,
+        gateway_services(directory / "gateways", 2, store.url, tiny_model_dir) as gateways,
+        proxy_service(directory / "proxy", [one.address for one in gateways]) as proxy,
+        httpx.Client(base_url=proxy.url, timeout=60.0) as client,
+    ):
+        yield Services(store, gateways, proxy, client)
+
+
+def test_redis_keeps_what_it_is_told_and_asks_for_the_password(services: Services) -> None:
+    with services.redis.client(None) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+    with services.redis.client(services.redis.password) as client:
+        wanted = {"appendonly": "yes", "maxmemory-policy": "noeviction", "save": "", "maxmemory": str(256 << 20)}
+        assert {name: client.config_get(name)[name] for name in wanted} == wanted
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            client.flushall()
+    assert services.redis.health() == 0
+    assert "redis-server" in services.redis.shown()
+    assert services.redis.password not in services.redis.shown()
+
+
+def test_a_session_goes_on_at_whichever_gateway_the_proxy_chooses(services: Services) -> None:
+    assert services.client.post("/v1/sessions", json={"id": "s"}).status_code == 200
+    answers = [services.say("s", f"turn {number}") for number in range(4)]
+    assert [answer.json()["session"]["version"] for answer in answers] == [1, 2, 3, 4]
+    path = "/v1/sessions/s/generate"
+    wait_until(lambda: len(services.gateways_of(path)) == 4, "the last line of the proxy's log")
+    assert set(services.gateways_of(path)) == {one.address for one in services.gateways}
+
+
+def test_a_completion_arrives_in_pieces_with_the_headers_of_the_gateway(services: Services) -> None:
+    body = {"model": "tiny", "prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    model = services.client.get("/v1/models").json()["data"][0]["id"]
+    with services.client.stream("POST", "/v1/completions", json={**body, "model": model}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-encoding" not in answer.headers
+        assert answer.headers["x-request-id"]
+        pieces = iter(answer.iter_raw())
+        first = [next(pieces) for _ in range(3)]
+    assert all(piece.startswith(b"data: ") for piece in first)  # whole frames, not blocks of a buffer
+    assert all(len(piece) < 2000 for piece in first)
+
+
+def test_what_tells_of_all_tenants_stays_inside(services: Services) -> None:
+    for path in ("/metrics", "/metrics/", "/%6Detrics", "//metrics"):
+        answer = services.client.get(path)
+        assert answer.status_code == 404, path
+        assert answer.json()["error"]["type"] == "not_found_error", path
+    for one in services.gateways:
+        assert "nsm_" in httpx.get(f"http://{one.address}/metrics").text
+    assert services.client.get("/health/ready").status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused_before_a_gateway_sees_it(services: Services) -> None:
+    json_body = {"content-type": "application/json"}
+    answer = services.client.post("/v1/completions", content=b" " * (8 * 1024 * 1024 + 1), headers=json_body)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+    large = services.client.post("/v1/completions", content=b" " * (8 * 1024 * 1024), headers=json_body)
+    assert large.status_code == 400  # the gateway's own: it is no JSON
+
+
+@pytest.mark.prometheus
+def test_prometheus_sees_both_gateways(services: Services, tmp_path: Path) -> None:
+    targets = {"nsm": [one.address for one in services.gateways], "triton": []}
+    with prometheus(tmp_path, targets, "none") as server:
+
+        def up() -> list[float]:
+            return [value for _, value in server.query('up{job="nsm"}', at=time.time())]
+
+        wait_until(lambda: up() == [1.0, 1.0], "the first scrape of both gateways")
+        assert {group["name"] for group in server.get("rules")["groups"]}
+
+
+def test_the_loss_of_a_gateway_is_not_seen(services: Services) -> None:
+    """Last, as it takes one away: connections are refused, and the proxy asks the other."""
+    services.client.post("/v1/sessions", json={"id": "lost"})
+    services.gateways[0].process.kill()
+    services.gateways[0].process.wait()
+    answers = [services.say("lost", f"turn {number}") for number in range(4)]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert answers[-1].json()["session"]["version"] == 4
+
+
+class SlowGateway:
+    """A server whose stream goes on only when it is told to, on one connection at a time."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.may_go_on = threading.Semaphore(0)
+        self.client_left = threading.Event()
+
+    def serve(self, num_frames: int) -> None:
+        connection, _ = self.listener.accept()
+        with connection:
+            connection.settimeout(10.0)
+            while not connection.recv(65536).endswith(b"\r\n\r\n"):
+                pass
+            connection.sendall(HEAD)
+            for number in range(num_frames):
+                assert self.may_go_on.acquire(timeout=10.0)
+                connection.sendall(b"%x\r\ndata: %d\n\n\r\n" % (len(f"data: {number}\n\n"), number))
+            if connection.recv(1) == b"":
+                self.client_left.set()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[SlowGateway, Proxy]]:
+    gateway = SlowGateway()
+    with contextlib.closing(gateway.listener), proxy_service(tmp_path / "proxy", [gateway.address]) as proxy:
+        yield gateway, proxy
+
+
+def test_P1_each_frame_leaves_before_the_next_is_made_and_a_client_that_leaves_is_noticed(
+    slow: tuple[SlowGateway, Proxy],
+) -> None:
+    gateway, proxy = slow
+    serving = threading.Thread(target=gateway.serve, args=(5,))
+    serving.start()
+    with httpx.stream("GET", f"{proxy.url}/v1/streams/any", timeout=10.0) as answer:
+        pieces = answer.iter_raw()
+        for number in range(5):
+            gateway.may_go_on.release()  # only now is the frame written
+            assert next(pieces) == b"data: %d\n\n" % number
+    assert gateway.client_left.wait(10.0)
+    serving.join()
+
+
+def test_without_gateways_clients_are_told_to_try_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with proxy_service(tmp_path / "proxy", [address]) as proxy:
+        answer = httpx.post(f"{proxy.url}/v1/completions?secret=1", json={"prompt": "secret"})
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "unavailable"
+        wait_until(lambda: len(proxy.asked()) == 1, "the line of the proxy's log")
+    line = proxy.asked()[0]
+    assert (line["path"], line["status"]) == ("/v1/completions", 503)
+    assert "secret" not in json.dumps(line)
