@@ -1,9 +1,30 @@
 #include "model.h"
 
 #include <algorithm>
-#include <cstring>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace nsm {
+
+int8_t* Arena::take(size_t bytes) {
+  constexpr size_t HUGE_PAGE = size_t{2} << 20, CHUNK = 8 * HUGE_PAGE;
+  bytes = (bytes + 63) / 64 * 64;
+  if (left_ < bytes) {
+    left_ = (std::max(bytes, CHUNK) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    next_ = static_cast<int8_t*>(std::aligned_alloc(HUGE_PAGE, left_));
+    if (next_ == nullptr) throw std::bad_alloc();
+    chunks_.emplace_back(next_);
+#if defined(__linux__)
+    madvise(next_, left_, MADV_HUGEPAGE);  // a wish: without it the memory is the same, in small pages
+#endif
+  }
+  int8_t* taken = next_;
+  next_ += bytes;
+  left_ -= bytes;
+  return taken;
+}
 
 Model::Model(const Shape& given, const int32_t* windows, const Kernels& chosen)
     : shape(given), kernels(chosen), head_dim(given.d_model / given.heads), layers(given.num_layers) {
@@ -19,11 +40,11 @@ bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* 
                                            : nullptr;
   if (target == nullptr || rows < 1 || cols < LANES || cols % LANES != 0) return false;
   const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  target->weights = Buffer<int8_t>(padded * cols);
+  int8_t* packed = arena_.take(padded * cols);
   target->scale = Buffer<float>(padded);
-  kernels.pack(weights, rows, cols, target->weights.get());
+  kernels.pack(weights, rows, cols, packed);
   std::copy(scale, scale + rows, target->scale.get());
-  target->view = {target->weights.get(), target->scale.get(), rows, cols};
+  target->view = {packed, target->scale.get(), rows, cols};
   return true;
 }
 
