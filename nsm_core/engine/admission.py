@@ -11,6 +11,7 @@ from typing import Protocol
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
+from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
 
 
@@ -43,7 +44,9 @@ class AdmissionCheck:
             self._check_resume(request.resume)
             if request.generated_counts:
                 raise InvalidRequest("generated_counts belong to the resumed state", param="generated_counts")
-        self._check_counts(request.generated_counts)
+        problem = self._problem_of(request.generated_counts)
+        if problem is not None:
+            raise InvalidRequest(f"generated_counts {problem}", param="generated_counts")
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if not prompt_ids:
@@ -78,9 +81,14 @@ class AdmissionCheck:
         position = self.spec.read_position(resume.state)
         if position != resume.position:
             raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
-        self._check_counts(resume.generated_counts)
+        problem = self._problem_of(resume.generated_counts)
+        if problem is not None:
+            raise SnapshotCorrupt(f"the state's generated_counts {problem}")
 
-    def _check_counts(self, generated_counts: Mapping[int, int]) -> None:
-        for token_id in generated_counts:
+    def _problem_of(self, generated_counts: Mapping[int, int]) -> str | None:
+        for token_id, count in generated_counts.items():
             if not 0 <= token_id < self.vocab_size:
-                raise SnapshotCorrupt(f"generated_counts names token {token_id}, the vocabulary has {self.vocab_size}")
+                return f"must name token ids in [0, {self.vocab_size - 1}], got {token_id}"
+            if not 0 <= count <= MAX_TOKEN_COUNT:
+                return f"must hold counts of at most {MAX_TOKEN_COUNT}, got {count} for token {token_id}"
+        return None

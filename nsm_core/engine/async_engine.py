@@ -188,8 +188,15 @@ class AsyncEngine:
         try:
             self._engine.add(command.request, arrival=command.at)
         except NsmError as error:
-            return [(command.request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
+            return self._refuse(command, error)
+        except Exception as error:  # of one request: it must not end those of others
+            logger.exception("a request could not be taken")
+            return self._refuse(command, EngineDead(f"the request could not be taken: {type(error).__name__}"))
         return []
+
+    @staticmethod
+    def _refuse(command: _Submit, error: NsmError) -> Events:
+        return [(command.request.request_id, Finished(reason=FinishReason.ERROR, error=error))]
 
     def _post(self, events: Events) -> None:
         if events and self._loop is not None:

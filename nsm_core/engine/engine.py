@@ -83,7 +83,10 @@ class Engine:
         self._admission.check(request)
 
     def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
-        """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded."""
+        """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded.
+
+        Whatever it raises, nothing of the request stays here.
+        """
         self.check(request)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")

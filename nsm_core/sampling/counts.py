@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+MAX_TOKEN_COUNT = 2**53  # in one session; exact in float64, and far enough below int64 to count on
+
 
 class TokenCounts(Mapping[int, int]):
     """A mapping {token id: count above 0} over a dense array.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.wire.tensors import refuse
 
 Parser = Callable[[str, Any], Any]
@@ -21,7 +22,10 @@ def whole_number(name: str, value: Any) -> int:
 def number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(name, "a number", value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON has whole numbers of any length
+        refuse(name, "a number", value)
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -64,9 +68,9 @@ def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def token_counts(name: str, value: Any) -> dict[int, int]:
-    """[[token id, count], …] with counts of at least 1 and every id once."""
+    """[[token id, count], …] with counts in [1, MAX_TOKEN_COUNT] and every id once."""
     if not isinstance(value, list) or not all(_is_pair(item) for item in value):
-        refuse(name, "a list of [token id, count]", value)
+        refuse(name, f"a list of [token id, count], each count in [1, {MAX_TOKEN_COUNT}]", value)
     counts = dict(value)
     if len(counts) != len(value):
         refuse(name, "a list that names each token id once", value)
@@ -93,4 +97,4 @@ def _is_pair(item: object) -> bool:
         return False
     token_id, count = item
     are_whole = all(isinstance(value, int) and not isinstance(value, bool) for value in item)
-    return are_whole and 0 <= token_id <= MAX_TOKEN_ID and count >= 1
+    return are_whole and 0 <= token_id <= MAX_TOKEN_ID and 1 <= count <= MAX_TOKEN_COUNT

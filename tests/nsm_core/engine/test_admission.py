@@ -60,7 +60,8 @@ def test_sampling_names_known_tokens_only(tiny_tokenizer: Tokenizer) -> None:
         ({"state": STATE[:-1]}, SnapshotCorrupt, "bytes"),
         ({"state": STATE + b"\0"}, SnapshotCorrupt, "bytes"),
         ({"state": b""}, SnapshotCorrupt, "bytes"),
-        ({"generated_counts": {512: 1}}, SnapshotCorrupt, "token 512"),
+        ({"generated_counts": {512: 1}}, SnapshotCorrupt, "got 512"),
+        ({"generated_counts": {3: 2**63}}, SnapshotCorrupt, f"got {2**63} for token 3"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -89,7 +90,16 @@ def test_without_torch_a_state_is_checked_alike() -> None:
 
 def test_counts_of_a_log_that_is_read_again_name_known_tokens_and_exclude_a_state(tiny_tokenizer: Tokenizer) -> None:
     error = refused(make_request(generated_counts={512: 1}), tiny_tokenizer)
-    assert isinstance(error, SnapshotCorrupt)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "generated_counts"
     error = refused(make_request(generated_counts={3: 1}, resume=RESUME), tiny_tokenizer)
     assert isinstance(error, InvalidRequest)
     assert error.param == "generated_counts"
+
+
+@pytest.mark.parametrize("count", [-1, 2**53 + 1, 2**63])
+def test_counts_that_no_session_can_have_are_refused(count: int, tiny_tokenizer: Tokenizer) -> None:
+    error = refused(make_request(generated_counts={3: count}), tiny_tokenizer)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "generated_counts"
+    assert str(count) in str(error)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsm_core.engine import async_engine
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
-from nsm_core.engine.request import Finished, FinishReason, TokenEvent
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded, StateMismatch
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
@@ -328,3 +328,23 @@ async def test_a_reader_that_comes_late_gets_all_that_is_there(tiny_tokenizer: T
     events = [event for batch in [batch async for batch in again.batches()] for event in batch]
     assert Outcome(events).ids == outcome.ids
     await engine.stop()
+
+
+async def test_R10_what_fails_while_a_request_is_added_ends_that_request_alone(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = engine._engine.add
+
+    def fail_once(request: GenerationRequest, **given: float) -> None:
+        if request.request_id == "bad":
+            raise OverflowError
+        add(request, **given)
+
+    monkeypatch.setattr(engine._engine, "add", fail_once)
+    bad, good = engine.submit(make_request("bad")), engine.submit(make_request("good", max_tokens=5))
+    error = (await collect(bad)).finished.error
+    assert isinstance(error, EngineDead)
+    assert "could not be taken: OverflowError" in str(error)
+    assert len((await collect(good)).ids) == 5
+    assert engine.is_ready()
+    assert "could not be taken" in caplog.text

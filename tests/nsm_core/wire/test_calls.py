@@ -133,6 +133,8 @@ BAD_OPTIONS = [
     ({"generated_counts": {"1": 1}}, "generated_counts"),
     ({"generated_counts": [[1, 0]]}, "generated_counts"),
     ({"generated_counts": [[1, 1], [1, 2]]}, "generated_counts"),
+    ({"generated_counts": [[1, 2**63]]}, "generated_counts"),
+    ({"temperature": 10**400}, "temperature"),
     ({"keep_states_at": 3}, "keep_states_at"),
     ({"keep_states_at": [3]}, "stream"),
     ({"sampled_ids": "12"}, "sampled_ids"),
@@ -141,12 +143,13 @@ BAD_OPTIONS = [
     ({"resume": {"position": 3, "fingerprint": "f"}}, "resume.generated_counts"),
     ({"resume": {**RESUME, "position": "3"}}, "resume.position"),
     ({"resume": {**RESUME, "pending": 1.5}}, "resume.pending"),
+    ({"resume": {**RESUME, "generated_counts": [[1, 2**63]]}}, "resume.generated_counts"),
     ({"resume": {**RESUME, "state_id": 1}}, "resume.state_id"),
     ({"resume": RESUME}, "state"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_OPTIONS, ids=[str(fields) for fields, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("fields", "param"), BAD_OPTIONS, ids=[str(fields)[:60] for fields, _ in BAD_OPTIONS])
 def test_what_is_wrong_with_an_option_is_told_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest, match=r" must be .*, got ") as caught:
         decode({"text_input": text_tensor(), **options(**fields)})
