@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nsm_core.errors import ConfigError
 from nsm_core.triton.config import PARAMETERS
+from nsm_core.triton.pem_files import check_ca, check_pair
 from nsm_core.triton.supervisor import DEFAULT_PREFIX, Supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -40,14 +41,14 @@ class ServerTls:
 
     @classmethod
     def of(cls, *, cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
-        """None where nothing is given. Raises ConfigError where something lacks."""
+        """None where nothing is given. Raises ConfigError where something lacks or is of no use."""
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
             raise ConfigError("TLS needs a certificate and its key (--tls-cert, --tls-key)")
-        for path in (cert, key, client_ca):
-            if path is not None and not path.is_file():
-                raise ConfigError(f"there is no file {path}")
+        check_pair(cert, key)
+        if client_ca is not None:
+            check_ca(client_ca)
         return cls(cert=cert, key=key, client_ca=client_ca)
 
     def options(self) -> list[str]:

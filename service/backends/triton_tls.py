@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import ssl
 from pathlib import Path
 
 import grpc
 
 from nsm_core.errors import ConfigError
+from nsm_core.triton.pem_files import check_ca, check_pair
 
 # What gRPC tells of a handshake that failed, in its own words, and ours
 NOT_CONNECTED = "failed to connect"
@@ -37,19 +37,12 @@ class TritonTls:
         cls, *, ca: Path, cert: Path | None = None, key: Path | None = None, server_name: str | None = None
     ) -> TritonTls:
         """Raises ConfigError: a file is missing, holds something else, or the key is not the certificate's."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(ca)
-        except OSError as error:
-            raise ConfigError(f"{ca} is no file with certificates of a CA: {_reason(error)}") from error
+        check_ca(ca)
         if (cert is None) != (key is None):
             raise ConfigError("a certificate of this side needs its key, and a key its certificate")
         if cert is None or key is None:
             return cls(ca=ca.read_bytes(), server_name=server_name)
-        try:
-            context.load_cert_chain(cert, key, password="")  # without one, an encrypted key would ask the terminal
-        except OSError as error:
-            raise ConfigError(f"{cert} and {key} are no certificate and its key: {_reason(error)}") from error
+        check_pair(cert, key)
         return cls(ca=ca.read_bytes(), cert=cert.read_bytes(), key=key.read_bytes(), server_name=server_name)
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -66,7 +59,3 @@ def explained(details: str) -> str:
         if NOT_CONNECTED in details and words in details:
             return f"{reason} ({details})"
     return details
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -37,9 +37,9 @@ def test_the_command_names_ports_repository_and_no_other_address(server: TritonS
 
 
 def test_with_tls_only_grpc_is_there_for_others(server: TritonServer, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("server.pem", "server.key", "ca.pem")]
-    for file in files:
-        file.touch()
+    authority = Authority.create(tmp_path / "ca")
+    own = authority.issue("server")
+    files = [own.cert, own.key, authority.ca.cert]
     tls = ServerTls.of(cert=files[0], key=files[1], client_ca=files[2])
     options = dataclasses.replace(server, host="0.0.0.0", tls=tls).command()
     assert {"--grpc-use-ssl=1", f"--grpc-server-cert={files[0]}", f"--grpc-server-key={files[1]}"} <= set(options)
@@ -52,8 +52,17 @@ def test_tls_is_whole_or_not_there(tmp_path: Path) -> None:
     for given in ({"cert": tmp_path}, {"key": tmp_path}, {"client_ca": tmp_path}):
         with pytest.raises(ConfigError, match="needs a certificate and its key"):
             ServerTls.of(**{"cert": None, "key": None, "client_ca": None, **given})
-    with pytest.raises(ConfigError, match="there is no file"):
-        ServerTls.of(cert=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=None)
+
+
+def test_tls_files_are_checked_before_a_server_starts(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    own, another, junk = authority.issue("server"), authority.issue("another"), tmp_path / "junk.pem"
+    junk.write_text("junk")
+    for cert, key in ((junk, junk), (own.cert, another.key), (own.cert, tmp_path / "nowhere.key")):
+        with pytest.raises(ConfigError, match="are no certificate and its key"):
+            ServerTls.of(cert=cert, key=key, client_ca=None)
+    with pytest.raises(ConfigError, match=r"junk\.pem is no file with certificates of a CA"):
+        ServerTls.of(cert=own.cert, key=own.key, client_ca=junk)
 
 
 def test_the_environment_leads_to_the_servers_own_python(server: TritonServer) -> None:

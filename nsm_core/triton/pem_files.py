@@ -1,0 +1,29 @@
+"""Whether PEM files are what they are given for, asked before something that needs them is started."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from nsm_core.errors import ConfigError
+
+
+def check_ca(ca: Path) -> None:
+    """Raises ConfigError: the file is missing or holds no certificate."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
+    except OSError as error:
+        raise ConfigError(f"{ca} is no file with certificates of a CA: {_reason(error)}") from error
+
+
+def check_pair(cert: Path, key: Path) -> None:
+    """Raises ConfigError: a file is missing, holds something else, is locked, or the key is not the certificate's."""
+    try:
+        # without a password, an encrypted key would ask the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
+    except OSError as error:
+        raise ConfigError(f"{cert} and {key} are no certificate and its key: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
