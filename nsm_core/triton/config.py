@@ -12,6 +12,7 @@ from nsm_core.config import EngineConfig, require_at_least
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
 from nsm_core.execution.wishes import WISHES, Wish
+from nsm_core.wire.calls import MAX_TIMEOUT_S
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
 MIB = 2**20
@@ -24,9 +25,11 @@ BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """`model`: a model directory, None for the bundled one. `device`: auto, cpu or cuda. `executor`: how the model is
-    computed, see choose_executor. `num_threads`: of the model on a CPU, 0 for torch's own choice. `kept_states_mb`: MiB
-    of states that wait for their next turn; 0 keeps none. `drain_s`: requests may go on so long when the model is
-    unloaded. `energy`: count joules; `energy_core_watts`: of a busy core, where nothing measures it.
+    computed, see choose_executor. `num_threads`: of the model on a CPU, 0 for torch's own choice. `max_tokens_limit`:
+    most new tokens of one call. `default_timeout_s`, `max_timeout_s`: of a call that names no `timeout_s`, and the
+    longest that one may name. `kept_states_mb`: MiB of states that wait for their next turn; 0 keeps none. `drain_s`:
+    requests may go on so long when the model is unloaded. `energy`: count joules; `energy_core_watts`: of a busy core,
+    where nothing measures it.
     """
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -35,6 +38,9 @@ class WorkerConfig:
     executor: Wish = "auto"
     num_threads: int = 0
     max_prompt_tokens: int = 131072
+    max_tokens_limit: int = 131072
+    default_timeout_s: float = 600.0
+    max_timeout_s: float = MAX_TIMEOUT_S
     kept_states_mb: int = 1024
     drain_s: float = 20.0
     energy: bool = True
@@ -45,8 +51,17 @@ class WorkerConfig:
             raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.executor not in WISHES:
             raise ConfigError(f"executor must be one of {', '.join(WISHES)}, got {self.executor!r}")
-        for name, low in (("num_threads", 0), ("max_prompt_tokens", 1), ("kept_states_mb", 0), ("drain_s", 0)):
+        for name, low in (
+            ("num_threads", 0),
+            ("max_prompt_tokens", 1),
+            ("max_tokens_limit", 1),
+            ("kept_states_mb", 0),
+            ("drain_s", 0),
+        ):
             require_at_least(name, getattr(self, name), low)
+        for name, high in (("max_timeout_s", MAX_TIMEOUT_S), ("default_timeout_s", self.max_timeout_s)):
+            if not 0 < getattr(self, name) <= high:
+                raise ConfigError(f"{name} must be in (0, {high:g}] seconds, got {getattr(self, name)}")
         if not self.energy_core_watts > 0:
             raise ConfigError(f"energy_core_watts must be above 0, got {self.energy_core_watts}")
 
@@ -80,6 +95,9 @@ PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     "executor": str,
     "num_threads": _whole,
     "max_prompt_tokens": _whole,
+    "max_tokens_limit": _whole,
+    "default_timeout_s": _number(float, "a number"),
+    "max_timeout_s": _number(float, "a number"),
     "kept_states_mb": _whole,
     "drain_s": _number(float, "a number"),
     "energy": _flag,

@@ -24,6 +24,7 @@ from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.inspection import inspect_state
 from nsm_core.triton.config import MIB, WorkerConfig
 from nsm_core.triton.forwarding import forward_stream, forward_whole
+from nsm_core.triton.limits import CallLimits
 from nsm_core.triton.responder import Responder
 from nsm_core.triton.state_cache import StateCache
 from nsm_core.wire.call_tensors import decode_call
@@ -54,6 +55,7 @@ class Worker:
         self._loaded = loaded
         self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
+        self._limits = CallLimits(config, loaded.tokenizer.vocab_size)
         self._stepped = threading.Event()
         self._engine = AsyncEngine(
             Engine(
@@ -174,6 +176,7 @@ class Worker:
     async def _generate(self, call: GenerateCall, responder: Responder) -> None:
         if self._is_draining:
             raise EngineDead("the worker is stopping")
+        call = self._limits.bounded(call)
         request = request_of(
             call,
             str(next(self._numbers)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
+
+MAX_TIMEOUT_S = 86_400.0  # of any call, as over HTTP
 
 
 def state_id(state: bytes) -> str:
@@ -85,7 +86,8 @@ Call = GenerateCall | DescribeCall | StatusCall | InspectCall
 def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
     """The gateway's side: an engine request as a streamed call that returns, and has kept, what the request keeps.
 
-    `now`: `time.monotonic()`; a deadline that has passed becomes the shortest time-out, an infinite one none. Digests a
+    `now`: `time.monotonic()`; a deadline that has passed becomes the shortest time-out, an infinite one the
+    longest. Digests a
     resumed state, see `state_id`.
     """
     resume = request.resume
@@ -114,8 +116,8 @@ def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
 
 
 def _time_left(deadline: float | None, now: float) -> float | None:
-    """JSON has no infinity."""
-    return None if deadline is None or deadline == math.inf else max(1e-3, deadline - now)
+    """A deadline may be infinite; a call ends at some time."""
+    return None if deadline is None else min(MAX_TIMEOUT_S, max(1e-3, deadline - now))
 
 
 def request_of(

@@ -35,7 +35,7 @@ from tests.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonCl
 pytestmark = pytest.mark.triton
 
 PROMPT = (0, 17, 200, 41, 9)
-ENDLESS = 10_000_000
+ENDLESS = 131_072
 
 
 def sampling(max_tokens: int = 12, **fields: Any) -> SamplingParams:

@@ -23,7 +23,7 @@ from tests.triton_servers import MAX_SLOTS, RunningTriton, TritonClient, eventua
 
 pytestmark = pytest.mark.triton
 
-ENDLESS = 10_000_000
+ENDLESS = 131_072
 STREAMS, TOKENS, WARM_UPS = MAX_SLOTS - 1, 120, 2
 NUM_ANSWERS = scaled(5_000, 200_000)
 GROWTH_BYTES = 8 * 2**20  # of a process, beyond what it had when warm

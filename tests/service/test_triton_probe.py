@@ -17,7 +17,7 @@ from service.triton_probe import Probe, ask_worker
 from tests.triton_stand_in import MAX_SLOTS, QUEUE_LIMIT, StandIn, random_loaded, stand_ins
 
 ALL: tuple[Probe, ...] = ("startup", "readiness", "liveness")
-ENDLESS = SamplingParams(max_tokens=1_000_000, seed=0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=131_072, seed=0, ignore_eos=True)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from nsm_core.wire.calls import GenerateCall
 from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.triton.fake_triton import WAIT_S, FakeRequest, FakeResponder, FakeTriton, make_worker
 
-ENDLESS = 10_000_000
+ENDLESS = 131_072
 CPU = {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
 
 

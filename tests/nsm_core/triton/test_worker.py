@@ -19,7 +19,7 @@ from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.engine.harness import FINGERPRINT, small_model
 from tests.nsm_core.triton.fake_triton import FakeResponder, make_worker
 
-ENDLESS = 10_000_000
+ENDLESS = 131_072
 StartWorker = Callable[..., Worker]
 
 
@@ -162,6 +162,25 @@ def test_an_error_in_the_middle_tells_what_was_done(start: StartWorker) -> None:
         assert responder.failure is not None
         assert responder.failure.prompt_tokens == 3
         assert responder.failure.completion_tokens >= len(responder.ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"max_tokens": 131_073}, "max_tokens"), ({"max_tokens": 2**80}, "max_tokens"), ({"timeout_s": 61}, "timeout_s")],
+)
+def test_T4_a_call_has_an_end_in_tokens_and_in_time(start: StartWorker, fields: dict[str, Any], param: str) -> None:
+    worker = start(max_timeout_s=60.0, default_timeout_s=60.0)
+    error = error_of(ask(worker, generate(**fields)))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == param
+
+
+def test_T4_a_slot_comes_back_from_a_client_that_cannot_be_seen_leaving(start: StartWorker) -> None:
+    worker = start(default_timeout_s=0.2)
+    unseen = [ask(worker, generate(ENDLESS, stream=False)) for _ in range(2)]
+    for responder in unseen:
+        assert isinstance(error_of(responder), DeadlineExceeded)
+    assert worker.status().engine.num_running == 0
 
 
 def test_the_queue_is_bounded(start: StartWorker) -> None:

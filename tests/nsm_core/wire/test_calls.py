@@ -15,6 +15,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
 from nsm_core.wire.call_tensors import decode_call, encode_call
 from nsm_core.wire.calls import (
+    MAX_TIMEOUT_S,
     Call,
     DescribeCall,
     GenerateCall,
@@ -89,7 +90,7 @@ def test_a_deadline_becomes_the_time_that_is_left() -> None:
     call = decode_generate(encode_call(call_of(request, now=10.0)))
     assert call.timeout_s == 2.5
     assert request_of(call, "r", prompt_ids=(1,), state=None, now=100.0).deadline == 102.5
-    assert call_of(dataclasses.replace(request, deadline=math.inf), now=10.0).timeout_s is None
+    assert call_of(dataclasses.replace(request, deadline=math.inf), now=10.0).timeout_s == MAX_TIMEOUT_S
     late = call_of(request, now=20.0).timeout_s
     assert late is not None
     assert 0 < late < 0.01
