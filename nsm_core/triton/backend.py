@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nsm_core.errors import ConfigError
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.triton.config import WorkerConfig, read_config
 from nsm_core.triton.metrics import TritonMetrics
@@ -120,4 +121,6 @@ def device_of(config: WorkerConfig, args: Mapping[str, str]) -> str:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
         return wanted
+    if not torch.cuda.is_available():
+        raise ConfigError("config.pbtxt: parameter device must be cpu or auto where torch finds no GPU, got 'cuda'")
     return f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cuda:0"

@@ -214,6 +214,7 @@ class Worker:
             raise InvalidRequest("a call has a text or token ids", param=TEXT_INPUT)
         if len(ids) > limit:
             refuse(name, f"at most {limit} tokens", f"{len(ids)} tokens")
+        self._limits.check_ids(call, ids)
         return ids
 
     def _state_of(self, call: GenerateCall) -> bytes | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
-from nsm_core.wire.tensors import refuse
+from nsm_core.wire.tensors import MAX_SHOWN_CHARS, OPTIONS, refuse
 
 Parser = Callable[[str, Any], Any]
 MAX_TOKEN_ID = 2**31 - 1  # ids cross as INT32
@@ -88,8 +88,15 @@ def parse(fields: Mapping[str, Any], parsers: Mapping[str, Parser], *, within: s
     """Every field through its parser; an unknown one is refused: a misspelt wish must not run with its default."""
     unknown = sorted(set(fields) - set(parsers))
     if unknown:
-        refuse(f"{within}{unknown[0]}", f"one of {', '.join(sorted(parsers))}", fields[unknown[0]])
+        _refuse_unknown(unknown[0], fields[unknown[0]], parsers, within)
     return {name: parsers[name](f"{within}{name}", value) for name, value in fields.items()}
+
+
+def _refuse_unknown(name: str, value: Any, parsers: Mapping[str, Parser], within: str) -> NoReturn:
+    if not name:
+        refuse(within.removesuffix(".") or OPTIONS, "an object whose fields have names", {name: value})
+    wish = f"one of {', '.join(sorted(parsers))}" if parsers else "left out, as this operation takes no such option"
+    refuse(f"{within}{name[:MAX_SHOWN_CHARS]}", wish, value)
 
 
 def _is_pair(item: object) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from nsm_core.engine.async_engine import GenerationHandle
 from nsm_core.engine.engine import Engine
+from nsm_core.errors import ConfigError
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton import backend as backend_module
@@ -271,3 +272,9 @@ def test_the_device(wanted: str, has_gpu: bool, kind: str, device: str, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     args = {"model_instance_kind": kind, "model_instance_device_id": "3"}
     assert device_of(WorkerConfig(device=wanted), args) == device
+
+
+def test_a_gpu_that_is_not_there_is_told_by_the_parameters_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="parameter device must be cpu or auto"):
+        device_of(WorkerConfig(device="cuda"), CPU)

@@ -143,8 +143,10 @@ def test_refusals_leave_the_others_alone(start: StartWorker) -> None:
     running = ask(worker, generate(60))
     for tensors, param in (
         ({}, "text_input"),
-        (encode_call(generate(prompt_ids=(512,))), "prompt"),
-        (encode_call(generate(prompt_ids=())), "prompt"),
+        (encode_call(generate(prompt_ids=(512,))), "input_ids"),
+        (encode_call(generate(prompt_ids=(-1,))), "input_ids"),
+        (encode_call(generate(prompt_ids=())), "input_ids"),
+        (encode_call(generate(generated_counts={512: 1})), "generated_counts"),
         (encode_call(generate(prompt_ids=(1,) * 5)), "input_ids"),
         (encode_call(generate(prompt_ids=None, text="a b c d e")), "text_input"),
         (encode_call(generate(prompt_ids=None, text="x" * 10_000)), "text_input"),
@@ -153,6 +155,26 @@ def test_refusals_leave_the_others_alone(start: StartWorker) -> None:
         assert isinstance(error, InvalidRequest)
         assert error.param == param
     assert len(running.wait().ids) == 60
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"pending": -1}, "resume.pending"),
+        ({"pending": 512}, "resume.pending"),
+        ({"generated_counts": {512: 1}}, "resume.generated_counts"),
+        ({"pending": None}, "input_ids"),
+    ],
+)
+def test_what_is_wrong_with_a_resumed_call_is_told_by_its_own_names(
+    start: StartWorker, change: dict[str, Any], param: str
+) -> None:
+    worker = start()
+    first = ask(worker, generate(3, keep_state=True)).wait()
+    point = dataclasses.replace(decode_resume(first.details["resume"]), **change)
+    error = error_of(ask(worker, generate(prompt_ids=(), resume=point)))
+    assert isinstance(error, InvalidRequest)
+    assert error.param == param
 
 
 def test_an_error_in_the_middle_tells_what_was_done(start: StartWorker) -> None:

@@ -108,6 +108,9 @@ BAD_OPTIONS = [
     ({"contract": 2}, "contract"),
     ({"op": "train"}, "op"),
     ({"temperture": 1}, "temperture"),
+    ({"": 1}, "options"),
+    ({"x" * 10_000: 1}, "x" * 80),
+    ({"resume": {**RESUME, "": 1}}, "resume"),
     ({"op": "status", "stream": True}, "stream"),
     ({"op": "inspect", "detail": "atom"}, "detail"),
     ({"op": "inspect", "layer": "1"}, "layer"),
@@ -156,6 +159,11 @@ def test_what_is_wrong_with_an_option_is_told_by_name(fields: dict[str, Any], pa
         decode({"text_input": text_tensor(), **options(**fields)})
     assert caught.value.param == param
     assert str(caught.value).startswith(f"{param} ")
+
+
+def test_an_operation_without_options_says_so() -> None:
+    with pytest.raises(InvalidRequest, match=r"^max_tokens must be left out, .*, got 5"):
+        decode(options(op="status", max_tokens=5))
 
 
 BAD_TENSORS = [
