@@ -38,15 +38,6 @@ COPY deploy/image/product deploy/image/
 RUN deploy/image/product
 
 FROM ${TRITON_IMAGE} AS triton
-ARG TRITON_IMAGE
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="nsm-serve triton" \
-      org.opencontainers.image.description="A Triton server with the worker of nsm-serve" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.base.name="${TRITON_IMAGE}"
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # The compiler stays: on a GPU the kernels are compiled when the model is loaded, for the GPU that is there, and their launchers
 # are C with Python's headers.
@@ -64,6 +55,16 @@ ENV PATH=/opt/venv/bin:/opt/tritonserver/bin:/usr/local/sbin:/usr/local/bin:/usr
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     TRITON_CACHE_DIR=/tmp/kernels
+# Last, as it differs from commit to commit
+ARG TRITON_IMAGE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="nsm-serve triton" \
+      org.opencontainers.image.description="A Triton server with the worker of nsm-serve" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${TRITON_IMAGE}"
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 8001 8002
@@ -73,15 +74,6 @@ HEALTHCHECK --interval=5s --timeout=6s --start-period=120s --retries=2 CMD ["/op
 ENTRYPOINT ["/opt/nsm/launch"]
 
 FROM ${BASE_IMAGE} AS gateway
-ARG BASE_IMAGE
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="nsm-serve gateway" \
-      org.opencontainers.image.description="Serves recurrent language models whose conversations are small, durable states" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.base.name="${BASE_IMAGE}"
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends ca-certificates python3 \
@@ -96,6 +88,15 @@ ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
     PYTHONUNBUFFERED=1 \
     NSM_HOST=0.0.0.0 \
     NSM_DATA_DIR=/data
+ARG BASE_IMAGE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="nsm-serve gateway" \
+      org.opencontainers.image.description="Serves recurrent language models whose conversations are small, durable states" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
 USER 10001:10001
 WORKDIR /data
 VOLUME ["/data"]

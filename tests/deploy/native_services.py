@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tests.deploy.compose import ROOT
 from tests.redis_servers import die_with_the_tests, free_port, wait_until
@@ -62,7 +64,7 @@ class Redis:
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
     def client(self, password: str | None) -> redis.Redis:
-        return redis.Redis(port=self.port, password=password, socket_timeout=5.0)
+        return redis.Redis(port=self.port, password=password, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
 
     def shown(self) -> str:
         """What a list of processes shows of it, and what its environment holds."""
