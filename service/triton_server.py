@@ -8,11 +8,11 @@ import re
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
+from nsm_core.triton.claim import own_directory
 from nsm_core.triton.config import PARAMETERS
 from nsm_core.triton.pem_files import check_ca, check_pair
 from nsm_core.triton.supervisor import DEFAULT_PREFIX, Supervisor
@@ -144,8 +144,8 @@ def run(server: TritonServer, parameters: Mapping[str, str]) -> int:
 
     Returns its exit status. Raises ConfigError.
     """
-    with tempfile.TemporaryDirectory(prefix="nsm-triton-") as directory:
-        server = dataclasses.replace(server, repository=Path(directory))
+    with own_directory("nsm-triton-") as directory:
+        server = dataclasses.replace(server, repository=directory)
         command = server.command()
         write_repository(server.repository, parameters)
         return Supervisor(command, prefix=server.region_prefix, environment=server.environment()).run()

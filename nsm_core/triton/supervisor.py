@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import subprocess
@@ -20,9 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nsm_core.errors import ConfigError
+from nsm_core.triton.claim import Claimed, claim
+from nsm_core.triton.preflight import check_command
 from nsm_core.triton.stop_signal import STOP_SIGNAL
-
-logger = logging.getLogger("nsm.triton")
 
 SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_PREFIX = "nsm_triton_"
@@ -30,11 +30,14 @@ STUB = "triton_python_backend_stub"[:15]  # as much as the kernel keeps of a nam
 WATCH_S = 0.5
 STOP_LIMIT_S = 45.0  # above Triton's own exit time-out, after which it was seen to hang
 EXIT_KILLED = 70  # EX_SOFTWARE
+EXIT_SIGNALLED = 128  # as shells count
 PR_SET_PDEATHSIG = 1
 
 
 class Supervisor:
-    """One server. `prefix` of its shared memory: what an earlier one with the same left behind is freed first."""
+    """One server. `prefix` of its shared memory, which no other may have: what an earlier one with the same left behind
+    is freed first. Why a server ended is told on standard error.
+    """
 
     def __init__(
         self, command: Sequence[str], *, prefix: str = DEFAULT_PREFIX, environment: Mapping[str, str] | None = None
@@ -45,9 +48,19 @@ class Supervisor:
         self._kill_at: float | None = None  # once it is told to stop
 
     def run(self) -> int:
-        """Until the server ends: its exit status, or EXIT_KILLED where a signal ended it. SIGTERM and SIGINT end it in
-        good order.
+        """Until the server ends: its exit status; EXIT_KILLED where the process that runs the model was lost or nothing
+        else helped; EXIT_SIGNALLED and the number of a signal that somebody else sent it. SIGTERM and SIGINT end it in
+        good order. Raises ConfigError where it cannot start.
         """
+        check_command(self._command)
+        try:
+            with claim(SHARED_MEMORY / f".{self._prefix}lock"):
+                return self._run()
+        except Claimed:
+            message = f"another server runs, or loads its model, with the shared memory {self._prefix}*"
+            raise ConfigError(f"{message}: give this one a gRPC port of its own") from None
+
+    def _run(self) -> int:
         free_regions(self._prefix)
         try:
             # a group of its own: Ctrl-C comes from here alone, once
@@ -71,16 +84,31 @@ class Supervisor:
         seen: set[int] = set()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = server.wait(WATCH_S)
-                return status if status >= 0 else EXIT_KILLED  # it aborts when a worker dies in the midst of a question
+                return self._ended(server.wait(WATCH_S))
             alive, dead = stubs_of(server.pid)
             seen |= alive
             if self._kill_at is None and (dead or seen - alive):
-                logger.error("the process that runs the model died: ending the server")
+                _tell("the process that runs the model died: ending the server")
                 return _kill(server)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
-                logger.error("the server did not stop within %g s: ending it", STOP_LIMIT_S)
+                _tell(f"the server did not stop within {STOP_LIMIT_S:g} s: ending it")
                 return _kill(server)
+
+    def _ended(self, status: int) -> int:
+        """`status`: of Popen, below 0 for a signal."""
+        if status == -signal.SIGABRT:
+            _tell("the server aborted, as it does when the process that runs the model is killed or hangs")
+            return EXIT_KILLED
+        if status < 0:
+            _tell(f"the server was killed by {signal.Signals(-status).name}")
+            return EXIT_SIGNALLED - status
+        if status > 0 or self._kill_at is None:
+            _tell(f"the server ended with status {status}, its log tells why")
+        return status
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"nsm triton: {text}\n")
 
 
 def _kill(server: subprocess.Popen[bytes]) -> int:
@@ -130,8 +158,11 @@ def main(arguments: Sequence[str]) -> int:
     if not command or not prefix:
         sys.stderr.write(__doc__ or "")
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    return Supervisor(command, prefix=prefix).run()
+    try:
+        return Supervisor(command, prefix=prefix).run()
+    except ConfigError as error:
+        _tell(str(error))
+        return 1
 
 
 if __name__ == "__main__":

@@ -162,8 +162,8 @@ def test_the_probe_of_a_server_without_tls(triton: RunningTriton) -> None:
 
 @pytest.fixture
 def told_options(tmp_path: Path) -> Path:
-    """A place on PATH with a tritonserver that tells its options and ends."""
-    program = tmp_path / "bin" / "tritonserver"
+    """A place on PATH with a python3 that tells what it should run and ends: the default ports need not be free."""
+    program = tmp_path / "bin" / "python3"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)
@@ -180,6 +180,10 @@ def launch(place: Path, *arguments: str, **variables: str) -> subprocess.Complet
 def test_the_launch_command_of_a_container(told_options: Path) -> None:
     done = launch(told_options, "--log-verbose=1")
     assert done.stdout.splitlines() == [
+        "-m",
+        "nsm_core.triton.supervisor",
+        "--prefix=nsm_triton_8001_",
+        "tritonserver",
         "--model-repository=/models",
         "--disable-auto-complete-config",
         "--grpc-port=8001",
@@ -188,7 +192,6 @@ def test_the_launch_command_of_a_container(told_options: Path) -> None:
         "--exit-timeout-secs=30",
         "--http-address=0.0.0.0",
         "--log-verbose=1",
-        "--backend-config=python,shm-region-prefix-name=nsm_triton_8001_",
     ]
     assert done.returncode == 0
 

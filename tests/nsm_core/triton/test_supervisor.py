@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nsm_core.triton import supervisor
-from nsm_core.triton.supervisor import EXIT_KILLED, children_of, free_regions, main, stubs_of
+from nsm_core.triton.preflight import LISTENERS
+from nsm_core.triton.supervisor import EXIT_KILLED, SHARED_MEMORY, children_of, free_regions, main, stubs_of
+from tests.redis_servers import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -37,32 +39,70 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """A supervisor whose server has a stub."""
+def supervised(tmp_path: Path) -> subprocess.Popen[str]:
+    """A supervisor whose server has a stub, or will have."""
     stub = tmp_path / "triton_python_backend_stub"
-    stub.symlink_to(shutil.which("sleep") or "")
-    command = [sys.executable, "-m", "nsm_core.triton.supervisor", "--prefix=nsm_test_"]
-    process = subprocess.Popen([*command, sys.executable, "-c", SERVER, stub], cwd=Path(__file__).parents[3])
-    until(lambda: any(stubs_of(pid)[0] for pid in children_of(process.pid)))
-    return process
+    if not stub.exists():
+        stub.symlink_to(shutil.which("sleep") or "")
+    command = [sys.executable, "-m", "nsm_core.triton.supervisor", f"--prefix=nsm_test_{os.getpid()}_"]
+    server = [sys.executable, "-c", SERVER, str(stub), *(f"--{name}-port={free_port()}" for name in LISTENERS)]
+    return subprocess.Popen([*command, *server], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True)
 
 
-def test_T2_a_dead_stub_ends_the_server(process: subprocess.Popen[bytes]) -> None:
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with supervised(tmp_path) as process:
+        until(lambda: any(stubs_of(pid)[0] for pid in children_of(process.pid)))
+        yield process
+        process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    """All that it said until it ended."""
+    return process.communicate(timeout=20)[1]
+
+
+def test_T2_a_dead_stub_ends_the_server_and_that_is_said(process: subprocess.Popen[str]) -> None:
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
     os.kill(stub, signal.SIGKILL)
-    assert process.wait(20) == EXIT_KILLED
+    assert told(process) == "nsm triton: the process that runs the model died: ending the server\n"
+    assert process.returncode == EXIT_KILLED
     assert not Path(f"/proc/{server}").exists()
 
 
-def test_T2_a_server_that_aborts_is_told_as_one_that_was_ended(process: subprocess.Popen[bytes]) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [
+        (signal.SIGABRT, EXIT_KILLED, "the server aborted, as it does when the process that runs the model"),
+        (signal.SIGKILL, 137, "the server was killed by SIGKILL"),
+    ],
+)
+def test_T2_the_signal_that_ended_a_server_is_said(
+    number: signal.Signals, status: int, words: str, process: subprocess.Popen[str]
+) -> None:
     (server,) = children_of(process.pid)
-    os.kill(server, signal.SIGABRT)
-    assert process.wait(20) == EXIT_KILLED
+    (stub,) = stubs_of(server)[0]
+    os.kill(server, number)
+    os.kill(stub, signal.SIGKILL)  # it holds the pipe, and would end itself if it were a real one
+    assert f"nsm triton: {words}" in told(process)
+    assert process.returncode == status
 
 
-def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.Popen[bytes]) -> None:
+def test_a_second_server_of_the_same_prefix_frees_nothing_of_the_first(
+    process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    region = SHARED_MEMORY / f"nsm_test_{os.getpid()}_region"
+    region.touch()
+    with supervised(tmp_path) as second:
+        assert "another server runs, or loads its model, with the shared memory nsm_test_" in told(second)
+    assert second.returncode == 1
+    assert process.poll() is None
+    assert region.exists()
+    region.unlink()
+
+
+def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.Popen[str]) -> None:
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
     process.send_signal(signal.SIGTERM)
