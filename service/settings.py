@@ -208,11 +208,14 @@ def load_settings(**flags: Any) -> Settings:
 
 def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     """Raises ConfigError for an NSM_* variable that no setting reads: a typo must not run with the default."""
-    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
+    known = [name.upper() for name in Settings.model_fields]
     for name in sorted(environ):
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+        rest = name.upper().removeprefix(ENV_PREFIX)
+        if name.upper().startswith(ENV_PREFIX) and rest not in known:
+            # without the prefix, which makes any two short names look alike
+            close = difflib.get_close_matches(rest, known, n=1)
+            names = ", ".join(ENV_PREFIX + other for other in known)
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else f"known: {names}"
             raise ConfigError(f"unknown setting {name}; {hint}")
 
 

@@ -114,6 +114,7 @@ def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, objec
         ("NSM_PROT", "1", ["NSM_PROT", "did you mean NSM_PORT?"]),
         ("nsm_prot", "1", ["nsm_prot", "did you mean NSM_PORT?"]),
         ("NSM_XYZZY", "1", ["NSM_XYZZY", "known: NSM_HOST"]),
+        ("NSM_X", "1", ["unknown setting NSM_X; known: NSM_HOST"]),
         ("NSM_PORT", "http", ["NSM_PORT", "--port", "integer", "'http'"]),
         ("NSM_PORT", "65536", ["NSM_PORT", "65535", "'65536'"]),
         (
