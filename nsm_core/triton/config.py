@@ -16,6 +16,7 @@ from nsm_core.wire.calls import MAX_TIMEOUT_S
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
 MIB = 2**20
+MAX_DRAIN_S = 3_600.0  # Triton waits no longer than its own exit time-out, which nobody sets to more
 DEVICES = ("auto", "cpu", "cuda")
 CONFIG_TYPES = {"BYTES": "TYPE_STRING", "INT32": "TYPE_INT32", "UINT8": "TYPE_UINT8"}
 # Parameters that are the backend's own, not the model's
@@ -59,6 +60,8 @@ class WorkerConfig:
             ("drain_s", 0),
         ):
             require_at_least(name, getattr(self, name), low)
+        if self.drain_s > MAX_DRAIN_S:
+            raise ConfigError(f"drain_s must be at most {MAX_DRAIN_S:g} seconds, got {self.drain_s}")
         for name, high in (("max_timeout_s", MAX_TIMEOUT_S), ("default_timeout_s", self.max_timeout_s)):
             if not 0 < getattr(self, name) <= high:
                 raise ConfigError(f"{name} must be in (0, {high:g}] seconds, got {getattr(self, name)}")
