@@ -12,6 +12,8 @@ from nsm_core.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: what is matched on every token must stay small
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_TOP_K = 2**31 - 1
 SEED_BITS = 64
 
@@ -54,6 +56,9 @@ class SamplingParams:
         self._check_whole_numbers()
         self._check_real_numbers()
         self._check_stop()
+        for name, high in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIASES)):
+            num_entries = len(getattr(self, name))
+            _check(num_entries <= high, name, f"of at most {high} entries", num_entries)
         for token_id, bias in self.logit_bias.items():
             is_good = math.isfinite(bias) and -100.0 <= bias <= 100.0
             _check(is_good, "logit_bias", "made of values in [-100, 100]", {token_id: bias})
@@ -102,6 +107,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens sampled before change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def seed_bits(seed: int) -> int:
+    """A client's seed as SamplingParams has it: negative 64-bit numbers count down from 2^64. Raises InvalidRequest."""
+    low, high = -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1
+    if not low <= seed <= high:
+        raise InvalidRequest(f"seed must be in [{low}, {high}], got {str(seed)[:80]}", param="seed")
+    return seed % (1 << SEED_BITS)
 
 
 def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:

@@ -7,16 +7,28 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
+from nsm_core.sampling.params import seed_bits
 from nsm_core.wire.tensors import MAX_SHOWN_CHARS, OPTIONS, refuse
 
 Parser = Callable[[str, Any], Any]
 MAX_TOKEN_ID = 2**31 - 1  # ids cross as INT32
+MAX_ID_DIGITS = 10
 
 
 def whole_number(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         refuse(name, "a whole number", value)
     return value
+
+
+def seed(name: str, value: Any) -> int:
+    return seed_bits(whole_number(name, value))
+
+
+def top_k(name: str, value: Any) -> int:
+    """-1 means all tokens, as 0 does."""
+    num_tokens = whole_number(name, value)
+    return 0 if num_tokens == -1 else num_tokens
 
 
 def number(name: str, value: Any) -> float:
@@ -79,7 +91,7 @@ def token_counts(name: str, value: Any) -> dict[int, int]:
 
 def token_biases(name: str, value: Any) -> dict[int, float]:
     """{"token id": bias, …}: JSON has no other keys than strings."""
-    if not isinstance(value, dict) or not all(key.isascii() and key.isdigit() for key in value):
+    if not isinstance(value, dict) or not all(_is_token_id(key) for key in value):
         refuse(name, "an object of token ids and numbers", value)
     return {int(key): number(name, bias) for key, bias in value.items()}
 
@@ -97,6 +109,10 @@ def _refuse_unknown(name: str, value: Any, parsers: Mapping[str, Parser], within
         refuse(within.removesuffix(".") or OPTIONS, "an object whose fields have names", {name: value})
     wish = f"one of {', '.join(sorted(parsers))}" if parsers else "left out, as this operation takes no such option"
     refuse(f"{within}{name[:MAX_SHOWN_CHARS]}", wish, value)
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
 
 
 def _is_pair(item: object) -> bool:

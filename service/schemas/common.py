@@ -10,11 +10,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import MAX_STOP_STRINGS, SEED_BITS, SamplingParams
+from nsm_core.sampling.params import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SEED_BITS,
+    SamplingParams,
+    seed_bits,
+)
 from service.errors import shown
 
-MAX_LOGIT_BIASES = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MAX_TIMEOUT_S = 86_400.0
 
 # Fields of other servers' bodies that change nothing in the answer: accepted and dropped.
@@ -145,7 +150,7 @@ class SamplingFields(RequestBody):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={_bias_id(key, vocab_size): bias for key, bias in self.logit_bias.items()},
-            seed=_seed_bits(self.seed),
+            seed=secrets.randbits(SEED_BITS) if self.seed is None else seed_bits(self.seed),
             stop=(*self.stop, *extra_stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
@@ -158,15 +163,6 @@ def check_max_tokens(max_tokens: int, limit: int, *, param: str = "max_tokens", 
     if not at_least <= max_tokens <= limit:
         raise InvalidRequest(f"{param} must be in [{at_least}, {limit}], got {shown(max_tokens)}", param=param)
     return max_tokens
-
-
-def _seed_bits(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(SEED_BITS)
-    low, high = -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1
-    if not low <= seed <= high:
-        raise InvalidRequest(f"seed must be in [{low}, {high}], got {shown(seed)}", param="seed")
-    return seed % (1 << SEED_BITS)
 
 
 def _bias_id(key: str, vocab_size: int) -> int:

@@ -85,6 +85,11 @@ def test_options_may_come_as_parameters() -> None:
     assert call.stream
 
 
+def test_a_seed_and_top_k_may_be_negative_as_over_http() -> None:
+    call = decode_generate({"text_input": text_tensor(), **options(seed=-1, top_k=-1)})
+    assert (call.sampling.seed, call.sampling.top_k) == (2**64 - 1, 0)
+
+
 def test_a_deadline_becomes_the_time_that_is_left() -> None:
     request = GenerationRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(), deadline=12.5)
     call = decode_generate(encode_call(call_of(request, now=10.0)))
@@ -121,7 +126,13 @@ BAD_OPTIONS = [
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": 3}, "temperature"),
     ({"top_k": None}, "top_k"),
-    ({"seed": -1}, "seed"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": -1.0}, "top_k"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stop": 5}, "stop"),
     ({"stop": [5]}, "stop"),
