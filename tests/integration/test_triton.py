@@ -331,6 +331,26 @@ async def test_generate_stream_over_http(triton: RunningTriton) -> None:
         assert "invalid_request: top_p" in response.text
 
 
+async def test_what_http_makes_of_statuses_and_numbers(triton: RunningTriton) -> None:
+    """Triton's own doing, as docs/triton.md tells it."""
+    body = {"text_input": "It was", "max_tokens": 3, "seed": 3, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm") as http:
+        response = await http.post("/generate", json={**body, "timeout_s": 1e-6})  # CANCELLED over gRPC
+        assert (response.status_code, response.json()["error"].split(":")[0]) == (400, "deadline_exceeded")
+        response = await http.post("/generate", json={**body, "stream": True})
+        assert (response.status_code, "error" in response.json()) == (200, True)
+        response = await http.post("/generate_stream", json={**body, "top_p": 0})
+        assert (response.status_code, "invalid_request: top_p" in response.text) == (400, True)
+        late = {**body, "max_tokens": ENDLESS, "stream": True, "timeout_s": 0.3}
+        response = await http.post("/generate_stream", json=late)
+        assert (response.status_code, "deadline_exceeded: " in response.text) == (200, True)
+        ids = (await http.post("/generate", json={**body, "max_tokens": 1})).json()["token_ids"]
+        assert isinstance(ids, int)
+        cut = {"input_ids": [2**40 + 5], "max_tokens": 3, "seed": 3, "ignore_eos": True}
+        whole = [(await http.post("/generate", json={**cut, "input_ids": [n]})).json() for n in (5, 2**40 + 5)]
+        assert whole[0]["token_ids"] == whole[1]["token_ids"]
+
+
 async def test_a_carried_state_survives_json(triton: RunningTriton) -> None:
     """UINT8 is a list of numbers there: also a client of HTTP can keep its state."""
     body = {"input_ids": list(PROMPT), "seed": 3, "ignore_eos": True}
