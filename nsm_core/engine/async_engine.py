@@ -116,6 +116,7 @@ class AsyncEngine:
         self._handles: dict[str, GenerationHandle] = {}
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_ended = asyncio.Event()
         self._end: EngineDead | None = EngineDead("the engine was not started")
         # Written by the thread as whole values, read by anybody
         self._heartbeat = time.monotonic()
@@ -129,11 +130,17 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Every request ends with `abort` after the step that runs now; then the thread ends. Idempotent."""
+        """Every request ends with `abort` after the step that runs now; then the thread ends. Idempotent.
+
+        It takes as long as that step, and may be given up.
+        """
         self._end = self._end or EngineDead("the engine is stopping")
         self._inbox.close()
         if self._loop is not None:
-            await asyncio.to_thread(self._thread.join)
+            await (
+                self._has_ended.wait()
+            )  # not a join on another thread: an interpreter that ends would wait for that one
+            self._thread.join()
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         """Queue a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
@@ -224,3 +231,4 @@ class AsyncEngine:
         for handle in self._handles.values():
             handle.fail(end)
         self._handles.clear()
+        self._has_ended.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -28,7 +30,8 @@ PUBLISH_S = 1.0
 # Asking a request whether its client has left is a round trip through shared memory of 0.1 ms, most of it CPU time. The
 # batch is asked after each step; where steps are shorter than ten times the asking, some are passed over.
 PAUSE_TO_ASKING = 9.0
-EXIT_ORPHANED = 70  # EX_SOFTWARE
+EXIT_ORPHANED = EXIT_STUCK = 70  # EX_SOFTWARE
+FINALIZE_S = 3.0  # within which Triton lets a model go that has answered everything
 
 
 class Backend:
@@ -40,6 +43,7 @@ class Backend:
         self._worker = worker
         self._pb_utils = pb_utils
         self._metrics = TritonMetrics(pb_utils, labels)
+        self._is_finalizing = False
         self._is_closing = threading.Event()
         self._server_pid = os.getppid()
         self._stop_signal = stop_signal
@@ -81,18 +85,31 @@ class Backend:
 
     def close(self) -> None:
         """Drains: what runs may go on for a while. Once."""
-        self._worker.stop()
-        self._is_closing.set()
-        for thread in self._threads:
-            thread.join()
+        self._is_finalizing = True
+        try:
+            self._worker.stop()
+        finally:
+            self._is_closing.set()
+            for thread in self._threads:
+                thread.join(FINALIZE_S)  # a question to a server that is going away may never be answered
 
     def _watch_server(self) -> None:
+        drained: concurrent.futures.Future[None] | None = None
+        exit_at = math.inf
         while not self._is_closing.wait(WATCH_S):
             if os.getppid() != self._server_pid:
                 # the server was killed: nobody else would end this process, which holds the device's memory
                 os._exit(EXIT_ORPHANED)
-            if self._stop_signal is not None and self._stop_signal.has_come():
-                self._worker.begin_stop()
+            now = time.monotonic()
+            if drained is None and self._stop_signal is not None and self._stop_signal.has_come():
+                drained = self._worker.begin_stop()
+                exit_at = now + self._worker.stop_limit_s + FINALIZE_S
+            if drained is not None and drained.done() and not self._is_finalizing:
+                exit_at = min(exit_at, now + FINALIZE_S)
+            if now > exit_at:
+                # an answer was lost on its way: Triton waits for the last one, or this side for Triton
+                logger.error("the server does not let the model go: ending its process")
+                os._exit(EXIT_STUCK)
 
     def _watch_clients(self) -> None:
         ask_all_at = publish_at = time.monotonic()

@@ -28,6 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_PREFIX = "nsm_triton_"
 STUB = "triton_python_backend_stub"[:15]  # as much as the kernel keeps of a name
 WATCH_S = 0.5
+GONE_LIMIT_S = 5.0  # a server without its model's process has nothing left to do
 STOP_LIMIT_S = 45.0  # above Triton's own exit time-out, after which it was seen to hang
 EXIT_KILLED = 70  # EX_SOFTWARE
 EXIT_SIGNALLED = 128  # as shells count
@@ -78,17 +79,25 @@ class Supervisor:
         for stub in stubs_of(server.pid)[0]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stub, STOP_SIGNAL)
+                os.kill(stub, signal.SIGCONT)  # one that somebody halted would not end, nor the server without it
         server.send_signal(number)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> int:
         seen: set[int] = set()
+        gone_at: float | None = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._ended(server.wait(WATCH_S))
             alive, dead = stubs_of(server.pid)
             seen |= alive
-            if self._kill_at is None and (dead or seen - alive):
-                _tell("the process that runs the model died: ending the server")
+            is_gone = bool(dead or seen - alive)
+            if is_gone and self._kill_at is None:
+                _tell("the process that runs the model died, or hung and was ended: ending the server")
+                return _kill(server)
+            if is_gone:
+                gone_at = gone_at or time.monotonic()
+            if gone_at is not None and time.monotonic() > gone_at + GONE_LIMIT_S:
+                _tell("the process that runs the model is gone and the server does not stop: ending it")
                 return _kill(server)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 _tell(f"the server did not stop within {STOP_LIMIT_S:g} s: ending it")

@@ -37,6 +37,7 @@ from nsm_core.wire.tensors import INPUT_IDS, STATE, TEXT_INPUT, Tensors, refuse
 logger = logging.getLogger("nsm.triton")
 
 DRAIN_TURN_S = 0.05
+ABORT_S = 3.0  # for the step that runs, and for last answers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ class Worker:
             self._drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         return self._drained
 
+    @property
+    def stop_limit_s(self) -> float:
+        """Seconds that `begin_stop` takes at most, whatever hangs in the engine."""
+        return self._config.drain_s + 2 * ABORT_S
+
     def stop(self) -> None:
         """Returns when that is done and the threads have ended."""
         self.begin_stop().result()
@@ -146,6 +152,8 @@ class Worker:
                 responder.send(await self._tell(call), is_last=True)
         except (NsmError, StateMissing) as error:
             responder.fail(Failure(error=error))
+        except asyncio.CancelledError:
+            responder.fail(Failure(error=EngineDead("the worker is stopping, and its engine hangs")))
         except Exception as error:
             logger.exception("a call failed")
             responder.fail(Failure(error=error))
@@ -236,8 +244,16 @@ class Worker:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_s
-        while self._tasks and time.monotonic() < deadline:
+        while self._tasks and time.monotonic() < deadline and self._engine.is_ready():
             await asyncio.wait(self._tasks, timeout=DRAIN_TURN_S)
-        await self._engine.stop()
-        if self._tasks:
-            await asyncio.wait(self._tasks)  # their last answers
+        try:
+            async with asyncio.timeout(ABORT_S):
+                await self._engine.stop()
+                while self._tasks:
+                    await asyncio.wait(self._tasks)  # their last answers
+        except TimeoutError:
+            logger.error("the engine or the server hangs: requests end without their last events")
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=ABORT_S)

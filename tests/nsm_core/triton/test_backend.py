@@ -238,24 +238,42 @@ def test_a_worker_does_not_outlive_its_server(backend: Backend, monkeypatch: pyt
     assert set(statuses) == {backend_module.EXIT_ORPHANED}
 
 
+@pytest.fixture
+def stop_signal() -> Iterator[StopSignal]:
+    handler, wakeup_fd = signal.getsignal(STOP_SIGNAL), signal.set_wakeup_fd(-1)
+    yield StopSignal()
+    signal.set_wakeup_fd(wakeup_fd)
+    signal.signal(STOP_SIGNAL, handler)
+
+
 def test_T7_the_stop_signal_begins_the_end(
-    triton: FakeTriton, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, stop_signal: StopSignal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
-    handler, wakeup_fd = signal.getsignal(STOP_SIGNAL), signal.set_wakeup_fd(-1)
-    try:
-        stop_signal = StopSignal()
-        assert not stop_signal.has_come()
-        backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"}, stop_signal=stop_signal)
-        request = generate(ENDLESS)
-        backend.execute([request])
-        assert request.sender.has_responses.wait(WAIT_S)
-        os.kill(os.getpid(), STOP_SIGNAL)
-        wait(request)
-        backend.close()
-    finally:
-        signal.set_wakeup_fd(wakeup_fd)
-        signal.signal(STOP_SIGNAL, handler)
+    assert not stop_signal.has_come()
+    backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"}, stop_signal=stop_signal)
+    request = generate(ENDLESS)
+    backend.execute([request])
+    assert request.sender.has_responses.wait(WAIT_S)
+    os.kill(os.getpid(), STOP_SIGNAL)
+    wait(request)
+    backend.close()
+
+
+def test_T7_a_worker_ends_itself_where_its_server_does_not_let_it_go(
+    triton: FakeTriton, tiny_tokenizer: Tokenizer, stop_signal: StopSignal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton waits for a last answer that was lost, and does not call `finalize`."""
+    monkeypatch.setattr(backend_module, "WATCH_S", 0.005)
+    monkeypatch.setattr(backend_module, "FINALIZE_S", 0.01)
+    ended, statuses = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+    backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"}, stop_signal=stop_signal)
+    os.kill(os.getpid(), STOP_SIGNAL)
+    assert ended.wait(WAIT_S)
+    assert set(statuses) == {backend_module.EXIT_STUCK}
+    monkeypatch.setattr(backend_module, "FINALIZE_S", WAIT_S)
+    backend.close()
 
 
 @pytest.mark.parametrize(

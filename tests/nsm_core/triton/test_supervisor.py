@@ -66,7 +66,9 @@ def test_T2_a_dead_stub_ends_the_server_and_that_is_said(process: subprocess.Pop
     (server,) = children_of(process.pid)
     (stub,) = stubs_of(server)[0]
     os.kill(stub, signal.SIGKILL)
-    assert told(process) == "nsm triton: the process that runs the model died: ending the server\n"
+    assert (
+        told(process) == "nsm triton: the process that runs the model died, or hung and was ended: ending the server\n"
+    )
     assert process.returncode == EXIT_KILLED
     assert not Path(f"/proc/{server}").exists()
 
@@ -110,9 +112,32 @@ def test_T7_a_signal_is_passed_on_and_the_exit_status_back(process: subprocess.P
     until(lambda: not is_alive(stub))  # it was told as well, and this one does not handle what it is told
 
 
+def test_T7_a_halted_stub_goes_on_to_end(process: subprocess.Popen[str]) -> None:
+    (server,) = children_of(process.pid)
+    (stub,) = stubs_of(server)[0]
+    os.kill(stub, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 3
+    until(lambda: not is_alive(stub))
+
+
 def is_alive(pid: int) -> bool:
     path = Path(f"/proc/{pid}/stat")
     return path.exists() and path.read_text().rpartition(") ")[2][0] != "Z"
+
+
+def test_T7_a_server_that_stops_without_its_worker_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.01)
+    monkeypatch.setattr(supervisor, "GONE_LIMIT_S", 0.05)
+    stubs = iter([({1}, set())])
+    monkeypatch.setattr(supervisor, "stubs_of", lambda _: next(stubs, (set(), set())))
+    stopping = supervisor.Supervisor(["tritonserver"])
+    stopping._kill_at = time.monotonic() + 3600
+    with subprocess.Popen(["sleep", "60"]) as server:
+        assert stopping._watch(server) == EXIT_KILLED
+    assert "the process that runs the model is gone and the server does not stop" in capsys.readouterr().err
 
 
 def test_T7_a_server_that_does_not_stop_in_time_is_ended() -> None:

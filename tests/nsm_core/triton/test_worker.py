@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nsm_core.engine import async_engine
+from nsm_core.engine.engine import Engine
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.triton import worker as worker_module
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import decode_resume, encode_call
 from nsm_core.wire.calls import Call, DescribeCall, GenerateCall, InspectCall, StatusCall, state_id
@@ -259,6 +263,37 @@ def test_T7_what_does_not_end_in_time_is_aborted(start: StartWorker) -> None:
     worker.stop()
     for responder in running:
         assert responder.num_last == 1
+
+
+def test_T7_a_dead_engine_does_not_hold_up_a_stop(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start(drain_s=3600.0)
+
+    def fail(_: Engine) -> Any:
+        raise RuntimeError("broken by the test")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    assert isinstance(error_of(ask(worker, generate())), EngineDead)
+    worker.stop()
+
+
+def test_T2_T7_streams_of_a_hung_engine_end_without_it(start: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, is_over, is_hung = start(drain_s=3600.0), threading.Event(), threading.Event()
+
+    def hang(_: Engine) -> Any:
+        is_hung.set()
+        is_over.wait()
+        return []
+
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 0.02)
+    monkeypatch.setattr(worker_module, "ABORT_S", 0.05)
+    monkeypatch.setattr(Engine, "step", hang)
+    responder = ask(worker, generate(ENDLESS))
+    try:
+        assert is_hung.wait(20)
+        worker.stop()
+        assert "its engine hangs" in str(error_of(responder))
+    finally:
+        is_over.set()
 
 
 def test_a_call_that_comes_while_the_worker_stops_is_refused(start: StartWorker) -> None:
