@@ -190,7 +190,7 @@ def test_schedules_rise_hold_and_end_at_zero(config: TrainConfig, schedule: str)
         (["--seq-len", "100"], "seq_len (100) a multiple of chunk_len (64)"),
         (["--d-model", "33"], "d_model (33) must be a multiple of num_heads"),
         (["--ema", "1"], "ema must be in [0, 1), got 1.0"),
-        (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, W, A, got 'NX'"),
+        (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, C, G, L, W, A, of which two or more"),
         (["--layer-pattern", "W"], "num_heads (4) must be a multiple of num_kv_heads (8)"),
         (["--resume"], "nothing to resume"),
     ],
