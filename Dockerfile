@@ -49,7 +49,7 @@ RUN apt-get update -qq \
 COPY --from=triton-packages /opt/venv /opt/venv
 COPY model_repository /models
 COPY deploy/triton/launch deploy/triton/probe /opt/nsm/
-# The backend's process embeds Python and sees packages by PYTHONPATH. Compiled kernels go to the one place that is writable.
+# The backend's process embeds Python: it finds the environment by PATH, or else by PYTHONPATH. Compiled kernels go to the one place that is writable.
 ENV PATH=/opt/venv/bin:/opt/tritonserver/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONPATH=/opt/venv/packages \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -110,13 +110,17 @@ class Image:
         shutil.chown(data, int(user), int(group))
         with self.unpacked() as root, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-euo", "pipefail", "-c", CONFINED,
+                ["unshare", "--mount", "--pid", "--fork", "bash", "-euo", "pipefail", "-c", CONFINED,
                  "bash", root, data, *inside, *command],
                 stdout=log, stderr=log, preexec_fn=die_with_the_tests,
             )  # fmt: skip
+            container = Container(process, directory / "log", inside)
             try:
-                yield Container(process, directory / "log", inside)
+                yield container
             finally:
+                # the first process: with it end all others of its namespace
+                if process.poll() is None and container.pid():
+                    run("kill", "-KILL", container.pid())
                 process.kill()
                 process.wait()
 
