@@ -14,6 +14,8 @@ from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
 
+MAX_POSITION = 2**62  # far from where int64 ends, which a turn counts up towards
+
 
 class PositionReader(Protocol):
     """StateSpec, or StateLayout where there is no torch."""
@@ -81,6 +83,8 @@ class AdmissionCheck:
         position = self.spec.read_position(resume.state)
         if position != resume.position:
             raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
+        if not 0 <= position <= MAX_POSITION:  # draws count positions, and a client may have made the bytes
+            raise SnapshotCorrupt(f"a state must stand at a position in [0, {MAX_POSITION}], got {position}")
         problem = self._problem_of(resume.generated_counts)
         if problem is not None:
             raise SnapshotCorrupt(f"the state's generated_counts {problem}")

@@ -74,6 +74,16 @@ def test_R2_a_state_of_another_model_or_position_is_refused(
     assert message in str(error)
 
 
+@pytest.mark.parametrize("position", [-1, -(2**63), 2**62 + 1, 2**63 - 1])
+def test_R2_a_state_at_a_position_that_no_session_reaches_is_refused(position: int, tiny_tokenizer: Tokenizer) -> None:
+    state = small_model().initial_state(1)
+    state["position"] += position
+    resume = dataclasses.replace(RESUME, state=SPEC.pack(state), position=position)
+    error = refused(make_request(resume=resume), tiny_tokenizer)
+    assert isinstance(error, SnapshotCorrupt)
+    assert f"got {position}" in str(error)
+
+
 def test_the_position_is_read_where_the_layout_has_it() -> None:
     state = small_model().initial_state(1)
     state["position"] += 123_456_789_012
