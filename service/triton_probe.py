@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Literal
 
 from nsm_core.errors import DeadlineExceeded, EngineDead, Overloaded
@@ -11,10 +13,12 @@ from nsm_core.wire.calls import GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton_channel import CallFailed, TritonChannel
+from service.backends.triton_diagnosis import ask_or_explain
 from service.backends.triton_tls import TritonTls
 
 Probe = Literal["startup", "readiness", "liveness"]
 
+ASK_AGAIN_S = 0.05
 STEP = GenerateCall(prompt_ids=(0,), sampling=SamplingParams(max_tokens=1, seed=0, ignore_eos=True))
 
 
@@ -26,14 +30,18 @@ async def ask_worker(kind: Probe, url: str, *, tls: TritonTls | None = None, tim
     """
     channel = TritonChannel(url, tls=tls)
     try:
-        before = await _status(channel, timeout_s)
+        answer = await ask_or_explain(channel, encode_call(StatusCall()), url=url, tls=tls, timeout_s=timeout_s)
+        before = _status_of(answer)
         if kind == "liveness":
             return "the engine's loop runs"
         if await _makes_a_token(channel, timeout_s):
             return "the model made a token"
-        after = await _status(channel, timeout_s)
-        if after.engine.num_steps > before.engine.num_steps:
-            return "busy: the model makes steps for others"  # who waits for its turn is not ill
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:  # a full queue refuses at once, a step takes its time
+            after = _status_of(await channel.ask(encode_call(StatusCall()), timeout_s=timeout_s))
+            if after.engine.num_steps > before.engine.num_steps:
+                return "busy: the model makes steps for others"  # who waits for its turn is not ill
+            await asyncio.sleep(ASK_AGAIN_S)
         raise EngineDead(f"the model made no step within {timeout_s:g} s")
     except CallFailed as error:
         raise EngineDead(f"the worker refused: {error}") from error
@@ -41,8 +49,8 @@ async def ask_worker(kind: Probe, url: str, *, tls: TritonTls | None = None, tim
         await channel.close()
 
 
-async def _status(channel: TritonChannel, timeout_s: float) -> WorkerStatus:
-    status = decode_status(await _ask(channel, StatusCall(), timeout_s))
+def _status_of(answer: Tensors) -> WorkerStatus:
+    status = decode_status(answer)
     if not status.is_ready:
         raise EngineDead("its engine makes no steps")
     return status
@@ -51,7 +59,7 @@ async def _status(channel: TritonChannel, timeout_s: float) -> WorkerStatus:
 async def _makes_a_token(channel: TritonChannel, timeout_s: float) -> bool:
     """Not where the queue is full, or long."""
     try:
-        answer = await _ask(channel, STEP, timeout_s)
+        answer = await channel.ask(encode_call(STEP), timeout_s=timeout_s)
     except DeadlineExceeded:
         return False
     except CallFailed as error:
@@ -59,12 +67,3 @@ async def _makes_a_token(channel: TritonChannel, timeout_s: float) -> bool:
             return False
         raise
     return len(answer.get("token_ids", ())) == 1
-
-
-async def _ask(channel: TritonChannel, call: StatusCall | GenerateCall, timeout_s: float) -> Tensors:
-    stream = channel.open(timeout_s=timeout_s)
-    try:
-        await stream.send(encode_call(call))
-        return await stream.receive()
-    finally:
-        stream.cancel()

@@ -15,7 +15,7 @@ from nsm_core.errors import DeadlineExceeded, EngineDead
 from nsm_core.wire.errors import Failure, decode_failure, reading_answer
 from nsm_core.wire.tensors import Tensors
 from service.backends.trace_context import trace_metadata
-from service.backends.triton_tls import TritonTls, explained
+from service.backends.triton_tls import TritonTls, explained, is_unexplained
 
 MODEL = "nsm"
 UNLOADING = "has no available versions"  # what Triton says of a model whose last streams may still run
@@ -43,6 +43,10 @@ class ServerStopping(EngineDead):
     """The server takes no new call and lets its streams end."""
 
 
+class Unreached(EngineDead):
+    """No address of the server took the connection, and why is told of one only."""
+
+
 class TritonChannel:
     """To be made on the event loop that uses it."""
 
@@ -57,6 +61,15 @@ class TritonChannel:
     def open(self, *, timeout_s: float | None) -> TritonStream:
         """A stream for one call, which ends after `timeout_s` whatever the server does, in the trace under way."""
         return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s, metadata=trace_metadata()))
+
+    async def ask(self, tensors: Tensors, *, timeout_s: float) -> Tensors:
+        """The first answer to a call. Raises what `TritonStream.receive` raises."""
+        stream = self.open(timeout_s=timeout_s)
+        try:
+            await stream.send(tensors)
+            return await stream.receive()
+        finally:
+            stream.cancel()
 
     async def close(self) -> None:
         """Streams that are still open break."""
@@ -149,4 +162,6 @@ def _loss(error: Any) -> EngineDead | DeadlineExceeded:
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the Triton server did not answer in time")
-    return EngineDead(f"the connection to the Triton server broke: {code.name.lower()}: {explained(error.details())}")
+    details = error.details()
+    kind = Unreached if is_unexplained(details) else EngineDead
+    return kind(f"the connection to the Triton server broke: {code.name.lower()}: {explained(details)}")

@@ -59,3 +59,8 @@ def explained(details: str) -> str:
         if NOT_CONNECTED in details and words in details:
             return f"{reason} ({details})"
     return details
+
+
+def is_unexplained(details: str) -> bool:
+    """Whether a connection failed for a reason that is not one of TLS: at the address that gRPC tried last."""
+    return NOT_CONNECTED in details and explained(details) == details

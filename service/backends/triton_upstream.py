@@ -14,6 +14,7 @@ from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton_channel import CallFailed, ServerStopping, TritonChannel, TritonStream
+from service.backends.triton_diagnosis import ask_or_explain
 from service.backends.triton_tls import TritonTls
 
 logger = logging.getLogger("nsm.triton")
@@ -56,6 +57,7 @@ class Upstream:
         self._most_own = 0  # since the last heartbeat
         self._streams: set[TritonStream] = set()
         self._hurry = asyncio.Event()
+        self._tls = tls
         self._channel = TritonChannel(url, tls=tls)
         # apart from the requests: a full connection must not look like a dead server
         self._control = TritonChannel(url, tls=tls)
@@ -108,12 +110,7 @@ class Upstream:
 
     async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
         """The one answer. Raises what `TritonStream.receive` raises."""
-        stream = self._control.open(timeout_s=timeout_s)
-        try:
-            await stream.send(encode_call(call))
-            return await stream.receive()
-        finally:
-            stream.cancel()
+        return await ask_or_explain(self._control, encode_call(call), url=self.url, tls=self._tls, timeout_s=timeout_s)
 
     def suspect(self) -> None:
         """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""
