@@ -131,6 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--pause", type=float, default=2.0)
     parser.add_argument("--warm-up", type=float, default=5.0)
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="share that the sums may differ by")
     return parser.parse_args(argv)
 
 
@@ -160,8 +161,8 @@ def main(
     charged, used = sum(phase.charged for phase in phases), sum(phase.used for phase in phases)
     costs_us = {"reading_us": cost_us(meter.read), "look_us": cost_us(meter.look)}
     meter.close()
-    is_good = abs(off(charged, used)) <= TOLERANCE
-    print(f"in all: charged {charged:.1f} J, counter {used:.1f} J, {off(charged, used):+.2%} (at most {TOLERANCE:.0%})")
+    is_good = abs(off(charged, used)) <= args.tolerance
+    print(f"in all: charged {charged:.1f} J, counter {used:.1f} J, {off(charged, used):+.2%} (at most {args.tolerance:.0%})")
     about = {
         "commit": source_commit(),
         "model": loaded.name,
