@@ -162,7 +162,8 @@ def main(
     costs_us = {"reading_us": cost_us(meter.read), "look_us": cost_us(meter.look)}
     meter.close()
     is_good = abs(off(charged, used)) <= args.tolerance
-    print(f"in all: charged {charged:.1f} J, counter {used:.1f} J, {off(charged, used):+.2%} (at most {args.tolerance:.0%})")
+    verdict = f"{off(charged, used):+.2%} (at most {args.tolerance:.0%})"
+    print(f"in all: charged {charged:.1f} J, counter {used:.1f} J, {verdict}")
     about = {
         "commit": source_commit(),
         "model": loaded.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
@@ -31,10 +32,11 @@ class RealClock(FakeClock):
 
 
 class LyingNvml(FakeNvml):
-    """A device whose counter runs ahead of what it showed, the more often it is asked."""
+    """A device that tells the check ten times what it tells the meter."""
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
-        return super().nvmlDeviceGetTotalEnergyConsumption(handle) * (1 + self.num_asked)
+        is_meter = threading.current_thread().name == "nsm-nvml"
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle) * (1 if is_meter else 10)
 
 
 def run(tokenizer: Tokenizer, nvml: FakeNvml) -> int:
