@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the library starts
 # Servers are forked by a process that talks gRPC: its fork handlers made one child in seven die before it became one.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# A run that a shell started in the background has SIGINT ignored, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import numpy as np

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,8 +28,10 @@ GATEWAY_START_S = 90.0  # two that load torch at once, on cores that other tests
 
 
 @contextlib.contextmanager
-def process(command: Sequence[object], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Killed at the end. `variables`: added to this process's own environment, from which NSM_* is taken away."""
+def process(
+    command: Sequence[object], log: Path, *, ended_by: signal.Signals = signal.SIGKILL, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Ended at the end. `variables`: added to this process's own environment, from which NSM_* is taken away."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("NSM_")}
     with log.open("wb") as out:
         started = subprocess.Popen(
@@ -42,7 +45,7 @@ def process(command: Sequence[object], log: Path, **variables: str) -> Iterator[
     try:
         yield started
     finally:
-        started.kill()
+        started.send_signal(ended_by)
         started.wait()
 
 
@@ -154,7 +157,9 @@ def proxy_service(directory: Path, gateways: Sequence[str]) -> Iterator[Proxy]:
     # As root it would give its workers to a user who may not read the tests' folders.
     main = "daemon off;" if os.geteuid() else "daemon off; user root;"
     log = directory / "log"
-    with process(["nginx", "-e", "stderr", "-p", directory, "-c", config, "-g", main], log):
+    with process(
+        ["nginx", "-e", "stderr", "-p", directory, "-c", config, "-g", main], log, ended_by=signal.SIGTERM
+    ):  # killed, it would leave its workers
         wait_until(lambda: _listens(port), "the start of nginx")
         yield Proxy(f"http://127.0.0.1:{port}", log)
 

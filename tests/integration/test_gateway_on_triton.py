@@ -78,10 +78,11 @@ async def stream(server: Gateway, session_id: str, begun: asyncio.Event, **body:
     return "".join(piece["text"] for piece in pieces), tokens
 
 
-async def turns_while(server: Gateway, calm: Gateway, kind: str, killing: Callable[[], Awaitable[None]]) -> None:
+async def turns_while(server: Gateway, calm: Gateway, kind: str, killing: Callable[[], Awaitable[None]]) -> int:
     """Turns of several sessions lose a server in their midst; they and the next are what they are where it is calm.
 
-    That is on another gateway, as equal sessions have one state, which has one place.
+    That is on another gateway, as equal sessions have one state, which has one place. Returns how many of the turns
+    under way had to go on elsewhere.
     """
     names = [f"{kind}{number}" for number in range(NUM_SESSIONS)]
     want = []
@@ -97,12 +98,15 @@ async def turns_while(server: Gateway, calm: Gateway, kind: str, killing: Callab
         for name, event in zip(names, begun, strict=True)
     ]
     await asyncio.gather(*(event.wait() for event in begun))
+    num_before = failovers(server)
     await killing()
     assert await asyncio.gather(*turns) == want
+    num_broken = failovers(server) - num_before
     for name in names:
         got, expected = [await say(one, name, max_tokens=9) for one in (server, calm)]
         assert got["choices"][0]["text"] == expected["choices"][0]["text"]
         assert (got["usage"], got["session"]) == (expected["usage"], expected["session"])
+    return num_broken
 
 
 async def test_T2_sessions_go_on_elsewhere_when_a_worker_dies_and_triton_hides_it(
@@ -170,8 +174,7 @@ async def test_T7_a_server_that_is_told_to_stop_breaks_no_stream(triton: Running
                 while True:
                     await ask_worker("readiness", victim.grpc_url, timeout_s=NOTICED_S)
 
-        await turns_while(both, calm, "stopped", stop)
-        assert failovers(both) == 0
+        assert await turns_while(both, calm, "stopped", stop) == 0
         assert (await both.client.get("/health/ready")).status_code == 200
     assert await asyncio.to_thread(victim.process.wait, 30) == 0
 

@@ -175,6 +175,7 @@ def test_a_wrong_text_is_found_and_locust_itself_says_so(tmp_path: Path, replica
     assert sum(counts.values()) == 16
 
 
+@pytest.mark.slow
 def test_P6_overload_is_refused_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Ten times the capacity, with the bundled model: how long what is let in may wait follows from the queue alone."""
     profile = f"""
@@ -218,6 +219,7 @@ def test_P6_overload_is_refused_at_once_and_leaves_nothing_behind(tmp_path: Path
     assert all(sample.retry_after_s is not None and sample.retry_after_s >= 1 for sample in rejected)
 
 
+@pytest.mark.slow
 def test_many_short_turns_leave_memory_files_and_connections_flat(tmp_path: Path, replicas: list[Server]) -> None:
     """The profile of an hour's soak, in seconds."""
     options = [f"--out={tmp_path}", f"--seconds={scaled(8, 600)}", *urls_of(replicas)]
