@@ -13,9 +13,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when the librar
 # Servers are forked by a process that talks gRPC: its fork handlers made one child in seven die before it became one.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# A run that a shell started in the background has SIGINT ignored, and so would the programs that tests interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import hypothesis
 import numpy as np
 import pytest
@@ -32,6 +29,8 @@ pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends
 EXCUSED = {"gpu", "image", "perf_analyzer", "tmpfs"}
 CAP_SYS_ADMIN = 21
 
+# A run that a shell started in the background has SIGINT ignored, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("reduced", max_examples=25, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, print_blob=True)
