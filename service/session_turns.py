@@ -79,7 +79,7 @@ class SessionAnswer:
                     if any(delta.text for _, delta in batch):  # the consumer is back: the connection has the text
                         self._source.delivered()
         if self._has_usage_chunk and after < number + 1:
-            chunk = self._envelope.wrap(KIND, [], usage=usage([self._end.finished]))
+            chunk = self._envelope.wrap(KIND, [], usage=self._usage())
             yield frame(chunk, event_id=number + 1)
 
     async def collect(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class SessionAnswer:
                         self._source.delivered()
                     pieces += self._text.pieces(delta)
         choices = [{"index": 0, **self._text.join(pieces)}]
-        return self._envelope.wrap(KIND, choices, usage=usage([self._end.finished]), session=self._session())
+        return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
 
     async def _deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
