@@ -15,6 +15,7 @@ from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import ShortConv
 from nsm_core.model.router import build_router
 from nsm_core.model.segments import Segments
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 
 
@@ -68,8 +69,9 @@ class GatedMixer(Mixer):
         frame = make_frame(x.shape[1], self.chunk, segments)
         weights = frame.place(-self.router(x, segments.valid))
         recent = self._columns(torch.cat((k, v), dim=-1).to(state["recent"].dtype), state["recent"], frame)
-        local = self._local_scores(frame.place(q), recent, frame, segments)
-        read, changed = self._walk(q=frame.place(q), local=local, recent=recent, weights=weights, frame=frame,
+        placed = frame.place(q)
+        local = self._local_scores(placed, recent, frame, segments)
+        read, changed = self._walk(q=placed, local=local, recent=recent, weights=weights, frame=frame,
                                    state=state, reset=segments.reset)  # fmt: skip
         read = frame.take(read, x.shape[1])
         changed |= {"recent": self._as_ring(recent, frame), "conv_tail": tail}
@@ -115,7 +117,6 @@ class GatedMixer(Mixer):
         values = recent[..., self.head_dim :].unfold(1, 2 * chunk, chunk).transpose(-1, -2)  # [B,n,H,2C,K]
         routed = torch.unflatten(weights.to(recent.dtype), 1, (n, chunk)).permute(0, 1, 3, 4, 2)  # [B,n,H,M,C]
         sums, totals = routed @ values[..., chunk:, :], routed.sum(dim=-1)
-        sums, totals = sums.clone(), totals.clone()
         sums[:, 0] += state["sums"]
         totals[:, 0] += state["weights"]
         slots, cells = state["gated"], state.get("cells", state["gated"])
@@ -136,10 +137,10 @@ class GatedMixer(Mixer):
 
     def _restart(self, slots: Tensor, cells: Tensor, reset: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """A text that starts at this chunk starts from the learned slots."""
-        tokens_per_flag = 64 // self.chunk
-        if index % tokens_per_flag:
+        chunks_per_flag = CHUNK_LEN // self.chunk
+        if index % chunks_per_flag:
             return slots, cells
-        starts = reset[:, index // tokens_per_flag, None, None, None]
+        starts = reset[:, index // chunks_per_flag, None, None, None]
         fresh = torch.zeros_like(cells) if self.gate.has_cell else cells
         return torch.where(starts, self.initial_slots.to(slots.dtype), slots), torch.where(starts, fresh, cells)
 
