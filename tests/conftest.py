@@ -83,6 +83,8 @@ def _missing() -> dict[str, str]:
         missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
     if shutil.which("nginx") is None:
         missing["nginx"] = "no nginx; Debian has it in the package nginx"
+    if shutil.which("chromium") is None:
+        missing["chromium"] = "no chromium; Debian has it in the package chromium"
     if shutil.which("buildah") is None or shutil.which("debootstrap") is None or os.geteuid() != 0:
         missing["image"] = "images are built as root with buildah and debootstrap; Debian has packages of these names"
     if not is_installed():
