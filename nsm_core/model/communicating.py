@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
+from nsm_core.model.boundaries import Piece, pieces
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
-from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.state.spec import State
 
@@ -63,46 +63,28 @@ class CommunicatingMixer(PulseMixer):
     def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Piece by piece: with at most `interval` tokens there is at most one exchange in each row of a piece."""
         reads = []
-        for start in range(0, tokens["q"].shape[1], self.interval):
-            piece = {name: x[:, start : start + self.interval] for name, x in tokens.items()}
-            read, slots = self._scan_piece(piece, slots, self._part(segments, start, piece["q"].shape[1]))
+        for piece in pieces(segments, self.interval):
+            read, slots = self._scan_piece({name: x[:, piece.tokens] for name, x in tokens.items()}, slots, piece)
             reads.append(read)
         return torch.cat(reads, dim=1), slots
 
-    def _part(self, segments: Segments, start: int, num_tokens: int) -> Segments:
-        """What `_scan_piece` needs to know of the tokens from `start` on."""
-        tokens = slice(start, start + num_tokens)
-        lengths = None if segments.lengths is None else segments.lengths - start
-        chunks = slice(start // CHUNK_LEN, (start + num_tokens) // CHUNK_LEN)
-        reset = None if segments.reset is None else segments.reset[:, chunks]
-        return Segments(segments.positions[:, tokens], lengths=lengths, reset=reset)
-
-    def _scan_piece(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def _scan_piece(self, tokens: dict[str, Tensor], slots: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """Tokens up to a row's exchange, the exchange, and the tokens after it."""
-        index = torch.arange(segments.positions.shape[1], device=slots.device)
-        is_boundary = (segments.positions + 1) % self.interval == 0
-        if segments.lengths is not None:
-            is_boundary = is_boundary & (index < segments.lengths[:, None])
-        has_exchange = is_boundary.any(dim=1)
-        before = torch.where(has_exchange, is_boundary.int().argmax(dim=1), len(index))[:, None] >= index  # [B,T]
-        read, slots = self._scan_some(tokens, slots, before, segments.reset)
-        if not slots.is_cuda and not bool(has_exchange.any()):
+        read, slots = self._scan_some(tokens, slots, piece, piece.before)
+        if not piece.may_have_boundary:
             return read, slots
-        slots = torch.where(has_exchange[:, None, None, None], self.communication(slots), slots)
-        later, slots = self._scan_some(tokens, slots, ~before, segments.reset)
-        return torch.where(before[..., None, None], read, later), slots
+        slots = torch.where(piece.has_boundary[:, None, None, None], self.communication(slots), slots)
+        later, slots = self._scan_some(tokens, slots, piece, ~piece.before)
+        return torch.where(piece.before[..., None, None], read, later), slots
 
-    def _scan_some(
-        self, tokens: dict[str, Tensor], slots: Tensor, mask: Tensor, reset: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _scan_some(self, tokens: dict[str, Tensor], slots: Tensor, piece: Piece, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Only tokens of the mask [B,T] write, and only texts that start at one of them start."""
         log_decay = torch.where(mask[..., None, None], tokens["log_decay"], 0.0)
-        starts = None if reset is None else reset & mask[:, ::CHUNK_LEN]
         return slot_scan(
             **{**tokens, "log_decay": log_decay},
             scale=self.scale,
             state=slots,
-            reset=starts,
+            reset=piece.starts(mask),
             initial=self.initial_slots,
         )
 

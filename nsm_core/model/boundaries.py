@@ -1,0 +1,60 @@
+"""Where a text has boundaries, at which something happens to the slots that no chunk of tokens can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsm_core.model.segments import Segments
+from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+
+
+class Piece(NamedTuple):
+    """Some tokens of a batch, with at most one boundary in each row.
+
+    `tokens`: which. `segments`: of them alone. `before` [B,T] bool: up to the row's boundary, or all of a row without
+    one. `has_boundary` [B] bool.
+    """
+
+    tokens: slice
+    segments: Segments
+    before: Tensor
+    has_boundary: Tensor
+
+    @property
+    def may_have_boundary(self) -> bool:
+        """Whether any row may have one; on a GPU nobody waits for the answer."""
+        return self.has_boundary.is_cuda or bool(self.has_boundary.any())
+
+    def starts(self, mask: Tensor) -> Tensor | None:
+        """[B, T/CHUNK_LEN] bool: texts that start at a token of the mask [B,T]; None where none starts."""
+        reset = self.segments.reset
+        return None if reset is None else reset & mask[:, ::CHUNK_LEN]
+
+
+def pieces(segments: Segments, interval: int) -> Iterator[Piece]:
+    """Tokens in order. Boundaries come after every `interval` tokens of a text, wherever the batch begins."""
+    num_tokens = segments.positions.shape[1]
+    for start in range(0, num_tokens, interval):
+        yield _piece(segments, start, min(interval, num_tokens - start), interval)
+
+
+def _piece(segments: Segments, start: int, num_tokens: int, interval: int) -> Piece:
+    tokens = slice(start, start + num_tokens)
+    index = torch.arange(num_tokens, device=segments.positions.device)
+    chunks = slice(start // CHUNK_LEN, (start + num_tokens) // CHUNK_LEN)
+    own = segments._replace(
+        positions=segments.positions[:, tokens],
+        lengths=None if segments.lengths is None else segments.lengths - start,
+        valid=None if segments.valid is None else segments.valid[:, tokens],
+        reset=None if segments.reset is None else segments.reset[:, chunks],
+    )
+    is_boundary = (own.positions + 1) % interval == 0
+    if own.lengths is not None:
+        is_boundary = is_boundary & (index < own.lengths[:, None])
+    has_boundary = is_boundary.any(dim=1)
+    before = torch.where(has_boundary, is_boundary.int().argmax(dim=1), num_tokens)[:, None] >= index
+    return Piece(tokens, own, before, has_boundary)
