@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ MAX_SIZE = 2**20  # of anything in a model; far above what runs, low enough to f
 MAX_LAYERS = 1024
 ROUTERS = ("softmax", "sigmoid")  # see nsm_core/model/router.py
 GATES = ("gru", "lstm", "free")  # of gated slots: see nsm_core/model/gates.py
+PROJECTORS = ("attention", "direct", "hybrid")  # how slots are read: see nsm_core/model/pulse.py
 
 
 def _require(condition: bool, message: str) -> None:
@@ -42,7 +44,12 @@ class ModelConfig:
     an exchange between the slots every `communication_interval` tokens (each with `communication_top_k` others, 0: with
     all), G slots that the `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last
     `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers. [NW] is one layer
-    with both side by side, (WNL) one with three in a row.
+    with both side by side, (WNL) one with three in a row. N and C layers read their slots by the `projector`.
+
+    With `allocation` N and C layers have slots that are not in use: every `communication_interval` tokens those whose
+    importance fell below `prune_share` of the mean, and that are older than `prune_age` intervals, are given up, down
+    to `min_slots` a head, and under a pressure above `allocate_pressure` others are taken into use. A text starts with
+    `start_slots` (0: all). `state_tiers`: smaller numbers of slots that a text may be read with.
     """
 
     layer_pattern: str = "N"
@@ -67,6 +74,14 @@ class ModelConfig:
     gate_chunk: int = _later(32)
     communication_interval: int = _later(256)
     communication_top_k: int = _later(0)
+    projector: str = _later("attention")
+    allocation: bool = _later(False)
+    start_slots: int = _later(0)
+    min_slots: int = _later(4)
+    prune_share: float = _later(0.05)
+    prune_age: int = _later(4)
+    allocate_pressure: float = _later(0.1)
+    state_tiers: tuple[int, ...] = _later(())
 
     def __post_init__(self) -> None:
         for name in (
@@ -108,6 +123,9 @@ class ModelConfig:
         )
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
         _require(self.gate in GATES, f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
+        _require(
+            self.projector in PROJECTORS, f"projector must be one of {', '.join(PROJECTORS)}, got {self.projector!r}"
+        )
         _require(64 % self.gate_chunk == 0, f"gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got {self.gate_chunk}")
         _require(
             self.communication_interval >= 64 and self.communication_interval % 64 == 0,
@@ -118,7 +136,46 @@ class ModelConfig:
             f"communication_top_k must be 0 (all) to num_memory_slots ({self.num_memory_slots}), "
             f"got {self.communication_top_k}",
         )
+        self._check_allocation()
+        self._check_tiers()
         self._check_layers()
+
+    def _check_allocation(self) -> None:
+        slots = self.num_memory_slots
+        _require(isinstance(self.allocation, bool), f"allocation must be true or false, got {self.allocation!r}")
+        if not self.allocation:
+            return
+        _require(
+            1 <= self.min_slots <= slots, f"min_slots must be 1 to num_memory_slots ({slots}), got {self.min_slots}"
+        )
+        _require(
+            self.start_slots == 0 or self.min_slots <= self.start_slots <= slots,
+            f"start_slots must be 0 (all) or min_slots ({self.min_slots}) to num_memory_slots ({slots}), "
+            f"got {self.start_slots}",
+        )
+        _require(1 <= self.prune_age <= 64, f"prune_age must be 1 to 64 intervals, got {self.prune_age}")
+        for name in ("prune_share", "allocate_pressure"):
+            _require(0 <= getattr(self, name) <= 1, f"{name} must be in [0, 1], got {getattr(self, name)}")
+        _require(
+            self.communication_interval <= 4096,
+            f"communication_interval must be at most 4096 with allocation, got {self.communication_interval}",
+        )
+
+    def _check_tiers(self) -> None:
+        sizes = (0, *self.state_tiers, self.num_memory_slots)
+        _require(
+            all(isinstance(size, int) for size in sizes) and all(low < high for low, high in itertools.pairwise(sizes)),
+            f"state_tiers must be rising numbers below num_memory_slots ({self.num_memory_slots}), "
+            f"got {list(self.state_tiers)}",
+        )
+        if not self.state_tiers:
+            return
+        _require(
+            not self.allocation or self.min_slots <= self.state_tiers[0],
+            f"state_tiers must be at least min_slots ({self.min_slots}), got {list(self.state_tiers)}",
+        )
+        kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
+        _require("G" not in kinds, "state_tiers are of N and C layers; the gates of G layers have none")
 
     def _check_layers(self) -> None:
         kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
@@ -151,6 +208,8 @@ class ModelConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
         _require(not unknown, f"unknown model config field {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        if isinstance(fields.get("state_tiers"), list):  # as JSON has it
+            fields = {**fields, "state_tiers": tuple(fields["state_tiers"])}
         return cls(**fields)
 
     @classmethod
