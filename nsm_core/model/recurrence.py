@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.mixer import Mixer
-from nsm_core.model.segments import Segments
+from nsm_core.model.segments import Segments, first_tokens, valid_tokens
 from nsm_core.ops.linear_scan import linear_scan
-from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 
 # At the start a channel keeps between a half and all but a thousandth of itself at a token.
@@ -42,12 +41,12 @@ class LinearRecurrence(Mixer):
         candidate, opening, gate = self.project(x).chunk(3, dim=-1)
         hidden = state["hidden"]
         move = torch.sigmoid(opening.to(hidden.dtype) + self.open_bias)
-        valid = _valid(x.shape[1], segments)
+        valid = valid_tokens(x.shape[1], segments)
         if valid is not None:  # padding moves nothing
             move = torch.where(valid[..., None], move, 0.0)
         decay = 1.0 - move
         if segments.reset is not None:
-            decay = torch.where(_starts(segments.reset)[..., None], 0.0, decay)
+            decay = torch.where(first_tokens(segments.reset)[..., None], 0.0, decay)
         scanned = linear_scan(decay, move * candidate.to(hidden.dtype), hidden)
         out: Tensor = self.out(scanned.to(gate.dtype) * F.silu(gate))
         return out, {"hidden": scanned[:, -1]}
@@ -59,17 +58,3 @@ class LinearRecurrence(Mixer):
         hidden = (1.0 - move) * hidden + move * candidate.to(hidden.dtype)
         out: Tensor = self.out(hidden.to(gate.dtype) * F.silu(gate))
         return out, {"hidden": hidden}
-
-
-def _valid(num_tokens: int, segments: Segments) -> Tensor | None:
-    """[B,T]: tokens that are no padding; None: all."""
-    if segments.valid is not None or segments.lengths is None:
-        return segments.valid
-    return torch.arange(num_tokens, device=segments.lengths.device) < segments.lengths[:, None]
-
-
-def _starts(reset: Tensor) -> Tensor:
-    """reset [B, T/CHUNK_LEN] -> [B,T]: the first token of a chunk at which a document starts."""
-    starts = reset.new_zeros(*reset.shape, CHUNK_LEN)
-    starts[..., 0] = reset
-    return starts.flatten(1)

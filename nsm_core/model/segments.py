@@ -47,3 +47,17 @@ def token_positions(start: Tensor, num_tokens: int, reset: Tensor | None) -> Ten
 def documents_of(reset: Tensor) -> Tensor:
     """[B,T]: which document of its row a token belongs to; 0 is the one that the row's state comes from."""
     return reset.long().cumsum(dim=1).repeat_interleave(CHUNK_LEN, dim=1)
+
+
+def valid_tokens(num_tokens: int, segments: Segments) -> Tensor | None:
+    """[B,T]: tokens that are no padding; None: all."""
+    if segments.valid is not None or segments.lengths is None:
+        return segments.valid
+    return torch.arange(num_tokens, device=segments.lengths.device) < segments.lengths[:, None]
+
+
+def first_tokens(reset: Tensor) -> Tensor:
+    """reset [B, T/CHUNK_LEN] -> [B,T]: the first token of a chunk at which a document starts."""
+    starts = reset.new_zeros(*reset.shape, CHUNK_LEN)
+    starts[..., 0] = reset
+    return starts.flatten(1)

@@ -31,15 +31,36 @@ def short_conv_reference(
     """
     dtype = torch.promote_types(qkv.dtype, weight.dtype)
     joined = torch.cat((tail.to(dtype), qkv.to(dtype)), dim=1)
-    mixed = F.silu(_convolve(joined, weight.to(dtype), reset))
+    mixed = F.silu(convolve(joined, weight.to(dtype), reset))
     q, k, v = torch.unflatten(mixed, -1, (3, num_heads, -1)).unbind(-3)
     normed = (q.shape[-1],)
     q, k = F.rms_norm(q, normed, eps=eps), F.rms_norm(k, normed, eps=eps)
-    new_tail = _new_tail(joined, tail.shape[1], lengths).to(tail.dtype)
+    new_tail = next_tail(joined, tail.shape[1], lengths).to(tail.dtype)
     return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype), new_tail
 
 
-def _convolve(joined: Tensor, weight: Tensor, reset: Tensor | None) -> Tensor:
+def value_conv(
+    *,
+    v: Tensor,
+    weight: Tensor,
+    tail: Tensor,
+    num_heads: int,
+    reset: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same of values alone, for slots that are not read by keys: v [B,T,d], weight [taps,d], tail [B,taps-1,d].
+
+    Returns v [B,T,H,K] and the new tail.
+    """
+    dtype = torch.promote_types(v.dtype, weight.dtype)
+    joined = torch.cat((tail.to(dtype), v.to(dtype)), dim=1)
+    mixed = F.silu(convolve(joined, weight.to(dtype), reset))
+    new_tail = next_tail(joined, tail.shape[1], lengths).to(tail.dtype)
+    return torch.unflatten(mixed, -1, (num_heads, -1)).to(v.dtype), new_tail
+
+
+def convolve(joined: Tensor, weight: Tensor, reset: Tensor | None) -> Tensor:
+    """joined [B, taps - 1 + T, D] (the tail, then the tokens), weight [taps, D] -> [B,T,D]; `reset` as above."""
     taps, num_tokens = weight.shape[0], joined.shape[1] - weight.shape[0] + 1
     mixed = joined.new_zeros(joined.shape[0], num_tokens, joined.shape[2])
     for back in range(taps):
@@ -58,7 +79,8 @@ def _crosses_start(reset: Tensor, num_tokens: int, back: int) -> Tensor:
     return (starts & (offset < back))[..., None]
 
 
-def _new_tail(joined: Tensor, tail_len: int, lengths: Tensor | None) -> Tensor:
+def next_tail(joined: Tensor, tail_len: int, lengths: Tensor | None) -> Tensor:
+    """The last `tail_len` of `joined` up to each row's last token."""
     if lengths is None:
         return joined[:, joined.shape[1] - tail_len :]
     index = lengths[:, None] + torch.arange(tail_len, device=lengths.device)
