@@ -53,6 +53,8 @@ def why_not_cuda(model: NsmModel) -> str | None:
     kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
     if kinds:
         return f"it has layers without such kernels: {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    if model.config.projector != "attention":
+        return f"it reads slots by the projector {model.config.projector}, the kernels by attention alone"
     if (
         any(isinstance(block.mixer, PulseMixer) for block in model.layers)
         and _slot_tile(model.config) > LARGEST_SLOT_TILE

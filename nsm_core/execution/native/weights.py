@@ -30,6 +30,8 @@ def why_not_native(model: object) -> str | None:
     if unknown:
         return f"the native kernels have no layers of the kind {', '.join(sorted(kind.__name__ for kind in unknown))}"
     config = model.config
+    if config.projector != "attention":
+        return f"the native kernels read slots by attention alone, its projector is {config.projector}"
     for name in ("d_model", "head_dim", "mlp_hidden"):
         if getattr(config, name) % LANES != 0:
             return f"the native kernels need a multiple of {LANES}: {name} is {getattr(config, name)}"

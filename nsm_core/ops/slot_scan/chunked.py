@@ -7,6 +7,8 @@ reference in their middle, both factors stay inside the range of fp32 and bf16 (
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,11 +101,10 @@ def _read_values(
     return from_start + torch.cat(inside, dim=-2)
 
 
-def _read_weights(logits: Tensor, scale: Tensor, read_bias: Tensor | None, active: Tensor | None) -> Tensor:
-    """Softmax over the slots of logits [B,H,N,C,M]."""
-    logits = scale[:, None, None, None] * logits
-    if read_bias is not None:
-        logits = logits + read_bias
+def _read_weights(scaled: Tensor | None, read_bias: Tensor | None, active: Tensor | None) -> Tensor:
+    """Softmax over the slots of the sum of what is given [B,H,N,C,M]; one of the two must be."""
+    given = [term for term in (scaled, read_bias) if term is not None]
+    logits = given[0] if len(given) == 1 else given[0] + given[1]
     if active is not None:
         logits = logits.masked_fill(~active.unsqueeze(-2).unsqueeze(-2), -torch.inf)
     return torch.softmax(logits, dim=-1)
@@ -111,12 +112,12 @@ def _read_weights(logits: Tensor, scale: Tensor, read_bias: Tensor | None, activ
 
 def slot_scan_chunked(
     *,
-    q: Tensor,
-    k: Tensor,
     v: Tensor,
     log_decay: Tensor,
     scale: Tensor,
     state: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
     reset: Tensor | None = None,
     initial: Tensor | None = None,
     read_bias: Tensor | None = None,
@@ -127,33 +128,63 @@ def slot_scan_chunked(
     if cu_seqlens is not None:
         tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "read_bias": read_bias}
         return _scan_sequences(tokens, cu_seqlens, scale=scale, state=state, active=active)
-    num_tokens, head_dim = q.shape[1], q.shape[-1]
+    out, state, _ = _scan_chunks(
+        q=q, k=k, v=v, log_decay=log_decay, scale=scale, state=state, reset=reset, initial=initial,
+        read_bias=read_bias, active=active,
+    )  # fmt: skip
+    return out, state
+
+
+def slot_scan_with_reads(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`slot_scan_chunked` of rows of equal length, and the read weights of every token, [B,T,H,M]."""
+    out, state, read = _scan_chunks(**arguments)
+    return out, state, read.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : out.shape[1]]
+
+
+def _scan_chunks(
+    *,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: Tensor,
+    state: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    reset: Tensor | None = None,
+    initial: Tensor | None = None,
+    read_bias: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is read [B,T,H,K], the state after the last token, and the read weights [B,H,N,C,M]."""
+    num_tokens, head_dim = v.shape[1], v.shape[-1]
     chunk_len = CHUNK_LEN if reset is not None else _chunk_len_for(num_tokens)
     if active is not None:
         log_decay = torch.where(active.unsqueeze(-3), log_decay, 0.0)
     if read_bias is not None:
         read_bias = _to_chunks(read_bias, chunk_len)
-    q, k, v, log_decay = (_to_chunks(x, chunk_len) for x in (q, k, v, log_decay))
+    v, log_decay = _to_chunks(v, chunk_len), _to_chunks(log_decay, chunk_len)
+    keyed = None if q is None or k is None else (_to_chunks(q, chunk_len), _to_chunks(k, chunk_len))
     sub_block = min(SUB_BLOCK, chunk_len)
 
     write = -torch.expm1(log_decay)
     cumulative = log_decay.cumsum(dim=3)
     total = cumulative[..., -1, :]
     chunk = _Chunk(cumulative, write, sub_block)
-    causal = torch.ones(sub_block, sub_block, dtype=torch.bool, device=q.device).tril()
+    causal = torch.ones(sub_block, sub_block, dtype=torch.bool, device=v.device).tril()
 
     to_end = (write * (total[..., None, :] - cumulative).exp()).transpose(-1, -2)
-    pairs = torch.cat((k, v), dim=-1)
+    pairs = v if keyed is None else torch.cat((keyed[1], v), dim=-1)
     update = (to_end @ pairs).to(state.dtype)
     starts, state = _chunk_states(update, total.exp(), state, reset, initial)
-    keys, values = torch.split(starts, head_dim, dim=-1)
+    *keys, values = torch.split(starts, head_dim, dim=-1)  # keys: none without a bank of them
 
     decay_from_start = cumulative.exp()
-    factors = (decay_from_start, chunk, causal)
-    logits = _read_logits(q, k, keys, *factors)
-    read = _read_weights(logits.to(state.dtype), scale, read_bias, active)
-    out = _read_values(read, v, values, *factors)
-    return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], state
+    scaled = None
+    if keyed is not None:
+        logits = _read_logits(*keyed, keys[0], decay_from_start, chunk, causal)
+        scaled = scale[:, None, None, None] * logits.to(state.dtype)
+    read = _read_weights(scaled, None if read_bias is None else read_bias.to(state.dtype), active)
+    out = _read_values(read, v, values, decay_from_start, chunk, causal)
+    return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], state, read
 
 
 def _scan_sequences(

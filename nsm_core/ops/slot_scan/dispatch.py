@@ -11,12 +11,12 @@ from nsm_core.ops.slot_scan.operator import is_supported, slot_scan_kernel
 
 def slot_scan(
     *,
-    q: Tensor,
-    k: Tensor,
     v: Tensor,
     log_decay: Tensor,
     scale: Tensor,
     state: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
     reset: Tensor | None = None,
     initial: Tensor | None = None,
     read_bias: Tensor | None = None,
@@ -25,14 +25,30 @@ def slot_scan(
 ) -> tuple[Tensor, Tensor]:
     """q, k, v [B,T,H,K]; log_decay [B,T,H,M] fp32 in [-5, 0]; scale [H]; state [B,H,M,2K] fp32.
 
-    The other arguments are those of `slot_scan_reference`; `cu_seqlens` and `reset` exclude each other. Returns out
-    [B,T,H,K] and the state after the last token, [B,H,M,2K] fp32, or [S,H,M,2K] for the S sequences of `cu_seqlens`.
+    Without q and k the slots have values only, [B,H,M,K], and `read_bias` says how they are read. The other arguments
+    are those of `slot_scan_reference`; `cu_seqlens` and `reset` exclude each other. Returns out [B,T,H,K] and the state
+    after the last token, fp32 like `state`, or [S,...] for the S sequences of `cu_seqlens`.
     Raises ValueError on arguments that do not go together.
     """
-    if cu_seqlens is not None and (reset is not None or q.shape[0] != 1):
-        raise ValueError(f"cu_seqlens takes one row and no reset, got {q.shape[0]} rows")
-    scan = slot_scan_kernel if runs_kernels(q) and is_supported(q, log_decay) else slot_scan_chunked
-    return scan(
+    if cu_seqlens is not None and (reset is not None or v.shape[0] != 1):
+        raise ValueError(f"cu_seqlens takes one row and no reset, got {v.shape[0]} rows")
+    if (q is None) != (k is None) or (q is None and read_bias is None):
+        raise ValueError("slots are read by q and k, by a read_bias, or by both")
+    if q is not None and k is not None and runs_kernels(q) and is_supported(q, log_decay):
+        return slot_scan_kernel(
+            q=q,
+            k=k,
+            v=v,
+            log_decay=log_decay,
+            scale=scale,
+            state=state,
+            reset=reset,
+            initial=initial,
+            read_bias=read_bias,
+            active=active,
+            cu_seqlens=cu_seqlens,
+        )
+    return slot_scan_chunked(
         q=q,
         k=k,
         v=v,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 def slot_scan_reference(
     *,
-    q: Tensor,
-    k: Tensor,
     v: Tensor,
     log_decay: Tensor,
     scale: Tensor,
     state: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
     reset: Tensor | None = None,
     initial: Tensor | None = None,
     read_bias: Tensor | None = None,
@@ -32,7 +32,8 @@ def slot_scan_reference(
     A slot keeps exp(log_decay) of itself and takes the rest, 1 - exp(log_decay), from the token.
 
     `reset` [B, T/chunk_len] bool: before the first token of such a chunk the state becomes `initial` [H,M,2K].
-    `read_bias` [B,T,H,M] is added to the scaled read logits. `active` [H,M] or [B,H,M] bool: other slots are neither
+    `read_bias` [B,T,H,M] is added to the scaled read logits. Without `q` and `k` it is the read logits, and the state
+    is the bank of values alone, [B,H,M,K]; so is `initial`. `active` [H,M] or [B,H,M] bool: other slots are neither
     written nor read; one at least must be active. `cu_seqlens` int [S+1]: the one row (B=1) holds S sequences end to
     end, token cu_seqlens[s] is the first of sequence s, and state is [S,H,M,2K].
     Returns out [B,T,H,K] and the state after the last token (of each sequence), both in the state's dtype.
@@ -70,7 +71,8 @@ def _scan_rows(
         out, state = _scan_token(token, scale, state, active)
         outputs.append(out)
     if not outputs:
-        return torch.empty_like(state[:, None, :, 0, : state.shape[-1] // 2])[:, :0], state
+        v = tokens["v"]
+        return state.new_empty(() if v is None else v.shape), state
     return torch.stack(outputs, dim=1), state
 
 
@@ -78,12 +80,12 @@ def _scan_token(token: dict[str, Tensor], scale: Tensor, state: Tensor, active: 
     decay = token["log_decay"]
     if active is not None:
         decay = torch.where(active, decay, 0.0)
-    pair = torch.cat((token["k"], token["v"]), dim=-1)
+    pair = torch.cat((token["k"], token["v"]), dim=-1) if "k" in token else token["v"]
     state = decay.exp()[..., None] * state - torch.expm1(decay)[..., None] * pair[:, :, None, :]
-    keys, values = state.chunk(2, dim=-1)
-    logits = scale[None, :, None] * torch.einsum("bhk,bhmk->bhm", token["q"], keys)
-    if "read_bias" in token:
-        logits = logits + token["read_bias"]
+    *keys, values = torch.split(state, token["v"].shape[-1], dim=-1)
+    logits = token["read_bias"] if "read_bias" in token else torch.zeros_like(decay)
+    if "q" in token:
+        logits = logits + scale[None, :, None] * torch.einsum("bhk,bhmk->bhm", token["q"], keys[0])
     if active is not None:
         logits = logits.masked_fill(~active, -torch.inf)
     return torch.einsum("bhm,bhmk->bhk", torch.softmax(logits, dim=-1), values), state

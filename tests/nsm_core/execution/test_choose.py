@@ -13,6 +13,7 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
+from nsm_core.execution.native.weights import why_not_native
 from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
@@ -68,6 +69,19 @@ def test_a_machine_without_a_compiler_still_runs_and_says_why(
     assert "the native kernels were not built" in record.message
     with pytest.raises(ConfigError, match="cannot run on the native executor: the native kernels were not built"):
         choose_executor(int8, "native")
+
+
+@pytest.mark.parametrize("projector", ["direct", "hybrid"])
+def test_projectors_without_kernels_run_eagerly_and_say_why(
+    tiny_tokenizer: Tokenizer, projector: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = random_model(small_config(tiny_tokenizer.vocab_size, projector=projector))
+    loaded = dataclasses.replace(as_loaded(model, tiny_tokenizer), weight_format="int8")
+    assert choose_executor(loaded).name == "eager"
+    with pytest.raises(ConfigError, match="native"):
+        choose_executor(loaded, "native")
+    if library.variants():
+        assert f"read slots by attention alone, its projector is {projector}" in why_not_native(model)
 
 
 @needs_native

@@ -30,6 +30,13 @@ SIGMOID = {"router": "sigmoid", "write_top_k": CONFIG.num_memory_slots}
 KINDS: dict[str, dict[str, object]] = {
     **{pattern: {"layer_pattern": pattern} for pattern in ("N", "W", "A", "NWA")},
     "sigmoid": SIGMOID,
+    "direct": {"projector": "direct", "num_layers": 2},
+    "hybrid read, communicating": {
+        "projector": "hybrid",
+        "layer_pattern": "NC",
+        "num_layers": 2,
+        "communication_interval": 64,
+    },
     "lstm": {"layer_pattern": "G", "gate": "lstm", "gate_chunk": 16, "num_layers": 2},
     "gru, every token": {"layer_pattern": "G", "gate_chunk": 1, "num_layers": 1},
     "communicating": {"layer_pattern": "C", "num_layers": 2, "communication_interval": 64, "communication_top_k": 3},
@@ -47,7 +54,7 @@ def make_model(config: ModelConfig = CONFIG) -> NsmModel:
         for name, weight in block.named_parameters():
             if name.endswith(("out.weight", "down.weight", "mixer.weights")):
                 weight.normal_(std=weight.shape[1] ** -0.5)
-            if name.endswith("initial_slots"):
+            if name.endswith(("initial_slots", "read_bias.logits.weight")):
                 weight.normal_()
     return model
 
@@ -205,7 +212,8 @@ def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
 def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     state = model.initial_state(3)
     assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
-    slots = 2 * CONFIG.num_memory_slots * CONFIG.d_model + 9 * CONFIG.d_model
+    parts = 1 if model.config.projector == "direct" else 2  # values alone, or keys beside them
+    slots = parts * CONFIG.num_memory_slots * CONFIG.d_model + 3 * (2 * parts - 1) * CONFIG.d_model
     kv_width = 2 * CONFIG.num_kv_heads * CONFIG.head_dim
     banks = 3 if model.config.gate == "lstm" else 2  # slots, sums and cells
     gated = (banks * CONFIG.num_memory_slots + 2 * model.config.gate_chunk + 9) * CONFIG.d_model

@@ -111,6 +111,46 @@ def test_forms_agree_with_read_bias_and_inactive_slots(num_tokens: int) -> None:
     assert_same(slot_scan_chunked(**everywhere), slot_scan_reference(**everywhere))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 40, 150])
+def test_forms_agree_where_slots_have_no_keys(num_tokens: int) -> None:
+    """Values alone, read by what a token says of the slots."""
+    inputs = make_inputs(2, num_tokens, torch.float64)
+    inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
+    inputs["state"] = inputs["state"][..., HEAD_DIM:]
+    del inputs["q"], inputs["k"]
+    want, want_state = slot_scan_reference(**inputs)
+    assert_same(slot_scan(**inputs), (want, want_state))
+    # the same values as with keys that no query looks at
+    blind = {**inputs, "state": torch.cat((torch.zeros_like(inputs["state"]), inputs["state"]), dim=-1)}
+    blind["q"] = blind["k"] = torch.zeros_like(inputs["v"])
+    keyed, keyed_state = slot_scan_reference(**blind)
+    assert_same((keyed, keyed_state[..., HEAD_DIM:]), (want, want_state))
+    state, outputs = inputs["state"], []
+    for t in range(num_tokens):
+        token = {name: inputs[name][:, t] for name in ("v", "read_bias")}
+        write = -torch.expm1(inputs["log_decay"][:, t])
+        out, state = slot_step(**token, write=write, scale=inputs["scale"], state=state)
+        outputs.append(out)
+    assert_same((torch.stack(outputs, dim=1), state), (want, want_state))
+
+
+def test_a_step_with_a_read_bias_equals_the_reference() -> None:
+    inputs = make_inputs(3, 1, torch.float64)
+    inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
+    want, want_state = slot_scan_reference(**inputs)
+    token = {name: inputs[name][:, 0] for name in ("q", "k", "v", "read_bias")}
+    write = -torch.expm1(inputs["log_decay"][:, 0])
+    out, state = slot_step(**token, write=write, scale=inputs["scale"], state=inputs["state"])
+    assert_same((out[:, None], state), (want, want_state))
+
+
+def test_slots_that_nothing_reads_are_refused() -> None:
+    inputs = make_inputs(1, 3, torch.float64)
+    for missing in (("q",), ("q", "k")):
+        with pytest.raises(ValueError, match="slots are read by q and k, by a read_bias, or by both"):
+            slot_scan(**{name: value for name, value in inputs.items() if name not in missing})
+
+
 def test_sequences_end_to_end_are_sequences_alone() -> None:
     lengths = [1, 64, 0, 65, 70]
     inputs = make_inputs(1, 200, torch.float64)

@@ -90,6 +90,7 @@ def test_without_a_gpu_it_is_refused_by_name(tiny_tokenizer: Tokenizer) -> None:
         ({}, None),
         ({"num_memory_slots": 1025}, "must fit into registers"),
         ({"layer_pattern": "A", "max_context": 20000}, "larger than 16384"),
+        ({"projector": "hybrid"}, "it reads slots by the projector hybrid, the kernels by attention alone"),
         ({"layer_pattern": "A", "num_memory_slots": 1025}, None),
     ],
 )
