@@ -17,6 +17,7 @@ from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.inspection.routing import MAX_WATCHED
 from nsm_core.stats import EngineStats
 
 logger = logging.getLogger("nsm.engine")
@@ -155,10 +156,19 @@ class AsyncEngine:
         self._handles[request.request_id] = handle
         self._inbox.put(_Submit(request, time.monotonic()))
         return handle
+        self._check_watched(request)
 
     def is_ready(self) -> bool:
         """Whether requests are taken and the thread's heartbeat is fresh."""
         return self._end is None and time.monotonic() - self._heartbeat < HEARTBEAT_LIMIT_S
+
+    def _check_watched(self, request: GenerationRequest) -> None:
+        """Each of them makes every step longer, for all."""
+        if not request.include_routing:
+            return
+        num_watched = sum(handle.request.include_routing for handle in self._handles.values())
+        if num_watched >= MAX_WATCHED:
+            raise Overloaded(f"at most {MAX_WATCHED} requests with include_routing may run at a time")
 
     def stats(self) -> EngineStats:
         """The counters as they were after one step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
@@ -24,9 +24,12 @@ from nsm_core.engine.request import (
 from nsm_core.engine.runner import Runner, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.watched import WatchedRequests
 from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.inspection.probe import RoutingProbe
+from nsm_core.inspection.routing import TokenRouting
 from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.result import SampledToken
 from nsm_core.stats import EngineStats
@@ -40,8 +43,8 @@ class Engine:
     """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
 
     `executor`: how the model is computed; `meter`: of the energy that requests are charged; `observer`: looks at what
-    the model's states do; `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state
-    with NaN.
+    the model's states do; `probe`: tells it to the requests that ask, without it none may; `clock` gives the seconds
+    that deadlines are compared with; `poison` fills free rows of state with NaN.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Engine:
         executor: ExecutorFactory = EagerExecutor,
         meter: EnergyMeter | None = None,
         observer: ModelObserver | None = None,
+        probe: RoutingProbe | None = None,
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
     ) -> None:
@@ -70,6 +74,7 @@ class Engine:
         self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
         self._running: dict[int, RunningSequence] = {}  # by slot
         self._cancelled: set[str] = set()
+        self._watched = WatchedRequests(probe)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
 
@@ -81,6 +86,10 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
         self._admission.check(request)
+        if request.include_routing and not self._watched.is_possible:
+            raise InvalidRequest(
+                "include_routing is not supported by this engine", param="include_routing", code="unsupported_parameter"
+            )
 
     def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
         """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded.
@@ -114,10 +123,11 @@ class Engine:
         self._open(plan)
         self._accounts.begin(plan, self._running, self._runner.pool)
         started = time.monotonic()
+        routing = self._watched.look(plan, self._running, self._runner.pool)
         result = self._runner.run(plan, self._running)
         self._accounts.charge(plan, self._running, time.monotonic() - started)
         self._scheduler.apply(plan)
-        events += self._apply(plan, result)
+        events += self._apply(plan, result, routing)
         if not self._sequences:
             self._accounts.rest()
         self._accounts.counted.step_seconds += time.monotonic() - started
@@ -151,9 +161,10 @@ class Engine:
             self._runner.open(admission.slot, sequence.request.resume)
             self._running[admission.slot] = sequence
             sequence.slot = admission.slot
+            self._watched.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
 
-    def _apply(self, plan: Plan, result: StepResult) -> Events:
+    def _apply(self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting]) -> Events:
         for slot, scores in result.scored.items():
             self._running[slot].prompt_scores += scores
         for chunk in plan.prefill:
@@ -161,7 +172,7 @@ class Engine:
         events: Events = []
         for slot, sampled in result.sampled.items():
             if isinstance(sampled, SampledToken):
-                events += self._take(slot, sampled)
+                events += self._take(slot, sampled, routing.get(slot))
             else:
                 events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
         return events
@@ -174,7 +185,7 @@ class Engine:
             state = self._runner.pool.pack(chunk.slot)
             sequence.prompt_states.append(PromptState(position=position, state=state))
 
-    def _take(self, slot: int, sampled: SampledToken) -> Events:
+    def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None) -> Events:
         """One more token of a request, and its end if that was the last."""
         events: Events = []
         sequence = self._running[slot]
@@ -191,7 +202,9 @@ class Engine:
         if given_id is None:
             # The token that stops is not visible itself: what it released comes with Finished
             text = step.text if step.stop is None else ""
-            token = TokenEvent(index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob)
+            token = TokenEvent(
+                index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob, routing=routing
+            )
             events.append((request.request_id, token))
         if step.stop is not None:
             events += self._finish(sequence, FinishReason.STOP, text=step.text, stop=step.stop)
@@ -232,6 +245,7 @@ class Engine:
         self._scheduler.remove(request.request_id)
         del self._sequences[request.request_id]
         if sequence.slot is not None:
+            self._watched.remove(sequence.slot)
             self._runner.close(sequence.slot)
             del self._running[sequence.slot]
         return [(request.request_id, finished)]

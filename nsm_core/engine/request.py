@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from nsm_core.errors import NsmError
+from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # part of this contract, defined where it is made
 from nsm_core.stats import EnergyUse
@@ -48,6 +49,7 @@ class GenerationRequest:
     PromptState.
     `sampled_ids`: what was sampled of this request before, somewhere else: it goes on after them as if it had never
     been interrupted. They count as output (penalties, stop strings, max_tokens); events come for those after them.
+    `include_routing`: whether its TokenEvents tell what the states did.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class GenerationRequest:
     generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     keep_states_at: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
+    include_routing: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +90,16 @@ class PromptState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One sampled token: `index` counts from 1; `text` is what became visible with it (may be empty)."""
+    """One sampled token: `index` counts from 1; `text` is what became visible with it (may be empty).
+
+    `routing`: of the step that made it, where that was asked for; no part of the result.
+    """
 
     index: int
     token_id: int
     text: str
     logprob: TokenLogprob | None = None
+    routing: TokenRouting | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class WindowAttention(Mixer):
     def initial_state(self, batch_size: int) -> State:
         return {"kv": torch.zeros(batch_size, *self.state_shapes()["kv"], device=self.out.weight.device)}
 
-    def _heads(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def queries_and_memory(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [B,T,d] -> q [B,T,H,K], scaled, and kv [B,Hkv,2,T,K]; queries and keys normed and rotated."""
         kv_width = self.kv_heads * self.head_dim
         q, k, v = self.project(x).split((x.shape[-1], kv_width, kv_width), dim=-1)
@@ -81,7 +81,7 @@ class WindowAttention(Mixer):
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
         """state: kv [B,Hkv,2,window,K]."""
-        q, kv = self._heads(x, segments.positions)
+        q, kv = self.queries_and_memory(x, segments.positions)
         num_tokens, ring = x.shape[1], state["kv"]
         joined = torch.cat((self._in_order(ring, segments).to(kv.dtype), kv), dim=3)
         if segments.is_fresh and num_tokens <= self.window:
@@ -95,7 +95,7 @@ class WindowAttention(Mixer):
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         """Reads the ring as it lies: no copy of keys or values, and none for each query head."""
-        q, new = self._heads(x[:, None], positions[:, None])
+        q, new = self.queries_and_memory(x[:, None], positions[:, None])
         ring = state["kv"]
         q = torch.unflatten(q[:, 0], 1, (self.kv_heads, -1))  # [B,Hkv,heads of a group,K]
         scores = (q @ ring[:, :, 0].transpose(-1, -2)).masked_fill(~self._in_text(positions)[:, None, None], -torch.inf)

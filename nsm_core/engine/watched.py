@@ -1,0 +1,51 @@
+"""The requests of an engine whose routing is told, and what is told of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nsm_core.engine.scheduler import Plan
+from nsm_core.engine.sequence import RunningSequence
+from nsm_core.inspection.probe import RoutingProbe
+from nsm_core.inspection.routing import TokenRouting
+from nsm_core.state.pool import StatePool
+
+
+class WatchedRequests:
+    """Steps in which none of them takes part cost nothing but a look at a set."""
+
+    def __init__(self, probe: RoutingProbe | None) -> None:
+        """None: no request can be watched."""
+        self._probe = probe
+        self._slots: set[int] = set()
+
+    @property
+    def is_possible(self) -> bool:
+        return self._probe is not None
+
+    def add(self, slot: int, sequence: RunningSequence) -> None:
+        """A request that has got its slot; it is watched if it asks for that."""
+        if sequence.request.include_routing:
+            self._slots.add(slot)
+
+    def remove(self, slot: int) -> None:
+        """The request of this slot, watched or not, is over."""
+        self._slots.discard(slot)
+
+    def look(self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool) -> dict[int, TokenRouting]:
+        """Before a step: what will be done by the last token that each watched slot reads before it samples one."""
+        if self._probe is None or not self._slots:
+            return {}
+        ids = {slot: running[slot].sampled[-1:] for slot in plan.decode if slot in self._slots}
+        for chunk in plan.prefill:
+            read_ids = running[chunk.slot].read_ids
+            if chunk.slot in self._slots and chunk.start + chunk.length == len(read_ids):
+                ids[chunk.slot] = list(read_ids[chunk.start :])
+        if not ids:
+            return {}
+        slots = sorted(ids)
+        layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+        return {
+            slot: TokenRouting(position=running[slot].sample_position, layers=found)
+            for slot, found in zip(slots, layers, strict=True)
+        }

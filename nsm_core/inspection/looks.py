@@ -1,0 +1,111 @@
+"""What one token did in one layer: from what the layer's parts made of it, and the state before."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsm_core.inspection.watching import WatchedLayer
+from nsm_core.model.attention import WindowAttention
+from nsm_core.model.gated import GatedMixer
+from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.recurrence import LinearRecurrence
+from nsm_core.state.spec import State
+
+Kind = Literal["slots", "gated", "attention", "recurrence"]
+# the tensor of a kind's state that holds its states, [H, M, width]
+STATES: dict[Kind, str] = {"slots": "slots", "gated": "gated"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One token of each row, fp32. What a kind of layer does not have is None.
+
+    `write` [B,H,M]: the share of each state that the token replaces; in a gated layer the share that its sum may
+    replace at the next boundary, in a linear recurrence of each channel [B,1,d]. `read` [B,H,M]: the weights of the
+    states in what is read after it. `seen` [B,H,W]: the weights of tokens in view, the token itself first, then the
+    one before it. What is read is `read` and `seen` together: their sum is 1.
+    """
+
+    kind: Kind
+    write: Tensor | None = None
+    read: Tensor | None = None
+    seen: Tensor | None = None
+
+
+def look(layer: WatchedLayer, before: State, positions: Tensor) -> Look | None:
+    """At the token at `positions` [B] that `model.step` has just read on top of the layer's state `before`.
+
+    None for a kind of layer that is not known here.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, PulseMixer):
+        return _look_at_slots(mixer, layer, before)
+    if isinstance(mixer, GatedMixer):
+        return _look_at_gated(mixer, layer, before, positions)
+    if isinstance(mixer, WindowAttention):
+        return _look_at_attention(mixer, layer, before, positions)
+    if isinstance(mixer, LinearRecurrence):
+        opening = layer.made["project"].chunk(3, dim=-1)[1].float()
+        return Look(kind="recurrence", write=torch.sigmoid(opening + mixer.open_bias).view(len(positions), 1, -1))
+    return None
+
+
+def _tokens(layer: WatchedLayer) -> dict[str, Tensor]:
+    """What the convolution made of the token: v, and where there are any k and q, [B,H,K] fp32."""
+    *parts, _ = layer.made["conv"]
+    return {name: part.float().flatten(0, 1) for name, part in zip(("v", "k", "q"), reversed(parts), strict=False)}
+
+
+def _write(layer: WatchedLayer, states: Tensor) -> Tensor:
+    """[B,H,M], of states [B,H,M,...]."""
+    log_decay: Tensor = layer.made["router"]
+    return -torch.expm1(log_decay.float().reshape(states.shape[:3]))
+
+
+def _look_at_slots(mixer: PulseMixer, layer: WatchedLayer, before: State) -> Look:
+    slots, token = before["slots"], _tokens(layer)
+    write = _write(layer, slots)
+    logits = torch.zeros_like(write)
+    if "read_bias" in layer.made:
+        logits = logits + layer.made["read_bias"].float().reshape(write.shape)
+    if "q" in token:
+        keys = torch.lerp(slots[..., : mixer.head_dim], token["k"][:, :, None], write[..., None])
+        logits = logits + mixer.scale.float()[:, None] * (keys @ token["q"][..., None]).squeeze(-1)
+    if layer.active is not None:
+        logits = logits.masked_fill(~layer.active.expand_as(logits), -torch.inf)
+    return Look(kind="slots", write=write, read=logits.softmax(dim=-1))
+
+
+def _look_at_gated(mixer: GatedMixer, layer: WatchedLayer, before: State, positions: Tensor) -> Look:
+    """States are read as they were at the last boundary, tokens from the ring with this one in its place."""
+    slots, width, chunk = before["gated"], mixer.head_dim, mixer.chunk
+    token = _tokens(layer)
+    q = token["q"] * mixer.scale.float()[:, None]
+    normed = F.rms_norm(slots, (width,), eps=mixer.eps)
+    keys = F.rms_norm(normed @ mixer.slot_keys.float(), (width,), eps=mixer.eps)
+    on_slots = (keys @ q[..., None]).squeeze(-1)
+    ages = torch.arange(chunk, device=positions.device)
+    place = (positions[:, None] - ages) % chunk
+    ring = torch.take_along_dim(before["recent"][..., :width], place[..., None, None], dim=1)  # [B,C,H,K], by age
+    ring = torch.cat((token["k"][:, None], ring[:, 1:]), dim=1)
+    on_tokens = torch.einsum("bhk,bchk->bhc", q, ring)
+    on_tokens = on_tokens.masked_fill((ages > positions[:, None])[:, None], -torch.inf)
+    weights = torch.cat((on_tokens, on_slots), dim=-1).softmax(dim=-1)
+    return Look(kind="gated", write=_write(layer, slots), read=weights[..., chunk:], seen=weights[..., :chunk])
+
+
+def _look_at_attention(mixer: WindowAttention, layer: WatchedLayer, before: State, positions: Tensor) -> Look:
+    x = layer.given["project"].view(len(positions), 1, -1)
+    q, new = mixer.queries_and_memory(x, positions[:, None])
+    ages = torch.arange(mixer.window + 1, device=positions.device)
+    place = (positions[:, None] - ages[1:]) % mixer.window
+    ring = torch.take_along_dim(before["kv"][:, :, 0].float(), place[:, None, :, None], dim=2)  # [B,Hkv,W,K], by age
+    keys = torch.cat((new[:, :, 0].float(), ring), dim=2).repeat_interleave(mixer.heads // mixer.kv_heads, dim=1)
+    scores = (keys @ q[:, 0].float()[..., None]).squeeze(-1)
+    seen = scores.masked_fill((ages > positions[:, None])[:, None], -torch.inf).softmax(dim=-1)
+    return Look(kind="attention", seen=seen)

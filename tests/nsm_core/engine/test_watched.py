@@ -1,0 +1,105 @@
+"""Requests that ask for it are told what the states did; tokens are those of a request that does not ask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nsm_core.config import EngineConfig
+from nsm_core.engine.engine import Engine
+from nsm_core.engine.request import GenerationRequest, TokenEvent
+from nsm_core.errors import InvalidRequest
+from nsm_core.execution.base import ExecutorFactory
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.native.executor import NativeExecutor
+from nsm_core.inspection.probe import RoutingProbe
+from nsm_core.inspection.routing import TOP_STATES, LayerRouting
+from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import Tokenizer
+from tests.models import random_model, small_config
+from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, run_all, run_one
+
+
+@pytest.fixture(scope="module")
+def model() -> NsmModel:
+    model = random_model(small_config(512, layer_pattern="NW", router="sigmoid", write_top_k=8))
+    model.embedding.weight.mul_(0.3)
+    return model
+
+
+def engine_of(
+    model: NsmModel, tokenizer: Tokenizer, *, token_budget: int = 16, executor: ExecutorFactory = EagerExecutor
+) -> Engine:
+    config = EngineConfig(max_slots=4, token_budget=token_budget, queue_limit=8)
+    probe = RoutingProbe(model)
+    return Engine(model, tokenizer, fingerprint=FINGERPRINT, config=config, executor=executor, probe=probe, poison=True)
+
+
+def watched(request: GenerationRequest) -> GenerationRequest:
+    return dataclasses.replace(request, include_routing=True)
+
+
+def told(tokens: Sequence[TokenEvent]) -> list[tuple[LayerRouting, ...]]:
+    return [token.routing.layers for token in tokens if token.routing is not None]
+
+
+@pytest.mark.parametrize("executor", [EagerExecutor, NativeExecutor], ids=["eager", "native"])
+def test_tokens_are_those_of_a_request_that_does_not_ask(
+    model: NsmModel, tiny_tokenizer: Tokenizer, executor: ExecutorFactory
+) -> None:
+    request = make_request("a", random_ids(0, 40))
+    plain = run_one(engine_of(model, tiny_tokenizer, executor=executor), request)
+    seen = run_one(engine_of(model, tiny_tokenizer, executor=executor), watched(request))
+    assert seen.events == plain.events  # routing is no part of the result
+    assert [token.routing.position for token in seen.tokens if token.routing] == list(range(40, 48))
+    assert all(token.routing is None for token in plain.tokens)
+
+
+def test_what_is_told_is_what_the_text_read_step_by_step_does(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+    """However the prompt was cut, and whoever shared the batch."""
+    prompt = random_ids(1, 37)
+    others = [make_request("b", random_ids(2, 9)), watched(make_request("c", random_ids(3, 1)))]
+    outcome = run_all(engine_of(model, tiny_tokenizer), [watched(make_request("a", prompt)), *others])["a"]
+    probe = RoutingProbe(model)
+    with torch.inference_mode():
+        start = model.initial_state(1)
+        for number, layers in enumerate(told(outcome.tokens)):
+            fed = [*prompt, *outcome.ids[:number]]
+            _, state = model(torch.tensor([fed[:-1]]), start)
+            (wanted,) = probe.look(state, [fed[-1:]])
+            for one, other in zip(layers, wanted, strict=True):
+                assert dict(one.write) == pytest.approx(dict(other.write), abs=2e-4)
+                assert dict(one.read) == pytest.approx(dict(other.read), abs=2e-4)
+
+
+def test_only_who_asks_is_told(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+    asks, does_not = watched(make_request("a", random_ids(1, 9))), make_request("b", random_ids(1, 9))
+    outcomes = run_all(engine_of(model, tiny_tokenizer), [asks, does_not])
+    assert outcomes["a"].ids == outcomes["b"].ids
+    assert (len(told(outcomes["a"].tokens)), len(told(outcomes["b"].tokens))) == (8, 0)
+
+
+def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: Tokenizer) -> None:
+    config = small_config(
+        512, layer_pattern="WG(NW)", num_layers=3, num_memory_slots=24, router="sigmoid", write_top_k=24
+    )
+    outcome = run_one(engine_of(random_model(config), tiny_tokenizer), watched(make_request("a", random_ids(4, 30))))
+    for layers in told(outcome.tokens):
+        assert [(layer.layer, layer.kind) for layer in layers] == [("1", "gated"), ("2.0", "slots")]
+        for layer in layers:
+            assert len(layer.write) <= TOP_STATES
+            assert [weight for _, weight in layer.write] == sorted((w for _, w in layer.write), reverse=True)
+            assert all(0 < weight <= layer.num_heads for _, weight in (*layer.write, *layer.read))
+            assert 0 <= layer.entropy <= 1 <= layer.states_per_token <= layer.num_states
+
+
+def test_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+    config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
+    engine = Engine(model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config)
+    with pytest.raises(InvalidRequest, match="include_routing is not supported") as refused:
+        engine.add(watched(make_request("a")))
+    assert refused.value.param == "include_routing"
+    assert not engine.has_work

@@ -1,0 +1,121 @@
+"""What is told of a token is what the layer computed: from the weights told, its output can be made again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsm_core.inspection.looks import Look, look
+from nsm_core.inspection.watching import WatchedLayer, layers_of, watching
+from nsm_core.model.nsm import NsmModel
+from nsm_core.state.spec import POSITION, State
+from tests.models import random_model, small_config
+
+WINDOW = 24
+
+
+@dataclasses.dataclass
+class Step:
+    """One token of two rows, in the first layer."""
+
+    layer: WatchedLayer
+    look: Look
+    before: State
+    after: State
+    given_to_out: Tensor
+
+
+def step_after(model: NsmModel, num_tokens: int) -> Step:
+    """The token after `num_tokens` random ones."""
+    ids = torch.randint(64, (2, num_tokens + 1), generator=torch.Generator().manual_seed(3))
+    (layer, *_) = layers = layers_of(model)
+    caught: list[Tensor] = []
+    with torch.inference_mode():
+        state = model.initial_state(2)
+        if num_tokens:
+            _, state = model(ids[:, :-1], state)
+        handle = layer.mixer.out.register_forward_hook(lambda _module, given, _made: caught.append(given[0]))
+        with watching(layers):
+            _, after = model.step(ids[:, -1], state)
+        handle.remove()
+        before = layer.state_of(state)
+        seen = look(layer, before, state[POSITION])
+    assert seen is not None
+    return Step(layer, seen, before, layer.state_of(after), caught[0].reshape(2, -1))
+
+
+def gated_output(step: Step, read: Tensor) -> Tensor:
+    """What goes into a mixer's last projection for read [B,H,K]."""
+    mixer = step.layer.mixer
+    gate = step.layer.made["project"].reshape(2, -1)[:, -read.shape[1] * read.shape[2] :]
+    return F.rms_norm(read, read.shape[-1:], eps=mixer.eps).flatten(1) * mixer.out_norm * F.silu(gate)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 70])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": "sigmoid", "write_top_k": 8},
+        {"router": "softmax"},
+        {"layer_pattern": "C", "communication_interval": 64},
+    ],
+    ids=["sigmoid", "softmax", "communicating"],
+)
+def test_weights_of_slots_give_the_layers_output(changes: dict[str, object], num_tokens: int) -> None:
+    step = step_after(random_model(small_config(64, **changes)), num_tokens)
+    write, read = step.look.write, step.look.read
+    assert step.look.kind == "slots"
+    torch.testing.assert_close(read.sum(-1), torch.ones(2, 2))
+    value = step.layer.made["conv"][2][:, 0]
+    values = torch.lerp(step.before["slots"][..., 16:], value[:, :, None].expand(2, 2, 8, 16), write[..., None])
+    torch.testing.assert_close(values, step.after["slots"][..., 16:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gated_output(step, torch.einsum("bhm,bhmk->bhk", read, values)), step.given_to_out)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 8, 21])
+@pytest.mark.parametrize("gate", ["gru", "lstm", "free"])
+def test_weights_of_gated_slots_and_of_tokens_give_the_layers_output(gate: str, num_tokens: int) -> None:
+    step = step_after(random_model(small_config(64, layer_pattern="G", gate=gate, gate_chunk=8)), num_tokens)
+    read, seen = step.look.read, step.look.seen
+    torch.testing.assert_close(read.sum(-1) + seen.sum(-1), torch.ones(2, 2))
+    recent = step.after["recent"][..., 16:]  # the ring with the token in it, [B,C,H,K]
+    place = (num_tokens - torch.arange(8)) % 8
+    states = F.rms_norm(step.before["gated"], (16,), eps=step.layer.mixer.eps)
+    out = torch.einsum("bhm,bhmk->bhk", read, states) + torch.einsum("bhc,bchk->bhk", seen, recent[:, place])
+    torch.testing.assert_close(gated_output(step, out), step.given_to_out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5, 24, 60])
+def test_weights_of_attention_give_the_layers_output(num_tokens: int) -> None:
+    step = step_after(random_model(small_config(64, layer_pattern="W", window=WINDOW)), num_tokens)
+    assert step.look.write is None
+    assert step.look.read is None
+    ages = torch.arange(WINDOW)
+    ring = step.after["kv"][:, :, 1, (num_tokens - ages) % WINDOW]  # values by age
+    oldest = step.before["kv"][:, :, 1, num_tokens % WINDOW]  # the token has taken its place
+    values = torch.cat((ring, oldest[:, :, None]), dim=2).repeat_interleave(2, dim=1)
+    out = torch.einsum("bhw,bhwk->bhk", step.look.seen, values).flatten(1)
+    torch.testing.assert_close(out, step.given_to_out, rtol=1e-4, atol=1e-5)
+
+
+def test_a_recurrence_tells_how_far_each_channel_moved() -> None:
+    step = step_after(random_model(small_config(64, layer_pattern="L")), 5)
+    move = step.look.write[:, 0]
+    candidate = step.layer.made["project"].reshape(2, -1)[:, :32]
+    torch.testing.assert_close((1 - move) * step.before["hidden"] + move * candidate, step.after["hidden"])
+
+
+def test_a_step_that_was_watched_leaves_no_hooks() -> None:
+    model = random_model(small_config(64, layer_pattern="(NW)"))
+    step_after(model, 3)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("pattern", ["(NW)", "[NW]"])
+def test_mixers_in_one_layer_have_numbers_of_their_own(pattern: str) -> None:
+    model = random_model(small_config(64, layer_pattern=pattern))
+    assert [layer.name for layer in layers_of(model)] == ["0.0", "0.1", "1.0", "1.1"]
