@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.boundaries import Piece, pieces
 from nsm_core.model.pulse import PulseMixer
+from nsm_core.model.router import NEVER
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
@@ -35,16 +36,18 @@ class Communication(nn.Module):
         self.keys = nn.Parameter(torch.randn(heads, self.head_dim, KEY_WIDTH) * self.head_dim**-0.5)
         self.share = nn.Parameter(torch.full((heads,), START))
 
-    def forward(self, slots: Tensor) -> Tensor:
-        """slots [B,H,M,2K] fp32 -> the same after one exchange."""
+    def forward(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
+        """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all)."""
         with torch.autocast(slots.device.type, enabled=False):
-            mixed = self.weights(slots) @ slots
-            return torch.lerp(slots, mixed, torch.sigmoid(self.share)[:, None, None])
+            mixed = torch.lerp(slots, self.weights(slots, active) @ slots, torch.sigmoid(self.share)[:, None, None])
+            return mixed if active is None else torch.where(active[..., None], mixed, slots)
 
-    def weights(self, slots: Tensor) -> Tensor:
+    def weights(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
         """[B,H,M,M]: how much slot m takes from each; rows sum to 1, with top_k at most that many are not zero."""
         normed = F.rms_norm(slots[..., : self.head_dim], (self.head_dim,), eps=self.eps)
         logits = (normed @ self.queries) @ (normed @ self.keys).transpose(-1, -2) / math.sqrt(KEY_WIDTH)
+        if active is not None:
+            logits = logits.masked_fill(~active[..., None, :], NEVER)
         if self.top_k in (0, slots.shape[-2]):
             return logits.softmax(dim=-1)
         # tapered like the router's choice: rounding must not switch a partner on or off
@@ -73,19 +76,22 @@ class CommunicatingMixer(PulseMixer):
         read, slots = self._scan_some(tokens, slots, piece, piece.before)
         if not piece.may_have_boundary:
             return read, slots
-        slots = torch.where(piece.has_boundary[:, None, None, None], self.communication(slots), slots)
+        exchanged = self.communication(slots, piece.segments.existing(slots.shape[2]))
+        slots = torch.where(piece.has_boundary[:, None, None, None], exchanged, slots)
         later, slots = self._scan_some(tokens, slots, piece, ~piece.before)
         return torch.where(piece.before[..., None, None], read, later), slots
 
     def _scan_some(self, tokens: dict[str, Tensor], slots: Tensor, piece: Piece, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Only tokens of the mask [B,T] write, and only texts that start at one of them start."""
         log_decay = torch.where(mask[..., None, None], tokens["log_decay"], 0.0)
+        existing = piece.segments.existing(slots.shape[2])
         return slot_scan(
             **{**tokens, "log_decay": log_decay},
             scale=self.scale,
             state=slots,
             reset=piece.starts(mask),
             initial=self.initial_slots,
+            active=None if existing is None else existing.expand(slots.shape[:3]),
         )
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:

@@ -56,7 +56,7 @@ class NsmModel(nn.Module):
 
     def initial_state(self, batch_size: int) -> State:
         """The start of a text, `batch_size` times: learned slots, position 0, nothing read."""
-        position = torch.zeros(batch_size, dtype=torch.int64, device=self.embedding.weight.device)
+        position = torch.zeros(batch_size, dtype=torch.int64, device=self.final_norm.weight.device)
         state: State = {POSITION: position}
         for layer, block in enumerate(self.layers):
             initial = block.mixer.initial_state(batch_size)
@@ -91,10 +91,11 @@ class NsmModel(nn.Module):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
         is_fresh: bool = False,
+        num_slots: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """One piece of `forward`, with full control over padding and document starts (see Segments)."""
+        """One piece of `forward`, with full control over padding, document starts and slots (see Segments)."""
         positions = token_positions(state[POSITION], ids.shape[1], reset)
-        segments = Segments(positions, lengths, valid, reset, is_fresh)
+        segments = Segments(positions, lengths, valid, reset, is_fresh, num_slots)
         x = self.embedding(ids) * self.config.d_model**0.5
         new_state: State = {POSITION: segments.end}
         for layer, block in enumerate(self.layers):

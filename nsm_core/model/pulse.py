@@ -119,7 +119,8 @@ class PulseMixer(Mixer):
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]; without keys K and d."""
         tokens, gate, tail = self._tokens(x, state["conv_tail"], segments.reset, segments.lengths)
-        tokens["log_decay"] = self.router(x, segments.valid)
+        existing = segments.existing(self.initial_slots.shape[1])
+        tokens["log_decay"] = self.router(x, segments.valid, None if existing is None else existing[:, None])
         read, slots = self._scan(tokens, state["slots"], segments)
         return self._output(read, gate), {"slots": slots, "conv_tail": tail}
 
@@ -136,7 +137,15 @@ class PulseMixer(Mixer):
 
     def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """What tokens read (those of `_tokens`, log_decay [B,T,H,M]), and the slots after the last."""
-        return slot_scan(**tokens, scale=self.scale, state=slots, reset=segments.reset, initial=self.initial_slots)
+        existing = segments.existing(slots.shape[2])
+        return slot_scan(
+            **tokens,
+            scale=self.scale,
+            state=slots,
+            reset=segments.reset,
+            initial=self.initial_slots,
+            active=None if existing is None else existing.expand(slots.shape[:3]),
+        )
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         tokens, gate, tail = self._tokens(x[:, None], state["conv_tail"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from nsm_core.config import ModelConfig
 from nsm_core.layer_pattern import LayerPlan, parse_layer_pattern
+from nsm_core.model.allocating import AllocatingMixer
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.communicating import CommunicatingMixer
 from nsm_core.model.composite import ParallelMixer, SequentialMixer
@@ -15,8 +16,10 @@ from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.recurrence import LinearRecurrence
 
 MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
-    "N": PulseMixer,
-    "C": CommunicatingMixer,
+    "N": lambda config: AllocatingMixer(config) if config.allocation else PulseMixer(config),
+    "C": lambda config: (
+        AllocatingMixer(config, is_communicating=True) if config.allocation else CommunicatingMixer(config)
+    ),
     "G": GatedMixer,
     "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),

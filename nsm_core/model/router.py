@@ -16,6 +16,7 @@ from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 # Heads forget at different speeds from the start: softplus(bias) of the write strength runs over this range.
 WRITE_STRENGTH_RANGE = (0.03, 2.0)
 TIMESCALE_BASE = 4.0
+NEVER = -1e30  # the logit of a slot that is not in use; finite, because a difference of two infinities is no number
 # The slots of a sigmoid router write at these rates at the start, evenly spaced on a log scale.
 WRITE_RATE_RANGE = (0.002, 0.2)
 
@@ -42,11 +43,15 @@ class Router(nn.Module, abc.ABC):
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
         """x [..., d] and logits [..., H, M] fp32 -> log decay [..., H, M]; 0 where `valid` [...] is False."""
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """`valid` [...] bool: tokens that are none write nothing."""
+    def forward(self, x: Tensor, valid: Tensor | None = None, active: Tensor | None = None) -> Tensor:
+        """`valid` [...] bool: tokens that are none write nothing. `active` [..., H, M] bool: slots in use."""
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.logits.weight.dtype)
-            return self.log_decay(x, torch.unflatten(self.logits(x), -1, (self.heads, self.slots)), valid)
+            logits = torch.unflatten(self.logits(x), -1, (self.heads, self.slots))
+            if active is not None:
+                logits = logits.masked_fill(~active, NEVER)
+            log_decay = self.log_decay(x, logits, valid)
+            return log_decay if active is None else torch.where(active, log_decay, 0.0)
 
     def reset_load(self) -> None:
         """Forgets what was measured of the slots' use in training."""

@@ -16,7 +16,8 @@ class Segments(NamedTuple):
     positions [B,T] int64: tokens before this one in its text. lengths [B]: right-padded rows, the rest of a row is
     padding. valid [B,T] bool: tokens that may touch the slots. reset [B, T/CHUNK_LEN] bool: a document starts at this
     chunk; its memory is the learned start. The last three are None for full rows that continue their states.
-    `is_fresh`: no row continues a state, which spares full attention an empty cache.
+    `is_fresh`: no row continues a state, which spares full attention an empty cache. num_slots [B]: the first slots of
+    a head that a row is read with, as if the others were not there; None: all.
     """
 
     positions: Tensor
@@ -24,6 +25,13 @@ class Segments(NamedTuple):
     valid: Tensor | None = None
     reset: Tensor | None = None
     is_fresh: bool = False
+    num_slots: Tensor | None = None
+
+    def existing(self, num_slots: int) -> Tensor | None:
+        """[B,1,M] bool: which of a layer's slots are there; None: all."""
+        if self.num_slots is None:
+            return None
+        return (torch.arange(num_slots, device=self.num_slots.device) < self.num_slots[:, None])[:, None]
 
     @property
     def end(self) -> Tensor:

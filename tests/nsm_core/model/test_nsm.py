@@ -27,6 +27,11 @@ CONFIG = ModelConfig(
     timescale_groups=4, num_kv_heads=1, window=24, max_context=80,
 )  # fmt: skip
 SIGMOID = {"router": "sigmoid", "write_top_k": CONFIG.num_memory_slots}
+# slots that come and go within the texts of these tests
+ALLOCATING = SIGMOID | {
+    "allocation": True, "num_layers": 2, "communication_interval": 64, "start_slots": 12, "min_slots": 3,
+    "prune_age": 1, "prune_share": 0.8, "allocate_pressure": 0.003,
+}  # fmt: skip
 KINDS: dict[str, dict[str, object]] = {
     **{pattern: {"layer_pattern": pattern} for pattern in ("N", "W", "A", "NWA")},
     "sigmoid": SIGMOID,
@@ -40,6 +45,9 @@ KINDS: dict[str, dict[str, object]] = {
     "lstm": {"layer_pattern": "G", "gate": "lstm", "gate_chunk": 16, "num_layers": 2},
     "gru, every token": {"layer_pattern": "G", "gate_chunk": 1, "num_layers": 1},
     "communicating": {"layer_pattern": "C", "num_layers": 2, "communication_interval": 64, "communication_top_k": 3},
+    "allocating": ALLOCATING | {"layer_pattern": "N"},
+    "allocating, sparse, communicating": ALLOCATING
+    | {"layer_pattern": "C", "router": "softmax", "write_top_k": 3, "communication_top_k": 3, "start_slots": 6},
     "parallel": {"layer_pattern": "[NW]", "num_layers": 2},
     "in sequence": {"layer_pattern": "(WNL)", "num_layers": 1},
     "free, hybrid": {"layer_pattern": "NGW", "gate": "free", "gate_chunk": 32},
@@ -218,6 +226,8 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     banks = 3 if model.config.gate == "lstm" else 2  # slots, sums and cells
     gated = (banks * CONFIG.num_memory_slots + 2 * model.config.gate_chunk + 9) * CONFIG.d_model
     gated += CONFIG.num_heads * CONFIG.num_memory_slots
+    if model.config.allocation:  # importance, age and mask of every slot, pressure of every head
+        slots += CONFIG.num_heads * (3 * CONFIG.num_memory_slots + 1)
     numbers = {"N": slots, "C": slots, "G": gated, "L": CONFIG.d_model}
     numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
     plans = parse_layer_pattern(model.config.layer_pattern)
