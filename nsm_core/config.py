@@ -43,7 +43,8 @@ class ModelConfig:
     `layer_pattern` has a letter for each layer and is repeated as often as needed: N is slot memory, C the same with
     an exchange between the slots every `communication_interval` tokens (each with `communication_top_k` others, 0: with
     all), G slots that the `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last
-    `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers. [NW] is one layer
+    `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers. Small letters are
+    baselines of the literature: see docs/family.md. [NW] is one layer
     with both side by side, (WNL) one with three in a row. N and C layers read their slots by the `projector`.
 
     With `allocation` N and C layers have slots that are not in use: every `communication_interval` tokens those whose
@@ -179,10 +180,11 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
-        if not kinds & {"W", "A"}:
+        _require("s" not in kinds or self.d_model % 2 == 0, f"d_model must be even for S5, got {self.d_model}")
+        if not kinds & {"W", "A", "f", "p"}:
             return
         _require(
-            self.num_heads % self.num_kv_heads == 0,
+            self.num_heads % self.num_kv_heads == 0 or not kinds & {"W", "A"},
             f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
         )
         _require(self.head_dim % 2 == 0, f"d_model / num_heads must be even for attention, got {self.head_dim}")

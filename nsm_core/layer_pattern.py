@@ -10,7 +10,10 @@ from nsm_core.errors import ConfigError
 # Slot memory, the same with communication, gated slots, linear recurrence, window and full attention: see
 # nsm_core/model/registry.py
 LAYER_KINDS = "NCGLWA"
-_LAYER = re.compile(rf"[{LAYER_KINDS}]|\([{LAYER_KINDS}]{{2,}}\)|\[[{LAYER_KINDS}]{{2,}}\]")
+# Of the literature, to compare with: see nsm_core/model/baselines/
+BASELINE_KINDS = "lfprmds"
+_ANY = f"[{LAYER_KINDS}{BASELINE_KINDS}]"
+_LAYER = re.compile(rf"{_ANY}|\({_ANY}{{2,}}\)|\[{_ANY}{{2,}}\]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +37,6 @@ def parse_layer_pattern(pattern: str) -> tuple[LayerPlan, ...]:
     if rest or not plans:
         raise ConfigError(
             f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, of which two or more may stand in [] "
-            f"(parallel) or () (in sequence), got {pattern!r}"
+            f"(parallel) or () (in sequence), or of those of baselines ({', '.join(BASELINE_KINDS)}), got {pattern!r}"
         )
     return tuple(plans)

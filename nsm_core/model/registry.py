@@ -8,6 +8,12 @@ from nsm_core.config import ModelConfig
 from nsm_core.layer_pattern import LayerPlan, parse_layer_pattern
 from nsm_core.model.allocating import AllocatingMixer
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.baselines.diagonal import S5, S4d
+from nsm_core.model.baselines.linformer import Linformer
+from nsm_core.model.baselines.lstm import Lstm
+from nsm_core.model.baselines.mamba2 import Mamba2
+from nsm_core.model.baselines.performer import Performer
+from nsm_core.model.baselines.rwkv7 import Rwkv7
 from nsm_core.model.communicating import CommunicatingMixer
 from nsm_core.model.composite import ParallelMixer, SequentialMixer
 from nsm_core.model.gated import GatedMixer
@@ -24,6 +30,13 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),
     "A": lambda config: WindowAttention(config, config.max_context),
+    "l": Lstm,
+    "f": Linformer,
+    "p": Performer,
+    "r": Rwkv7,
+    "m": Mamba2,
+    "d": S4d,
+    "s": S5,
 }
 
 
