@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
+from service.admission import Admission
 from service.api_keys import KeyFile
 from service.authentication import Authenticate
 from service.backends.base import HasUpstreams, InferenceBackend
@@ -151,6 +152,7 @@ def _middleware(services: Services) -> list[Middleware]:
         Middleware(CatchErrors),
         Middleware(Gate, lifecycle=services.lifecycle),
         Middleware(Authenticate, tenants=services.tenants),
+        Middleware(Admission, backend=services.backend),
         Middleware(
             Body,
             max_bytes=settings.max_body_bytes,

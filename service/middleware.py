@@ -1,4 +1,5 @@
-"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, (authentication.py) Authenticate, Body."""
+"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, Authenticate and Admission (in files of
+their own), Body."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from service.turn_following import stream_not_found
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
 # fields of a body that change nothing in the result
-FRAMING_ONLY = {"stream", "stream_options", "include_energy", "timeout"}
+FRAMING_ONLY = {"stream", "stream_options", "include_energy", "include_routing", "timeout"}
 _STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
@@ -46,7 +46,8 @@ class SessionAnswer:
         self.is_replay = source.is_replay
         self._source = source
         self._view = ChoiceView(tokenizer)
-        self._text = ChoiceText(tokenizer, has_logprobs=framing.get("has_logprobs", False))
+        has_logprobs, has_routing = framing.get("has_logprobs", False), framing.get("has_routing", False)
+        self._text = ChoiceText(tokenizer, has_logprobs=has_logprobs, has_routing=has_routing)
         self._has_usage_chunk = has_usage_chunk
         self._has_energy = framing.get("has_energy", False)
         self._envelope = Envelope(
@@ -154,7 +155,11 @@ async def open_session_turn(
     services.check_model(body.model)
     tokenizer = services.backend.tokenizer
     sampling = body.sampling(max_tokens_limit=services.settings.max_tokens_limit, vocab_size=tokenizer.vocab_size)
+    body.check_routing(max_tokens=body.max_tokens)
     digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
+    identity = _identity(idempotency_key, body.expected_version, digest)
+    if identity is None:  # no retry, whose turn there may be: before anything is done for it
+        services.backend.require_room()
     request = TurnRequest(
         request_id=f"cmpl-{uuid.uuid4().hex}-{session_id}",
         tenant=tenant,
@@ -166,7 +171,7 @@ async def open_session_turn(
         expected_version=body.expected_version,
         arrival=arrival.time,
         deadline=arrival.time + (body.timeout or services.settings.request_timeout_s),
-        identity=_identity(idempotency_key, body.expected_version, digest),
+        identity=identity,
         digest=digest,
         framing={
             "created": int(time.time()),
@@ -175,7 +180,9 @@ async def open_session_turn(
             "has_logprobs": body.logprobs is not None,
             "has_usage_chunk": body.has_usage_chunk,
             "has_energy": body.include_energy,
+            "has_routing": body.include_routing,
         },
+        include_routing=body.include_routing,
         is_resumable=body.stream,
     )
     source = await services.turns.open_or_join(request)

@@ -19,7 +19,7 @@ from nsm_core.engine.request import (
     TokenEvent,
     TokenLogprob,
 )
-from nsm_core.errors import NsmError, SnapshotCorrupt, StateMismatch
+from nsm_core.errors import NsmError, Overloaded, SnapshotCorrupt, StateMismatch
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
@@ -57,7 +57,8 @@ class FakeBackend:
     which stops the request and is dropped.
 
     `hold=True`: every token waits for a permit, given by `release`; `held` is set while a request waits for one.
-    `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it. Seeds change nothing.
+    `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it; `is_full`: there
+    is no room. Seeds change nothing.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FakeBackend:
         self.fail_after = fail_after
         self.error = error or NsmError("the fake was told to fail")
         self.refusal: NsmError | None = None
+        self.is_full = False
         self.ready = True
         self.requests: list[GenerationRequest] = []
         self.running: set[FakeGeneration] = set()
@@ -104,9 +106,14 @@ class FakeBackend:
         for generation in tuple(self.running):
             generation.abort()
 
+    def require_room(self) -> None:
+        if self.is_full:
+            raise Overloaded("the fake is full")
+
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.refusal is not None:
             raise self.refusal
+        self.require_room()
         resume = request.resume
         if resume is not None and resume.fingerprint != self.model.fingerprint:
             raise StateMismatch(f"state of model {resume.fingerprint}, this is {self.model.fingerprint}")

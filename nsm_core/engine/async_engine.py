@@ -143,24 +143,24 @@ class AsyncEngine:
             )  # not a join on another thread: an interpreter that ends would wait for that one
             self._thread.join()
 
-    def submit(self, request: GenerationRequest) -> GenerationHandle:
-        """Queue a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
+    def require_room(self) -> None:
+        """Raises EngineDead or Overloaded where `submit` would at this moment, whatever it is asked."""
         if self._end is not None:
             raise EngineDead(str(self._end))
-        if request.request_id in self._handles:
-            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle:
+        """Queue a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
+        if request.request_id in self._handles:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        self.require_room()
         self._engine.check(request)
+        self._check_watched(request)
         handle = GenerationHandle(request, self._inbox)
         self._handles[request.request_id] = handle
         self._inbox.put(_Submit(request, time.monotonic()))
         return handle
-        self._check_watched(request)
-
-    def is_ready(self) -> bool:
-        """Whether requests are taken and the thread's heartbeat is fresh."""
-        return self._end is None and time.monotonic() - self._heartbeat < HEARTBEAT_LIMIT_S
 
     def _check_watched(self, request: GenerationRequest) -> None:
         """Each of them makes every step longer, for all."""
@@ -169,6 +169,10 @@ class AsyncEngine:
         num_watched = sum(handle.request.include_routing for handle in self._handles.values())
         if num_watched >= MAX_WATCHED:
             raise Overloaded(f"at most {MAX_WATCHED} requests with include_routing may run at a time")
+
+    def is_ready(self) -> bool:
+        """Whether requests are taken and the thread's heartbeat is fresh."""
+        return self._end is None and time.monotonic() - self._heartbeat < HEARTBEAT_LIMIT_S
 
     def stats(self) -> EngineStats:
         """The counters as they were after one step."""

@@ -68,6 +68,10 @@ class InferenceBackend(Protocol):
         """Ends running requests with Finished(reason=abort) and frees the device. Idempotent."""
         ...
 
+    def require_room(self) -> None:
+        """Raises Overloaded or EngineDead where `submit` would at this moment, whatever it is asked."""
+        ...
+
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request. Raises Overloaded (queue full), EngineDead, InvalidRequest or StateMismatch at once."""
         ...

@@ -74,6 +74,9 @@ class LocalBackend:
         if self._meter is not None:
             self._meter.close()
 
+    def require_room(self) -> None:
+        self._engine.require_room()
+
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         return self._engine.submit(request)
 

@@ -70,16 +70,24 @@ class TritonBackend:
         await asyncio.gather(*(generation.stop() for generation in self._open.values()))
         await self.upstreams.stop()
 
-    def submit(self, request: GenerationRequest) -> TritonGeneration:
-        if self._end is not None or self._admission is None:
+    def require_room(self) -> None:
+        if self._end is not None:
             raise EngineDead(str(self._end))
-        if request.request_id in self._open:
-            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         if not self.upstreams.is_any_up:
             raise EngineDead("no Triton server is ready")
         if self.upstreams.room <= self._num_unplaced():
             raise Overloaded("the queues of all Triton servers are full")
+
+    def submit(self, request: GenerationRequest) -> TritonGeneration:
+        if request.request_id in self._open:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        self.require_room()
+        if self._admission is None:
+            raise EngineDead("the backend was not started")
         self._admission.check(request)
+        if request.include_routing:  # servers tell tokens only
+            message = "include_routing is not supported with Triton servers"
+            raise InvalidRequest(message, param="include_routing", code="unsupported_parameter")
         self._check_scored(request)
         generation = TritonGeneration(request, self.upstreams, on_end=self._count)
         self._open[request.request_id] = generation

@@ -44,6 +44,9 @@ class TracedBackend:
     async def stop(self) -> None:
         await self._backend.stop()
 
+    def require_room(self) -> None:
+        self._backend.require_room()
+
     def submit(self, request: GenerationRequest) -> TracedGeneration:
         operation = "chat" if request.request_id.startswith(CHAT) else "text_completion"
         span = self._tracer.start_span(f"{operation} {self.model.name}")

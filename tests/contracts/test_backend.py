@@ -149,9 +149,12 @@ async def test_batches_are_the_same_events(backend: InferenceBackend) -> None:
 
 async def test_the_queue_is_bounded(backend: InferenceBackend) -> None:
     names = [str(number) for number in range(MAX_SLOTS + QUEUE_LIMIT)]
+    backend.require_room()
     generations = [backend.submit(make_request(name, max_tokens=100_000)) for name in names]
     with pytest.raises(Overloaded):
         backend.submit(make_request("one too many"))
+    with pytest.raises(Overloaded):
+        backend.require_room()
     for generation in generations:
         generation.cancel()
     for generation in generations:
