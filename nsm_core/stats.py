@@ -28,7 +28,8 @@ class LayerStats:
     `layer`: its number, and behind a dot that of one of several mixers in it. Shares are in [0, 1]. `entropy`: of a
     token's write weights over the slots of a head, 1 where all are equal; `sparsity`: share of slots with a write
     weight below a thousandth; `states_per_token`: exp of that entropy, in slots; `openness`: mean write weight;
-    `utilisation`: share of slots that are not where they started.
+    `utilisation`: share of slots that are not where they started. `num_active`: slots of a head that are in use, on
+    average; all of them in a layer that neither allocates nor prunes.
     """
 
     layer: str
@@ -37,8 +38,9 @@ class LayerStats:
     states_per_token: float
     openness: float
     utilisation: float
-    num_allocated: int = 0  # counter: slots that left their start
-    num_pruned: int = 0  # counter: slots that were put back to it
+    num_active: float = 0.0
+    num_allocated: int = 0  # counter: slots that came into use; without allocation: that left their start
+    num_pruned: int = 0  # counter: slots that went out of use; without allocation: that were put back to it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -25,11 +25,14 @@ UNUSED_WEIGHT = 1e-3
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """`name`: of LayerStats, and of the state's tensors; `start` [H, M, 2K], the learned slots."""
+    """`name`: of LayerStats, and of the state's tensors; `start` [H, M, 2K], the learned slots; `used_at_start` [H, M]
+    bool: those in use then, none where a slot comes into use by leaving its start.
+    """
 
     name: str
     router: Router
     start: Tensor
+    used_at_start: Tensor
     num_allocated: int = 0
     num_pruned: int = 0
 
@@ -49,11 +52,11 @@ class ModelObserver:
         with torch.inference_mode():
             initial = model.initial_state(1)
         self._layers = [
-            _Layer(name, router, initial[f"layers.{name}.slots"][0])
+            _Layer(name, router, initial[f"layers.{name}.slots"][0], _used_at_start(initial, name))
             for name, router in _routers(model)
             if f"layers.{name}.slots" in initial
         ]
-        self._moved: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots had left their start
+        self._used: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots were in use
 
     @property
     def is_due(self) -> bool:
@@ -72,9 +75,12 @@ class ModelObserver:
         with self._watching(weights):
             self._model.step(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].start.device), state)
         moved = [_moved(state[f"layers.{layer.name}.slots"], layer.start) for layer in self._layers]
-        self._count_changes(request_ids, is_fresh, moved)
+        active = [_active(state, layer.name) for layer in self._layers]
+        used = [own if mask is None else mask for own, mask in zip(moved, active, strict=True)]
+        self._count_changes(request_ids, is_fresh, used)
         self.layers = tuple(
-            _figures(layer, weights[layer.name], share) for layer, share in zip(self._layers, moved, strict=True)
+            _figures(layer, weights[layer.name], share, mask)
+            for layer, share, mask in zip(self._layers, moved, active, strict=True)
         )
         self.num_observed += len(ids)
         now = self._clock()
@@ -96,19 +102,19 @@ class ModelObserver:
                 stack.callback(handle.remove)
             yield
 
-    def _count_changes(self, request_ids: Sequence[str], is_fresh: Sequence[bool], moved: Sequence[Tensor]) -> None:
+    def _count_changes(self, request_ids: Sequence[str], is_fresh: Sequence[bool], used: Sequence[Tensor]) -> None:
         """Against the last look, or the start; a resumed state that was not seen before tells no change."""
         seen: dict[str, list[Tensor]] = {}
         for row, request_id in enumerate(request_ids):
-            now = [layer[row] for layer in moved]
-            before = self._moved.get(request_id)
+            now = [layer[row] for layer in used]
+            before = self._used.get(request_id)
             if before is None:
-                before = [torch.zeros_like(layer) for layer in now] if is_fresh[row] else now
+                before = [layer.used_at_start for layer in self._layers] if is_fresh[row] else now
             for layer, was, is_now in zip(self._layers, before, now, strict=True):
                 layer.num_allocated += int((is_now & ~was).sum())
                 layer.num_pruned += int((was & ~is_now).sum())
             seen[request_id] = now
-        self._moved = seen
+        self._used = seen
 
 
 def _routers(model: NsmModel) -> Iterator[tuple[str, Router]]:
@@ -126,8 +132,19 @@ def _moved(slots: Tensor, start: Tensor) -> Tensor:
     return moved
 
 
-def _figures(layer: _Layer, weights: Tensor, moved: Tensor) -> LayerStats:
-    """weights [B, H, M], moved [B, H, M]."""
+def _active(state: State, name: str) -> Tensor | None:
+    """[B, H, M] bool of a layer that allocates; None: of any other."""
+    active = state.get(f"layers.{name}.active")
+    return None if active is None else active > 0.5
+
+
+def _used_at_start(initial: State, name: str) -> Tensor:
+    active = _active(initial, name)
+    return torch.zeros_like(initial[f"layers.{name}.slots"][0, ..., 0]).bool() if active is None else active[0]
+
+
+def _figures(layer: _Layer, weights: Tensor, moved: Tensor, active: Tensor | None) -> LayerStats:
+    """weights [B, H, M], moved and active [B, H, M] bool."""
     total = weights.sum(dim=-1, keepdim=True)
     shares = weights / total.where(total > 0, torch.ones_like(total))
     entropy = torch.special.entr(shares).sum(dim=-1)
@@ -139,6 +156,7 @@ def _figures(layer: _Layer, weights: Tensor, moved: Tensor) -> LayerStats:
         states_per_token=float((entropy.exp() * (total[..., 0] > 0)).mean()),
         openness=float(weights.mean()),
         utilisation=float(moved.float().mean()),
+        num_active=float(num_slots if active is None else active.sum(dim=-1).float().mean()),
         num_allocated=layer.num_allocated,
         num_pruned=layer.num_pruned,
     )

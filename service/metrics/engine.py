@@ -83,10 +83,11 @@ class ModelMetrics:
             "states_per_token": gauge("states_used_per_token", "Effective number of slots of a head a token writes."),
             "openness": gauge("update_gate_openness", "Mean write weight."),
             "utilisation": gauge("state_utilisation", "Share of slots that are not where they started."),
+            "num_active": gauge("active_states", "Slots of a head that are in use, on average."),
         }
         self._counters = {
-            "num_allocated": counter("state_allocations", "Slots that left their start, as seen in samples."),
-            "num_pruned": counter("state_prunings", "Slots that were put back to their start, as seen in samples."),
+            "num_allocated": counter("state_allocations", "Slots that came into use, as seen in samples."),
+            "num_pruned": counter("state_prunings", "Slots that went out of use, as seen in samples."),
         }
         self._observed = FollowingCounter(
             "nsm_model_observed_tokens_total", "Tokens that the figures on routing were made of.", registry=registry

@@ -111,3 +111,23 @@ def test_a_mixer_beside_others_is_found_by_its_number(pattern: str) -> None:
 def test_a_model_without_routers_is_not_looked_at() -> None:
     observer = ModelObserver(random_model(small_config(64, layer_pattern="A")), clock=FakeClock())
     assert not observer.is_due
+
+
+def test_slots_that_come_and_go_are_counted_by_their_mask() -> None:
+    allocating = {"router": "sigmoid", "write_top_k": 8, "allocation": True, "start_slots": 6}
+    model = random_model(small_config(64, **allocating))
+    observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
+    look(observer, state)
+    assert [(layer.num_active, layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(6, 0, 0)] * 2
+    changed = {name: tensor.clone() for name, tensor in state.items()}
+    for layer in range(2):
+        changed[f"layers.{layer}.active"][:, 0] = torch.tensor([0.0, 1, 1, 1, 1, 1, 1, 1])  # one head of two
+    look(observer, changed)
+    assert [(layer.num_active, layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(6.5, 4, 2)] * 2
+
+
+def test_a_layer_that_does_not_allocate_has_all_its_slots_in_use() -> None:
+    model = random_model(small_config(64))
+    observer = ModelObserver(model, clock=FakeClock())
+    look(observer, read(model, 0))
+    assert [layer.num_active for layer in observer.layers] == [8, 8]
