@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.choices import Delta, ScoredToken
 from service.deps import Arrival, Services
 from service.generation import Run, choice_limit, ends_of
-from service.openai_format import Envelope, chat_logprobs, finish_reason, usage
+from service.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.schemas.chat import ChatBody
 from service.schemas.common import check_n
 from service.sse import TextFrame, frame
@@ -51,7 +51,7 @@ class Chat:
                         frames.append(self._frame(index, {}, reason=finish_reason(delta.finished)))
                         continue
                     text = self._prefixes[index].cut(delta)
-                    if self._body.logprobs:
+                    if self._body.logprobs or self._body.include_routing:
                         frames.append(self._frame(index, {"content": text}, tokens=delta.tokens))
                     elif text:
                         frames.append(texts[index](text))
@@ -77,6 +77,7 @@ class Chat:
                 "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
                 "logprobs": self._logprobs(tokens[index]),
                 "finish_reason": finish_reason(ends[index]),
+                **self._routing(tokens[index]),
             }
             for index in range(self._body.n)
         ]
@@ -89,7 +90,8 @@ class Chat:
         self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
     ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        told = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
+        choice = {"index": index, "delta": delta, **told}
         fields = {"usage": None} if self._body.has_usage_chunk else {}
         return frame(self._envelope.wrap(CHUNK_KIND, [choice], **fields))
 
@@ -98,6 +100,10 @@ class Chat:
 
     def _logprobs(self, tokens: tuple[ScoredToken, ...] | list[ScoredToken]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None
+
+    def _routing(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """The field, if it was asked for."""
+        return {"routing": routing_of(tokens)} if self._body.include_routing else {}
 
 
 class PrefixCutter:
@@ -123,6 +129,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     sampling = body.sampling(
         template, max_tokens_limit=settings.max_tokens_limit, vocab_size=tokenizer.vocab_size
     )  # fmt: skip
+    body.check_routing(max_tokens=sampling.max_tokens, num_choices=body.n, param="max_completion_tokens")
     prompt = await services.prompts.fresh(body.text(template), param="messages")
     envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     start = await services.prefix_resume.start(
@@ -138,6 +145,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
             prompt_ids=prompt.ids,
             sampling=dataclasses.replace(sampling, choice_index=choice_index),
             deadline=arrival.time + (body.timeout or settings.request_timeout_s),
+            include_routing=body.include_routing,
         )
         for choice_index in range(body.n)
     ]

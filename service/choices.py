@@ -8,19 +8,22 @@ from collections import deque
 from typing import NamedTuple
 
 from nsm_core.engine.request import Event, Finished, PromptScored, PromptState, TokenEvent, TokenLogprob
+from nsm_core.inspection.routing import TokenRouting
 from nsm_core.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log-probability; None where nothing was read before it."""
+    """A token with its log-probability, None where nothing was read before it, and its routing, if asked for."""
 
     token_id: int
     logprob: TokenLogprob | None
+    routing: TokenRouting | None = None
 
 
 class Delta(NamedTuple):  # made for every token, in a fifth of the time that a frozen dataclass takes
-    """What became visible. `tokens` are those whose logprobs belong to this piece or were waiting for a piece to join.
+    """What became visible. `tokens` are those whose logprobs and routing belong to this piece or were waiting for a
+    piece to join.
 
     `prompt`: set on the one delta that carries the scored prompt. `finished`: set on the last one, which has no text.
     """
@@ -63,8 +66,9 @@ class ChoiceView:
 
     def _feed_token(self, event: TokenEvent) -> tuple[Delta, ...]:
         self._num_events += 1
-        if event.logprob is not None:
-            self._waiting.append((ScoredToken(event.token_id, event.logprob), self._end_of(event.token_id)))
+        if event.logprob is not None or event.routing is not None:
+            token = ScoredToken(event.token_id, event.logprob, event.routing)
+            self._waiting.append((token, self._end_of(event.token_id)))
         if not event.text:
             return ()
         self._num_visible += len(event.text)

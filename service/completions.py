@@ -14,7 +14,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.choices import Delta, ScoredToken
 from service.deps import Arrival, Services
 from service.generation import Run, choice_limit, ends_of
-from service.openai_format import Envelope, LegacyLogprobs, finish_reason, usage
+from service.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
 from service.prefix_resume import Start
 from service.prompts import Prompt
 from service.schemas.common import check_n
@@ -84,29 +84,37 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, has_logprobs: bool, prompt: Prompt | None = None, prompt_text: str = ""
+        self,
+        tokenizer: Tokenizer,
+        *,
+        has_logprobs: bool,
+        has_routing: bool = False,
+        prompt: Prompt | None = None,
+        prompt_text: str = "",
     ) -> None:
         """`prompt`: needed to show its logprobs; `prompt_text`: what is echoed."""
         self._logprobs = LegacyLogprobs(tokenizer) if has_logprobs else None
+        self._has_routing = has_routing
         self._prompt = prompt
         self._prompt_text = prompt_text
         self.echo_text = self._prompt_text if self._logprobs is None else ""
 
     def take_echo(self) -> dict[str, Any]:
         text, self.echo_text = self.echo_text, ""
-        return text_piece(text)
+        return text_piece(text, routing=self._routing(()))
 
     def is_plain(self, delta: Delta) -> bool:
         """Whether a delta is one piece with nothing but a text."""
-        return self._logprobs is None and delta.finished is None and delta.prompt is None
+        has_details = self._logprobs is not None or self._has_routing
+        return not has_details and delta.finished is None and delta.prompt is None
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """The pieces a delta gives, without their index."""
         if delta.prompt is not None:
             return self._echo_scored(delta.prompt)
         if delta.finished is not None:
-            return [text_piece("", reason=finish_reason(delta.finished))]
-        return [text_piece(delta.text, logprobs=self._render(delta.tokens))]
+            return [text_piece("", routing=self._routing(()), reason=finish_reason(delta.finished))]
+        return [text_piece(delta.text, logprobs=self._render(delta.tokens), routing=self._routing(delta.tokens))]
 
     def join(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All pieces of the choice as one."""
@@ -116,7 +124,8 @@ class ChoiceText:
             for piece in pieces:
                 for key, values in (piece["logprobs"] or {}).items():
                     joined[key] += values
-        return text_piece(text, logprobs=joined, reason=pieces[-1]["finish_reason"])
+        routing = [entry for piece in pieces for entry in piece["routing"]] if self._has_routing else None
+        return text_piece(text, logprobs=joined, routing=routing, reason=pieces[-1]["finish_reason"])
 
     def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
         if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
@@ -125,10 +134,13 @@ class ChoiceText:
         tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
         logprobs = self._render(tokens)
         self._logprobs.end_prompt()
-        return [text_piece(self._prompt_text, logprobs=logprobs)]
+        return [text_piece(self._prompt_text, logprobs=logprobs, routing=self._routing(()))]
 
     def _render(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs.render(tokens)
+
+    def _routing(self, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]] | None:
+        return routing_of(tokens) if self._has_routing else None
 
 
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
@@ -136,6 +148,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     services.check_model(body.model)
     texts = body.texts()
     check_n(body.n, len(texts), choice_limit(services.backend))
+    body.check_routing(max_tokens=body.max_tokens, num_choices=body.n * len(texts))
     sampling = body.sampling(
         max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
     )
@@ -181,6 +194,7 @@ def _requests(
             sampling=dataclasses.replace(sampling, choice_index=choice_index),
             prompt_logprobs=(body.logprobs or 0) if body.wants_scores else None,
             deadline=deadline,
+            include_routing=body.include_routing,
         )
         for number, prompt in enumerate(prompts)
         for choice_index in range(body.n)
@@ -195,11 +209,24 @@ def _views(
         prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
         has_logprobs = body.logprobs is not None
         views += [
-            ChoiceText(tokenizer, has_logprobs=has_logprobs, prompt=prompt, prompt_text=prompt_text)
+            ChoiceText(
+                tokenizer,
+                has_logprobs=has_logprobs,
+                has_routing=body.include_routing,
+                prompt=prompt,
+                prompt_text=prompt_text,
+            )
             for _ in range(body.n)
         ]
     return views
 
 
-def text_piece(text: str, *, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
-    return {"text": text, "logprobs": logprobs, "finish_reason": reason}
+def text_piece(
+    text: str,
+    *,
+    logprobs: dict[str, Any] | None = None,
+    routing: list[dict[str, Any]] | None = None,
+    reason: str | None = None,
+) -> dict[str, Any]:
+    told = {} if routing is None else {"routing": routing}
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason, **told}

@@ -35,6 +35,7 @@ class TurnRequest:
     `request_id` is the turn's id. `identity`, `digest`: see TurnStart; a request with an identity that a turn was begun
     for already gets that turn. `framing`: values for JSON that whoever answers wants back when a stored turn is read.
     `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
+    `include_routing`: of this process only, its record has none.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class TurnRequest:
     digest: str = ""
     framing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_resumable: bool = False
+    include_routing: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class Continuation:
             keep_state=True,
             deadline=turn.deadline,
             generated_counts={} if self.replay is None else self.replay.generated_counts,
+            include_routing=turn.include_routing,
         )
 
     def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:

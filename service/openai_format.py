@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's completion objects: envelope, usage, log-probabilities."""
+"""The shapes of OpenAI's completion objects: envelope, usage, log-probabilities; and routing, which is ours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nsm_core.engine.request import Finished, FinishReason, TokenLogprob, joules_of
+from nsm_core.inspection.routing import LayerRouting
 from nsm_core.stats import EnergyUse, add_energy
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 from service.choices import ScoredToken
@@ -89,6 +90,32 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def routing_of(tokens: Iterable[ScoredToken]) -> list[dict[str, Any]]:
+    """The `routing` of a choice, see docs/inspection.md."""
+    return [
+        {
+            "token_id": token.token_id,
+            "position": token.routing.position,
+            "layers": [_layer_routing(layer) for layer in token.routing.layers],
+        }
+        for token in tokens
+        if token.routing is not None
+    ]
+
+
+def _layer_routing(layer: LayerRouting) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "kind": layer.kind,
+        "num_states": layer.num_states,
+        "num_heads": layer.num_heads,
+        "entropy": layer.entropy,
+        "states_per_token": layer.states_per_token,
+        "write": layer.write,
+        "read": layer.read,
+    }
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 TOP_STATES = 16  # of each list: an answer stays small
-MAX_WATCHED = 8  # requests of one engine whose routing is told at a time, and tokens
-MAX_ROUTED_TOKENS = 2048
+MAX_WATCHED = 8  # requests of one engine whose routing is told at a time
+MAX_ROUTED_TOKENS = 1024  # of all choices of a request: a turn keeps what was told until it has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from service.schemas.common import (
     HARMLESS,
     UNSUPPORTED,
     RequestBody,
+    RoutingFields,
     SamplingFields,
     StreamOptions,
     check_max_tokens,
@@ -53,7 +54,7 @@ class Message(RequestBody):
         return ChatMessage(role="system" if self.role == "developer" else self.role, content=self.content)
 
 
-class ChatBody(SamplingFields):
+class ChatBody(SamplingFields, RoutingFields):
     """Messages in, the assistant's next message out."""
 
     harmless = HARMLESS

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
+from nsm_core.inspection.routing import MAX_ROUTED_TOKENS, MAX_WATCHED
 from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
@@ -156,6 +157,26 @@ class SamplingFields(RequestBody):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
         )
+
+
+class RoutingFields(RequestBody):
+    """The wish to be told what the states did for each token."""
+
+    include_routing: bool = Field(
+        default=False,
+        description=f"routing of each token, in each choice; for at most {MAX_ROUTED_TOKENS} tokens in all",
+    )
+
+    def check_routing(self, *, max_tokens: int, num_choices: int = 1, param: str = "max_tokens") -> None:
+        """Whether the wish may be granted, if there is one. Raises InvalidRequest."""
+        if not self.include_routing:
+            return
+        if num_choices > MAX_WATCHED:
+            message = f"include_routing is for at most {MAX_WATCHED} choices, got {num_choices}"
+            raise InvalidRequest(message, param="include_routing")
+        if max_tokens * num_choices > MAX_ROUTED_TOKENS:
+            limit = MAX_ROUTED_TOKENS // num_choices
+            raise InvalidRequest(f"{param} must be at most {limit} with include_routing, got {max_tokens}", param=param)
 
 
 def check_max_tokens(max_tokens: int, limit: int, *, param: str = "max_tokens", at_least: int = 1) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from service.errors import shown
-from service.schemas.common import HARMLESS, UNSUPPORTED, SamplingFields, StreamOptions, check_max_tokens
+from service.schemas.common import HARMLESS, UNSUPPORTED, RoutingFields, SamplingFields, StreamOptions, check_max_tokens
 
 DEFAULT_MAX_TOKENS = 16
 PROMPT_SCHEMA = {
@@ -23,7 +23,7 @@ PROMPT_SCHEMA = {
 }
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(SamplingFields, RoutingFields):
     """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
 
     harmless = HARMLESS

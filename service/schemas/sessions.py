@@ -11,7 +11,15 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
 from service.errors import shown
-from service.schemas.common import HARMLESS, UNSUPPORTED, RequestBody, SamplingFields, StreamOptions, check_max_tokens
+from service.schemas.common import (
+    HARMLESS,
+    UNSUPPORTED,
+    RequestBody,
+    RoutingFields,
+    SamplingFields,
+    StreamOptions,
+    check_max_tokens,
+)
 from service.schemas.completions import DEFAULT_MAX_TOKENS
 from service.sessions.base import UNSET, Unset
 
@@ -131,7 +139,7 @@ class RewindBody(RequestBody):
         return self
 
 
-class GenerateBody(SamplingFields):
+class GenerateBody(SamplingFields, RoutingFields):
     """One turn: read `input`, then sample."""
 
     harmless = HARMLESS
