@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
+from nsm_core.model.balance import Penalties, balance_loss, token_mean
 from nsm_core.ops.routing.route import route
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
@@ -30,7 +31,13 @@ class Router(nn.Module, abc.ABC):
     """x [..., d] -> log decay g <= 0 [..., H, M]; the write weight is 1 - exp(g). Always in fp32.
 
     Rounding here would move slot choices, and with them the text, between batch shapes.
+
+    In training it measures how its slots are used; with `has_penalties` it also leaves the penalties of each call in
+    `penalties`, for whoever computes the loss to take.
     """
+
+    slot_use: Tensor
+    num_measured: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,6 +45,19 @@ class Router(nn.Module, abc.ABC):
         self.logits = nn.Linear(config.d_model, self.heads * self.slots)
         nn.init.normal_(self.logits.weight, std=config.d_model**-0.5)
         nn.init.zeros_(self.logits.bias)
+        self.has_penalties = False
+        self.penalties: list[Penalties] = []
+        # sums over the calls since the last reset: load, write weights and log decay of a slot at a token
+        self.register_buffer("slot_use", torch.zeros(3, self.heads, self.slots), persistent=False)
+        self.register_buffer("num_measured", torch.zeros(()), persistent=False)
+
+    @abc.abstractmethod
+    def chosen(self, log_decay: Tensor) -> Tensor:
+        """log decay [..., H, M] -> what counts as a slot's load at a token [..., H, M]."""
+
+    @abc.abstractmethod
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [..., H, M] -> what the balance penalty moves [..., H, M], and the log partitions of the choices."""
 
     @abc.abstractmethod
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
@@ -51,10 +71,43 @@ class Router(nn.Module, abc.ABC):
             if active is not None:
                 logits = logits.masked_fill(~active, NEVER)
             log_decay = self.log_decay(x, logits, valid)
-            return log_decay if active is None else torch.where(active, log_decay, 0.0)
+            if active is not None:
+                log_decay = torch.where(active, log_decay, 0.0)
+            if self.training:
+                self._measure(logits, log_decay, valid)
+            return log_decay
+
+    def _measure(self, logits: Tensor, log_decay: Tensor, valid: Tensor | None) -> None:
+        load = self.chosen(log_decay)
+        if self.has_penalties:
+            probability, partition = self.scores(logits)
+            mean_partition = token_mean(partition.square(), valid).mean()
+            self.penalties.append(
+                Penalties(balance_loss(token_mean(load, valid), token_mean(probability, valid)), mean_partition)
+            )
+        log_decay = log_decay.detach()
+        seen = (load.detach(), -torch.expm1(log_decay), log_decay)
+        means = torch.stack([token_mean(x, valid) for x in seen])
+        self.slot_use += means
+        self.num_measured += 1
+        self.follow_load(means[0])
+
+    def take_use(self) -> Tensor | None:
+        """The means [3, H, M] of what was measured since the last time, which are forgotten; None: nothing was."""
+        if not self.num_measured:
+            return None
+        use = self.slot_use / self.num_measured
+        self.slot_use.zero_()
+        self.num_measured.zero_()
+        return use
+
+    def follow_load(self, load: Tensor) -> None:
+        """load [H, M]: of the tokens of one call."""
 
     def reset_load(self) -> None:
         """Forgets what was measured of the slots' use in training."""
+        self.slot_use.zero_()
+        self.num_measured.zero_()
 
     def rescue_dead_slots(self) -> None:
         """After a training step: slots that are hardly ever chosen get a better chance."""
@@ -85,7 +138,7 @@ class SoftmaxRouter(Router):
         self.reset_load()
 
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
-        log_decay = route(
+        return route(
             logits=logits,
             strength=self.strength(x),
             selection_bias=self.selection_bias,
@@ -94,17 +147,20 @@ class SoftmaxRouter(Router):
             taper=self.taper,
             valid=valid,
         )
-        if self.training:
-            self._track_load(log_decay.detach())
-        return log_decay
+
+    def chosen(self, log_decay: Tensor) -> Tensor:
+        return (log_decay < 0).to(log_decay.dtype)
+
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.softmax(dim=-1), logits.logsumexp(dim=-1, keepdim=True)
 
     def reset_load(self) -> None:
         """The load of every slot is its fair share again, as at the start of training."""
+        super().reset_load()
         self.slot_load.fill_(self.top_k / self.slots)
 
-    def _track_load(self, log_decay: Tensor) -> None:
-        selected = (log_decay < 0).flatten(0, -3).to(self.slot_load.dtype).mean(dim=0)
-        self.slot_load.lerp_(selected, 0.01)
+    def follow_load(self, load: Tensor) -> None:
+        self.slot_load.lerp_(load, 0.01)
 
     @torch.no_grad()
     def rescue_dead_slots(self, rate: float = 1e-3) -> None:
@@ -126,6 +182,12 @@ class SigmoidRouter(Router):
         rates = torch.linspace(low, high, self.slots).exp()
         with torch.no_grad():
             self.logits.bias.copy_(torch.logit(rates).repeat(self.heads))
+
+    def chosen(self, log_decay: Tensor) -> Tensor:
+        return -torch.expm1(log_decay)
+
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(logits), F.softplus(logits)  # of each slot's choice between 0 and its logit
 
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
         log_decay = -F.softplus(logits).clamp(max=-LOG_DECAY_MIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from nsm_core.config import ModelConfig
@@ -49,8 +50,11 @@ class TrainConfig:
     schedule: str = "linear"  # linear: constant, then to zero over `decay`; cosine: over all steps
     decay: float = 0.4  # share of the steps
     clip: float = 1.0
+    balance_loss: float = 0.0  # weight of the penalty on uneven use of slots, a layer; 0: not computed
+    z_loss: float = 0.0  # weight of the penalty on large router logits, a layer; 0: not computed
     dropout: float = 0.0
     carry: float = 0.5
+    tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
     device: str = "auto"
@@ -66,12 +70,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "rows", "accumulate", "eval_every", "eval_batches", "save_every"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("warmup", "decay", "dropout", "carry"):
+        for name in ("warmup", "decay", "dropout", "carry", "tier_share"):
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
         self._require(0.0 <= self.ema < 1.0, "ema", "in [0, 1)")
+        for name in ("balance_loss", "z_loss"):
+            self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         for name in ("muon_lr", "adam_lr", "clip"):
             self._require(getattr(self, name) > 0.0, name, "above 0")
         self._require(self.rows % self.accumulate == 0, "rows", f"a multiple of accumulate ({self.accumulate})")
+        has_tiers = self.tier_share == 0 or bool(self.model.state_tiers)
+        self._require(has_tiers, "tier_share", "0 for a model without state_tiers")
         self._require(self.schedule in ("linear", "cosine"), "schedule", "linear or cosine")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
         self._require(self.weight_format in ("fp32", "bf16", "int8"), "weight_format", "fp32, bf16 or int8")

@@ -10,7 +10,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-FIELDS = ("step", "tokens", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_s", "elapsed_s")
+FIELDS = (
+    "step", "tokens", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_s", "elapsed_s",
+    "routing_loss", "dead_slots", "effective_slots", "max_load", "slots_written", "half_life",
+)  # fmt: skip
+
+
+def _header(file: Path) -> list[str]:
+    """The columns that the file of an earlier start has."""
+    with file.open(newline="") as lines:
+        return next(csv.reader(lines), list(FIELDS))
 
 
 def _tensorboard_writer(directory: Path) -> Any:
@@ -32,8 +41,9 @@ class TrainLog:
             return
         file = directory / "log.csv"
         is_new = first_step == 0 or not file.exists()
+        fields = FIELDS if is_new else _header(file)
         self._file = file.open("w" if is_new else "a", newline="")
-        self._csv = csv.DictWriter(self._file, FIELDS)
+        self._csv = csv.DictWriter(self._file, fields, extrasaction="ignore")
         if is_new:
             self._csv.writeheader()
         self._board = _tensorboard_writer(directory / "tensorboard")

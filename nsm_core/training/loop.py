@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.errors import ConfigError
+from nsm_core.model.balance import slot_use, weighted
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.model.storage import WeightFormat, save_model
@@ -28,30 +29,44 @@ from nsm_core.training.data_files import read_documents
 from nsm_core.training.distributed import World, join_world, leave_world, mean_over_world
 from nsm_core.training.log import TrainLog
 from nsm_core.training.optim import Optimizers
+from nsm_core.training.tiers import TierDraw
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module, which is what data-parallel training wraps."""
+    """Model and loss as one module, which is what data-parallel training wraps.
 
-    def __init__(self, model: NsmModel) -> None:
+    `balance` and `z`: weights of the penalties on how the routers use their slots (nsm_core/model/balance.py).
+    """
+
+    def __init__(self, model: NsmModel, *, balance: float = 0.0, z: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        self._balance, self._z = balance, z
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        for router in self.routers:
+            router.has_penalties = balance > 0 or z > 0
 
-    def forward(self, batch: Batch, state: State, is_fresh: bool) -> tuple[Tensor, State]:
-        """Mean loss over the valid targets in nats per token, and the state after the batch.
+    def forward(self, batch: Batch, state: State, is_fresh: bool) -> tuple[Tensor, State, Tensor]:
+        """Mean loss over the valid targets in nats per token, the state after the batch, and the weighted penalties.
 
         `is_fresh`: no row goes on from `state`.
         """
+        for router in self.routers:  # a recomputed block leaves its penalties twice
+            router.penalties.clear()
         hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
-        return loss, {name: value.detach() for name, value in state.items()}
+        given = [penalty for router in self.routers for penalty in router.penalties]
+        penalty = weighted(given, self._balance, self._z)
+        return loss, {name: value.detach() for name, value in state.items()}, loss.new_zeros(()) + penalty
 
     def _read(self, batch: Batch, state: State, without_cache: bool) -> tuple[Tensor, State]:
         if without_cache and not batch.has_inner_starts:  # plain causal attention, which has the fastest kernels
             state = self.model.initial_state(len(batch.ids))
-            return self.model.read(batch.ids, state, valid=batch.valid, is_fresh=True)
-        return self.model.read(batch.ids, state, valid=batch.valid, reset=batch.reset, is_fresh=without_cache)
+            return self.model.read(batch.ids, state, valid=batch.valid, is_fresh=True, num_slots=batch.num_slots)
+        return self.model.read(
+            batch.ids, state, valid=batch.valid, reset=batch.reset, is_fresh=without_cache, num_slots=batch.num_slots
+        )
 
 
 class BatchSource:
@@ -88,6 +103,7 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
         targets=change(batch.targets),
         valid=change(batch.valid),
         reset=change(batch.reset),
+        num_slots=None if batch.num_slots is None else change(batch.num_slots),
     )
 
 
@@ -113,22 +129,23 @@ def _load_tokenizer(config: TrainConfig, world: World) -> Tokenizer:
 
 
 class Interval:
-    """Mean loss and speed since the last row of the log."""
+    """Means of loss and penalties, and the speed since the last row of the log."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step, self._started = tokens_per_step, time.monotonic()
-        self._loss, self._steps = torch.zeros(()), 0
+        self._sums, self._steps = torch.zeros(2), 0
 
-    def add(self, loss: Tensor) -> None:
-        """Stays on the device: reading a number there would make every step wait for the one before."""
-        self._loss = self._loss + loss
+    def add(self, losses: Tensor) -> None:
+        """losses [2] stays on the device: reading a number there would make every step wait for the one before."""
+        self._sums = self._sums.to(losses.device) + losses
         self._steps += 1
 
     def numbers(self, done: int) -> dict[str, float]:
         """Fields of the log at step `done`."""
-        loss = float(self._loss) / self._steps  # waits for the device, so it comes before the clock
+        loss, penalty = (self._sums / self._steps).tolist()  # waits for the device, so it comes before the clock
         speed = self._steps * self._tokens_per_step / (time.monotonic() - self._started)
-        return {"tokens": done * self._tokens_per_step, "train_loss": loss, "tokens_per_s": speed}
+        tokens = done * self._tokens_per_step
+        return {"tokens": tokens, "train_loss": loss, "routing_loss": penalty, "tokens_per_s": speed}
 
 
 class Trainer:
@@ -153,11 +170,18 @@ class Trainer:
         self.val_batches = self._batches("val")
         self.optimizers = Optimizers(self.model, config)
         self.average = WeightAverage(self.model, config.ema) if config.ema > 0 else None
+        self._tiers = TierDraw(
+            (*config.model.state_tiers, config.model.num_memory_slots),
+            config.tier_share,
+            rows=config.rows,
+            seed=config.seed,
+            rank=world.rank,
+        )
         self.first_step = 0
         if config.resume:
             self.first_step = checkpointing.load(config.out, self.model, self.optimizers, self.average)
-        self._routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.module = self._build_module()
+        self._routers = self._loss_module.routers
 
     def _batches(self, split: str) -> PackedBatches:
         assert split in ("train", "val")
@@ -174,7 +198,7 @@ class Trainer:
             block.dropout.p = self.config.dropout
             if self.config.compile and self.world.device.type == "cuda":
                 block.compile(dynamic=False)  # one block is compiled, all others share its code
-        module: nn.Module = LossModule(self.model)
+        module: nn.Module = LossModule(self.model, balance=self.config.balance_loss, z=self.config.z_loss)
         if self.world.size > 1:
             module = nn.parallel.DistributedDataParallel(module)
         return module
@@ -194,14 +218,15 @@ class Trainer:
         with log, contextlib.closing(BatchSource(self.train_batches, self.world.device)) as source:
             interval = Interval(self.train_batches.tokens_per_step)
             for step in range(self.first_step, config.steps):
-                loss, states = self._forward_backward(source.get(step), states, step)
+                losses, states = self._forward_backward(source.get(step), states, step)
                 factor, norm = self.optimizers.step(step)
                 self._follow_step()
-                interval.add(loss)
+                interval.add(losses)
                 log.advance()
                 done = step + 1
                 if done % config.eval_every == 0 or done == config.steps:
                     row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": float(norm)}
+                    row |= self._slot_numbers()
                     with self._averaged():
                         log.write({**row, "val_loss": self.validate()})
                     interval = Interval(self.train_batches.tokens_per_step)
@@ -215,6 +240,11 @@ class Trainer:
         for router in self._routers:
             router.rescue_dead_slots()
 
+    def _slot_numbers(self) -> dict[str, float]:
+        """How this process's routers used their slots since the last row of the log; nothing without routers."""
+        use = slot_use([use for router in self._routers if (use := router.take_use()) is not None])
+        return {} if use is None else dataclasses.asdict(use)
+
     def _averaged(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.average is None else self.average.applied()
 
@@ -224,19 +254,24 @@ class Trainer:
         return [self.model.state_spec.zeros(part, self.world.device) for _ in range(self.config.accumulate)]
 
     def _forward_backward(self, batch: Batch, states: list[State], step: int) -> tuple[Tensor, list[State]]:
+        """[2]: the loss and the penalties, and the states after the batch."""
         is_carried = carries_state(step, self.config, self.train_batches.steps_per_epoch) and step != self.first_step
         if not is_carried:
             batch.reset[:, 0] = True
+        num_slots = self._tiers.rows(step, is_carried=is_carried)
+        if num_slots is not None:
+            batch = dataclasses.replace(batch, num_slots=num_slots.to(self.world.device))
         self.module.train()
         rows = self.config.rows // self.config.accumulate
-        total, new_states = torch.zeros((), device=self.world.device), []
+        total, new_states = torch.zeros(2, device=self.world.device), []
         for index, state in enumerate(states):
             last = index == len(states) - 1
             with self._no_sync(not last), self._autocast():
-                loss, state = self.module(_rows(batch, slice(index * rows, (index + 1) * rows)), state, not is_carried)
-                (loss / len(states)).backward()
+                part = _rows(batch, slice(index * rows, (index + 1) * rows))
+                loss, state, penalty = self.module(part, state, not is_carried)
+                ((loss + penalty) / len(states)).backward()
             new_states.append(state)
-            total += loss.detach() / len(states)
+            total += torch.stack((loss.detach(), penalty.detach())) / len(states)
         return mean_over_world(total, self.world), new_states
 
     def _no_sync(self, skip: bool) -> contextlib.AbstractContextManager[object]:
@@ -255,7 +290,7 @@ class Trainer:
             batch.reset[:, 0] = True
             state = self.model.state_spec.zeros(len(batch.ids), self.world.device)
             with self._autocast():
-                loss, _ = LossModule.forward(self._loss_module, batch, state, True)
+                loss, _, _ = LossModule.forward(self._loss_module, batch, state, True)
             total += loss / batches
         return float(mean_over_world(total, self.world))
 

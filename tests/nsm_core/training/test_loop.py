@@ -56,6 +56,28 @@ def test_a_run_learns_and_leaves_a_model_that_loads(config: TrainConfig) -> None
     assert all(float(row["grad_norm"]) > 0 for row in rows)
 
 
+def test_penalties_on_routing_are_logged_beside_the_loss(config: TrainConfig) -> None:
+    config = dataclasses.replace(config, steps=8, balance_loss=0.01, z_loss=0.001, checkpoint_blocks=True)
+    rows = list(csv.DictReader((train(config) / "log.csv").read_text().splitlines()))
+    for row in rows:
+        assert float(row["routing_loss"]) > 2 * 0.01  # two layers, each at least 1 before its weight
+        assert 0 < float(row["effective_slots"]) <= 8
+        assert float(row["max_load"]) >= 1
+        assert 0 <= float(row["dead_slots"]) < 1
+        assert float(row["slots_written"]) > 0
+        assert float(row["half_life"]) > 0
+
+
+def test_a_log_of_an_earlier_release_keeps_its_columns(config: TrainConfig) -> None:
+    out = train(dataclasses.replace(config, steps=4))
+    old = "step,train_loss\r\n2,5.0\r\n"
+    (out / "log.csv").write_text(old, newline="")
+    train(dataclasses.replace(config, steps=8, resume=True))
+    rows = list(csv.DictReader((out / "log.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["2", "8"]
+    assert all(set(row) == {"step", "train_loss"} for row in rows)
+
+
 def test_a_stopped_run_resumes_bit_for_bit(config: TrainConfig) -> None:
     config = dataclasses.replace(config, carry=0.0, ema=0.5)
     whole = weights(train(dataclasses.replace(config, out=config.out.with_name("whole"))))
@@ -190,6 +212,7 @@ def test_schedules_rise_hold_and_end_at_zero(config: TrainConfig, schedule: str)
         (["--seq-len", "100"], "seq_len (100) a multiple of chunk_len (64)"),
         (["--d-model", "33"], "d_model (33) must be a multiple of num_heads"),
         (["--ema", "1"], "ema must be in [0, 1), got 1.0"),
+        (["--balance-loss", "-1"], "balance_loss must be a number of at least 0, got -1.0"),
         (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, C, G, L, W, A, of which two or more"),
         (["--layer-pattern", "W"], "num_heads (4) must be a multiple of num_kv_heads (8)"),
         (["--resume"], "nothing to resume"),
