@@ -176,7 +176,10 @@ class ModelConfig:
             f"state_tiers must be at least min_slots ({self.min_slots}), got {list(self.state_tiers)}",
         )
         kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
-        _require("G" not in kinds, "state_tiers are of N and C layers; the gates of G layers have none")
+        _require(
+            kinds <= set("NCLWA") and bool(kinds & {"N", "C"}),
+            f"state_tiers are of N and C layers, beside which there may be L, W and A, got {self.layer_pattern!r}",
+        )
 
     def _check_layers(self) -> None:
         kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nsm_core.config import ModelConfig
@@ -14,7 +14,17 @@ from nsm_core.errors import NsmError
 from nsm_core.training.config import PRESETS, TrainConfig
 from nsm_core.training.loop import train
 
-MODEL_FIELDS: dict[str, type[int] | type[str]] = {
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """`16,32` as numbers."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def _is_true(text: str) -> bool:
+    return {"true": True, "false": False}[text]
+
+
+MODEL_FIELDS: dict[str, Callable[[str], object]] = {
     "layer_pattern": str,
     "vocab_size": int,
     "d_model": int,
@@ -28,6 +38,10 @@ MODEL_FIELDS: dict[str, type[int] | type[str]] = {
     "num_kv_heads": int,
     "window": int,
     "max_context": int,
+    "communication_interval": int,
+    "allocation": _is_true,
+    "start_slots": int,
+    "state_tiers": _sizes,
 }
 HELP = {
     "data": "directory with *-train*.jsonl.zst and *-val.jsonl.zst",

@@ -143,6 +143,7 @@ class Batch:
     valid: Tensor  # [rows, seq_len] bool
     reset: Tensor  # [rows, seq_len // chunk_len] bool: the chunk begins at the learned start
     has_inner_starts: bool  # some document starts elsewhere than at the beginning of a row
+    num_slots: Tensor | None = None  # [rows] int64: slots of a head that a row is read with; None: all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

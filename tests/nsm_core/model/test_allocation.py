@@ -177,7 +177,8 @@ def test_it_can_be_trained_with_fewer_slots_in_some_rows() -> None:
         ({"state_tiers": (4, 4)}, "state_tiers must be rising"),
         ({"state_tiers": (4, 8)}, "state_tiers must be rising"),
         ({"state_tiers": (1, 4)}, "at least min_slots"),
-        ({"state_tiers": (4,), "layer_pattern": "G"}, "gates of G layers"),
+        ({"state_tiers": (4,), "layer_pattern": "NG"}, "state_tiers are of N and C layers"),
+        ({"state_tiers": (4,), "layer_pattern": "W"}, "state_tiers are of N and C layers"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, Any], words: str) -> None:
