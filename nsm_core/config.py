@@ -51,6 +51,8 @@ class ModelConfig:
     importance fell below `prune_share` of the mean, and that are older than `prune_age` intervals, are given up, down
     to `min_slots` a head, and under a pressure above `allocate_pressure` others are taken into use. A text starts with
     `start_slots` (0: all). `state_tiers`: smaller numbers of slots that a text may be read with.
+
+    The last `upper_slots` of a head in a C layer are its second level: tokens read them and never write to them.
     """
 
     layer_pattern: str = "N"
@@ -83,6 +85,7 @@ class ModelConfig:
     prune_age: int = _later(4)
     allocate_pressure: float = _later(0.1)
     state_tiers: tuple[int, ...] = _later(())
+    upper_slots: int = _later(0)
 
     def __post_init__(self) -> None:
         for name in (
@@ -139,6 +142,7 @@ class ModelConfig:
         )
         self._check_allocation()
         self._check_tiers()
+        self._check_levels()
         self._check_layers()
 
     def _check_allocation(self) -> None:
@@ -179,6 +183,32 @@ class ModelConfig:
         _require(
             kinds <= set("NCLWA") and bool(kinds & {"N", "C"}),
             f"state_tiers are of N and C layers, beside which there may be L, W and A, got {self.layer_pattern!r}",
+        )
+
+    def _check_levels(self) -> None:
+        if self.upper_slots == 0:
+            return
+        lower = self.num_memory_slots - self.upper_slots
+        _require(
+            self.upper_slots > 0 and lower > 0,
+            f"upper_slots must be 0 to num_memory_slots - 1 ({self.num_memory_slots - 1}), got {self.upper_slots}",
+        )
+        _require("C" in self.layer_pattern, f"upper_slots are of C layers, got {self.layer_pattern!r}")
+        _require(
+            not self.allocation and not self.state_tiers, "upper_slots cannot be had with allocation or state_tiers"
+        )
+        _require(
+            self.router == "sigmoid" or self.write_top_k <= lower,
+            f"write_top_k ({self.write_top_k}) must be at most num_memory_slots - upper_slots ({lower})",
+        )
+        _require(
+            self.communication_top_k < lower,
+            f"communication_top_k ({self.communication_top_k}) must be below num_memory_slots - upper_slots ({lower})",
+        )
+        _require(
+            lower % self.timescale_groups == 0,
+            f"num_memory_slots - upper_slots ({lower}) must be a multiple of timescale_groups "
+            f"({self.timescale_groups})",
         )
 
     def _check_layers(self) -> None:

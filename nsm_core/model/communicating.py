@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.boundaries import Piece, pieces
 from nsm_core.model.pulse import PulseMixer
-from nsm_core.model.router import NEVER
+from nsm_core.model.router import NEVER, build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
@@ -26,6 +27,8 @@ class Communication(nn.Module):
 
     Both banks by the same weights, so that keys and values stay aligned. A convex mix: what the slots hold stays in the
     hull of what was written.
+
+    Slots of the upper level, the last `upper_slots`, take from those of the lower level alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -35,12 +38,22 @@ class Communication(nn.Module):
         self.queries = nn.Parameter(torch.randn(heads, self.head_dim, KEY_WIDTH) * self.head_dim**-0.5)
         self.keys = nn.Parameter(torch.randn(heads, self.head_dim, KEY_WIDTH) * self.head_dim**-0.5)
         self.share = nn.Parameter(torch.full((heads,), START))
+        self.num_upper = config.upper_slots
+        self.upper_share = nn.Parameter(torch.full((heads,), START)) if self.num_upper else None
 
     def forward(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
         """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all)."""
         with torch.autocast(slots.device.type, enabled=False):
-            mixed = torch.lerp(slots, self.weights(slots, active) @ slots, torch.sigmoid(self.share)[:, None, None])
+            mixed = torch.lerp(slots, self.weights(slots, active) @ slots, self._shares(slots.shape[-2]))
             return mixed if active is None else torch.where(active[..., None], mixed, slots)
+
+    def _shares(self, num_slots: int) -> Tensor:
+        """[H, M or 1, 1]: how much of a slot is replaced."""
+        shares = self.share[:, None]
+        if self.upper_share is not None:
+            lower = shares.expand(-1, num_slots - self.num_upper)
+            shares = torch.cat((lower, self.upper_share[:, None].expand(-1, self.num_upper)), dim=1)
+        return torch.sigmoid(shares)[..., None]
 
     def weights(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
         """[B,H,M,M]: how much slot m takes from each; rows sum to 1, with top_k at most that many are not zero."""
@@ -48,6 +61,9 @@ class Communication(nn.Module):
         logits = (normed @ self.queries) @ (normed @ self.keys).transpose(-1, -2) / math.sqrt(KEY_WIDTH)
         if active is not None:
             logits = logits.masked_fill(~active[..., None, :], NEVER)
+        if self.num_upper:
+            is_upper = torch.arange(slots.shape[-2], device=slots.device) >= slots.shape[-2] - self.num_upper
+            logits = logits.masked_fill(is_upper[:, None] & is_upper, NEVER)
         if self.top_k in (0, slots.shape[-2]):
             return logits.softmax(dim=-1)
         # tapered like the router's choice: rounding must not switch a partner on or off
@@ -55,13 +71,30 @@ class Communication(nn.Module):
         return write_distribution(logits=logits, selection_bias=no_bias, top_k=self.top_k, taper=self.taper)
 
 
+def _lower_level(config: ModelConfig) -> ModelConfig:
+    """As if there were only the slots that tokens write to."""
+    lower = config.num_memory_slots - config.upper_slots
+    top_k = lower if config.router == "sigmoid" else config.write_top_k
+    return dataclasses.replace(config, num_memory_slots=lower, write_top_k=top_k, upper_slots=0)
+
+
 class CommunicatingMixer(PulseMixer):
-    """PulseMixer with an exchange after every `communication_interval` tokens of the text."""
+    """PulseMixer with an exchange after every `communication_interval` tokens of the text.
+
+    With an upper level of slots, which change in exchanges alone: a compressed memory of what the lower level held.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.interval = config.communication_interval
         self.communication = Communication(config)
+        self.num_upper = config.upper_slots
+        if self.num_upper:
+            self.router = build_router(_lower_level(config))
+
+    def _route(self, x: Tensor, valid: Tensor | None = None, active: Tensor | None = None) -> Tensor:
+        """Tokens write to no slot of the upper level."""
+        return F.pad(super()._route(x, valid, active), (0, self.num_upper))
 
     def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Piece by piece: with at most `interval` tokens there is at most one exchange in each row of a piece."""

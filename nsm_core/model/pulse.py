@@ -120,7 +120,7 @@ class PulseMixer(Mixer):
         """state: slots [B,H,M,2K], conv_tail [B,taps-1,3d]; without keys K and d."""
         tokens, gate, tail = self._tokens(x, state["conv_tail"], segments.reset, segments.lengths)
         existing = segments.existing(self.initial_slots.shape[1])
-        tokens["log_decay"] = self.router(x, segments.valid, None if existing is None else existing[:, None])
+        tokens["log_decay"] = self._route(x, segments.valid, None if existing is None else existing[:, None])
         read, slots = self._scan(tokens, state["slots"], segments)
         return self._output(read, gate), {"slots": slots, "conv_tail": tail}
 
@@ -134,6 +134,11 @@ class PulseMixer(Mixer):
         if self.read_bias is not None:
             tokens["read_bias"] = self.read_bias(x)
         return tokens, gate, tail
+
+    def _route(self, x: Tensor, valid: Tensor | None = None, active: Tensor | None = None) -> Tensor:
+        """Log decay of all slots [..., H, M]: see Router."""
+        log_decay: Tensor = self.router(x, valid, active)
+        return log_decay
 
     def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """What tokens read (those of `_tokens`, log_decay [B,T,H,M]), and the slots after the last."""
@@ -150,6 +155,6 @@ class PulseMixer(Mixer):
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         tokens, gate, tail = self._tokens(x[:, None], state["conv_tail"])
         token = {name: value[:, 0] for name, value in tokens.items()}
-        write = -torch.expm1(self.router(x))
+        write = -torch.expm1(self._route(x))
         read, slots = slot_step(**token, write=write, scale=self.scale, state=state["slots"])
         return self._output(read, gate[:, 0]), {"slots": slots, "conv_tail": tail}

@@ -13,9 +13,10 @@ from nsm_core.model.segments import Segments
 SHAPE = {"d_model": 16, "num_heads": 2, "num_memory_slots": 8, "write_top_k": 3, "communication_interval": 64}
 
 
-def make_mixer(top_k: int = 0) -> CommunicatingMixer:
+def make_mixer(top_k: int = 0, **fields: object) -> CommunicatingMixer:
     torch.manual_seed(5)
-    mixer = CommunicatingMixer(ModelConfig(layer_pattern="C", communication_top_k=top_k, **SHAPE))
+    fields = {**SHAPE, "layer_pattern": "C", "communication_top_k": top_k, **fields}
+    mixer = CommunicatingMixer(ModelConfig.from_dict(fields))
     mixer.initial_slots.data.normal_()
     return mixer.requires_grad_(False)
 
@@ -55,10 +56,61 @@ def test_a_sparse_exchange_has_few_partners_and_is_continuous() -> None:
     assert (weights - exchange.weights(slots * (1 + 1e-6))).abs().max() < 1e-4
 
 
+def read(mixer: CommunicatingMixer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and slots after x [T,d], from the start of a text."""
+    out, state = mixer(x[None], mixer.initial_state(1), Segments(torch.arange(len(x))[None]))
+    return out[0], state["slots"][0]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_upper_level_changes_in_exchanges_alone(router: str, top_k: int) -> None:
+    mixer = make_mixer(top_k, upper_slots=3, router=router, write_top_k=8 if router == "sigmoid" else 3)
+    x, start = torch.randn(150, 16), mixer.initial_slots
+    for length, is_changed in ((1, False), (63, False), (64, True), (127, True)):
+        _, slots = read(mixer, x[:length])
+        assert torch.equal(slots[:, 5:], start[:, 5:]) != is_changed
+        assert not torch.equal(slots[:, :5], start[:, :5])
+    assert torch.equal(read(mixer, x[:64])[1][:, 5:], read(mixer, x[:127])[1][:, 5:])  # nothing between the two
+    assert not torch.equal(read(mixer, x[:128])[1][:, 5:], slots[:, 5:])
+
+
+def test_the_upper_level_takes_from_the_lower_and_tokens_read_both() -> None:
+    mixer = make_mixer(upper_slots=3)
+    weights = mixer.communication.weights(torch.randn(2, 2, 8, 16))
+    assert not weights[..., 5:, 5:].any()
+    assert (weights[..., :5] > 0).all()
+    assert (weights[..., :5, 5:] > 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 8))
+    mixer.out.weight.normal_()
+    x = torch.randn(20, 16)
+    before, _ = read(mixer, x)
+    mixer.initial_slots[:, 5:, 8:] += 1.0
+    assert not torch.allclose(read(mixer, x)[0], before)
+
+
+def test_each_level_replaces_its_own_share() -> None:
+    mixer = make_mixer(upper_slots=3)
+    mixer.communication.upper_share.fill_(-100.0)
+    slots = torch.randn(2, 2, 8, 16)
+    after = mixer.communication(slots)
+    assert torch.equal(after[:, :, 5:], slots[:, :, 5:])
+    assert not torch.isclose(after[:, :, :5], slots[:, :, :5]).any(dim=-1).all()
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"communication_interval": 100}, "multiple of 64, got 100"), ({"communication_top_k": 9}, r"0 \(all\) to .*8")],
+    [
+        ({"communication_interval": 100}, "multiple of 64, got 100"),
+        ({"communication_top_k": 9}, r"0 \(all\) to .*8"),
+        ({"upper_slots": 8}, r"upper_slots must be 0 to num_memory_slots - 1 \(7\), got 8"),
+        ({"upper_slots": 2, "layer_pattern": "N"}, "upper_slots are of C layers, got 'N'"),
+        ({"upper_slots": 6}, r"write_top_k \(3\) must be at most num_memory_slots - upper_slots \(2\)"),
+        ({"upper_slots": 2, "communication_top_k": 6}, "must be below num_memory_slots - upper_slots"),
+        ({"upper_slots": 3, "timescale_groups": 2}, r"num_memory_slots - upper_slots \(5\) must be a multiple"),
+        ({"upper_slots": 2, "allocation": True}, "cannot be had with allocation or state_tiers"),
+    ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, int], words: str) -> None:
+def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ModelConfig(layer_pattern="C", **{**SHAPE, **wrong})
+        ModelConfig.from_dict({"layer_pattern": "C", **SHAPE, **wrong})

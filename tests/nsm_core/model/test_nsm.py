@@ -35,6 +35,13 @@ ALLOCATING = SIGMOID | {
 KINDS: dict[str, dict[str, object]] = {
     **{pattern: {"layer_pattern": pattern} for pattern in ("N", "W", "A", "NWA")},
     "sigmoid": SIGMOID,
+    "two levels": {
+        "layer_pattern": "CN",
+        "num_layers": 2,
+        "communication_interval": 64,
+        "upper_slots": 4,
+        "projector": "hybrid",
+    },
     "direct": {"projector": "direct", "num_layers": 2},
     "hybrid read, communicating": {
         "projector": "hybrid",
