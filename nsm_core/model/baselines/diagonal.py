@@ -65,7 +65,7 @@ class DiagonalSsm(Baseline):
 
 
 class S4d(DiagonalSsm):
-    """A state space of its own for every channel, of `num_memory_slots` complex modes: S4D-Lin, -1/2 + i pi n at the start.
+    """A state space of `num_memory_slots` complex modes for every channel: S4D-Lin, -1/2 + i pi n at the start.
 
     In chunks of tokens the convolution is a triangular product inside, and the modes are carried from chunk to chunk.
     """
@@ -132,14 +132,16 @@ class S5(DiagonalSsm):
         super().__init__(config, eigenvalues)
         self.project = linear(d, 2 * size)
         self.readout = linear(2 * size, d)
-        inward = vectors.conj().T @ torch.complex(torch.randn(2 * size, d), torch.zeros(())) * d**-0.5
-        outward = torch.complex(torch.randn(d, 2 * size), torch.zeros(())) @ vectors * (2 * size) ** -0.5
-        self.project.weight.data.copy_(torch.cat((inward.real, inward.imag)))
-        self.readout.weight.data.copy_(2.0 * torch.cat((outward.real, -outward.imag), dim=1))
+        given, said = torch.randn(2 * size, d, device="cpu"), torch.randn(d, 2 * size, device="cpu")
+        inward = vectors.conj().T @ given.to(vectors.dtype) * d**-0.5
+        outward = said.to(vectors.dtype) @ vectors * (2 * size) ** -0.5
+        with torch.no_grad():
+            self.project.weight.copy_(torch.cat((inward.real, inward.imag)))
+            self.readout.weight.copy_(2.0 * torch.cat((outward.real, -outward.imag), dim=1))
 
     def _ssm(self, u: Tensor, modes: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         exponent, inflow = self._discretised(u.dtype)  # [P]
-        (given,) = silenced(valid_tokens(u.shape[1], segments), self.project(u))
+        (given,) = silenced(valid_tokens(u.shape[1], segments), F.linear(u, self.project.weight.to(u.dtype)))
         update = torch.complex(*given.chunk(2, dim=-1)) * inflow
         decay = exponent.exp().expand_as(update)
         valid = valid_tokens(u.shape[1], segments)
@@ -148,7 +150,8 @@ class S5(DiagonalSsm):
         if segments.reset is not None:
             decay = torch.where(first_tokens(segments.reset)[..., None], 0.0, decay)
         scanned = linear_scan(decay, update, torch.view_as_complex(modes.contiguous()))
-        return self.readout(_parts(scanned)), torch.view_as_real(scanned[:, -1])
+        read = F.linear(_parts(scanned), self.readout.weight.to(u.dtype))
+        return read, torch.view_as_real(scanned[:, -1])
 
 
 def hippo_normal(size: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ class Mamba2(Baseline):
         z, mixed, step = self.project(x).split((self.inner, self.conv_weight.shape[1], self.heads), dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             mixed, tail = causal_conv(mixed, self.conv_weight, state["conv_tail"], segments)
-            inner, write, read = torch.split(F.silu(mixed + self.conv_bias), (self.inner, self.size, self.size), dim=-1)
+            inner, write, read = torch.split(F.silu(mixed + self.conv_bias), [self.inner, self.size, self.size], dim=-1)
             inner = torch.unflatten(inner, -1, (self.heads, self.head_dim))
             step = F.softplus(step.to(ssm.dtype) + self.step_bias)
             step, write = silenced(valid_tokens(x.shape[1], segments), step, write)
