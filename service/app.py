@@ -28,6 +28,7 @@ from service.metrics.metrics import Metrics
 from service.metrics.shared import sharing
 from service.middleware import Body, CatchErrors, Gate, RequestContext
 from service.observed_store import observed
+from service.playground.page import add_playground
 from service.prefix_resume import PrefixResume
 from service.prefixes.base import PrefixStore
 from service.prefixes.factory import bounds_of
@@ -140,6 +141,8 @@ def create_app(
     for route in ROUTES:
         app.include_router(route.router, dependencies=[] if route is health else needs_key)
     add_docs_page(app)
+    if settings.playground:
+        add_playground(app)
     return app
 
 

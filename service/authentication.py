@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nsm_core.errors import Forbidden, RateLimited
 from service.documentation import ASSETS_URL
 from service.errors import answer
+from service.playground.page import is_of_playground
 from service.rate_limit import Allowance
 from service.tenants import Caller, Tenants
 
@@ -53,8 +54,10 @@ class Authenticate:
 
 
 def is_open(path: str) -> bool:
-    """Whether anybody may ask: load balancers for health, people for the documentation."""
-    return path in OPEN_PATHS or path.startswith(f"{ASSETS_URL}/")
+    """Whether anybody may ask: load balancers for health, people for the documentation and
+    for the playground, which asks them for a key itself.
+    """
+    return path in OPEN_PATHS or path.startswith(f"{ASSETS_URL}/") or is_of_playground(path)
 
 
 def key_of(headers: Headers) -> str | None:

@@ -80,6 +80,8 @@ class Settings(BaseSettings):
     prefix_cache_tenant_mb: int | None = Field(default=None, ge=1)  # MiB of each tenant; None: as much as of all
     prefix_cache_ttl_s: float = Field(default=3_600.0, ge=1.0, le=2_592_000.0)  # since a state was last used
 
+    playground: bool = True  # the page at /
+
     energy: bool = True  # count joules, and charge them to requests
     energy_core_watts: PositiveFloat = Field(default=10.0, le=1_000.0)  # of a busy core, where nothing measures it
 

@@ -51,6 +51,7 @@ def serve(
     prefix_cache_mb: Annotated[int | None, _setting("MiB that these states take in all.", "512")] = None,
     prefix_cache_tenant_mb: Annotated[int | None, _setting("MiB of each tenant.", "as much as of all")] = None,
     prefix_cache_ttl_s: Annotated[float | None, _setting("Kept so long after their last use.", "3600")] = None,
+    playground: Annotated[bool | None, _setting("The page at /.", "yes")] = None,
     energy: Annotated[bool | None, _setting("Count joules, and charge them to requests.", "yes")] = None,
     energy_core_watts: Annotated[float | None, _setting("Of a busy core, where nothing measures it.", "10")] = None,
     log_level: Annotated[str | None, _setting("debug, info, warning or error.", "info")] = None,

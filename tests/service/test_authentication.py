@@ -22,8 +22,26 @@ from tests.tenants import StillClock, TestKey, make_key, write_keys
 
 COMPLETIONS = "/v1/completions"
 S1 = "/v1/sessions/s1/generate"
-OPEN = ["/health", "/health/live", "/health/ready", "/docs", "/docs/assets/swagger-ui.css", "/openapi.json"]
-CLOSED = ["/v1/models", "/v1/sessions", "/metrics", "/v1/nothing", "/", "/docs/", "/health/", "/openapi.json/x"]
+OPEN = [
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/docs",
+    "/docs/assets/swagger-ui.css",
+    "/openapi.json",
+    "/",
+    "/playground/app.js",
+]
+CLOSED = [
+    "/v1/models",
+    "/v1/sessions",
+    "/metrics",
+    "/v1/nothing",
+    "/playground",
+    "/docs/",
+    "/health/",
+    "/openapi.json/x",
+]
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 

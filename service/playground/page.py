@@ -1,0 +1,85 @@
+"""The playground at /: static files, sent from memory with entity tags, under a policy that admits nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, Header
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+PAGE_URL = "/"
+ASSETS_URL = "/playground"
+PAGE_NAME = "index.html"
+FOLDER = Path(__file__).parent / "static"
+MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Trusted types: the browser refuses every way of turning text into HTML, whatever the scripts try.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "cache-control": "no-cache",  # ask each time: the files of one version belong together
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
+
+IfNoneMatch = Annotated[str, Header()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asset:
+    """One file as it is sent."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+    def response(self, if_none_match: str) -> Response:
+        """304 without a body when the browser has this very version."""
+        headers = {**HEADERS, "etag": self.etag}
+        known = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+        if self.etag in known or "*" in known:
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.media_type, headers=headers)
+
+
+def add_playground(app: FastAPI) -> None:
+    """The page at /, what it loads under /playground/."""
+    assets = read_assets()
+
+    async def page(if_none_match: IfNoneMatch = "") -> Response:
+        return assets[PAGE_NAME].response(if_none_match)
+
+    async def asset(name: str, if_none_match: IfNoneMatch = "") -> Response:
+        if name not in assets or name == PAGE_NAME:
+            raise HTTPException(404)
+        return assets[name].response(if_none_match)
+
+    for path, handler in ((PAGE_URL, page), (f"{ASSETS_URL}/{{name}}", asset)):
+        app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False, response_class=Response)
+
+
+def read_assets() -> dict[str, Asset]:
+    """By their names."""
+    return {path.name: _read(path) for path in FOLDER.iterdir()}
+
+
+def is_of_playground(path: str) -> bool:
+    """Whether a URL's path is the page's or one of its files': what holds no data and anybody may have."""
+    return path == PAGE_URL or path.startswith(f"{ASSETS_URL}/")
+
+
+def _read(path: Path) -> Asset:
+    body = path.read_bytes()
+    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+    return Asset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=f'"{digest}"')

@@ -1,0 +1,153 @@
+// The page: two panes, the list of sessions, the model's facts. Everything the server does is in its HTTP API.
+
+import { Api } from "./api.js";
+import { compareBranches } from "./branches.js";
+import { Keyring, bindDialogs, confirm } from "./dialogs.js";
+import { announce } from "./dom.js";
+import { bytes, millions } from "./format.js";
+import { Memory } from "./memory.js";
+import { Notice } from "./notice.js";
+import { Pane } from "./pane.js";
+import { SessionList } from "./session_list.js";
+import { saveFile, importFile } from "./session_files.js";
+import { bindTheme } from "./theme.js";
+
+const memory = new Memory(sessionStorage);
+const keyring = new Keyring(memory, showKey);
+const api = new Api(keyring);
+const notice = new Notice("page-notice");
+const features = { routing: true };
+const on = { changed, openBeside, exportFile: (id) => saveFile(api, id) };
+const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, features, on }));
+const sessions = new SessionList(byId("session-list"), api, { open, openBeside, isOpen });
+let active = panes[0];
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+/** In the pane that was used last; a session that is open already is only looked at. */
+async function open(id) {
+  const there = panes.find((pane) => pane.session?.head.id === id && !pane.root.hidden);
+  if (there !== undefined) there.composer.text.focus();
+  else await active.open(id);
+  closeDrawer();
+}
+
+async function openBeside(id) {
+  const other = active === panes[0] ? panes[1] : panes[0];
+  setComparing(true);
+  const there = panes.find((pane) => pane.session?.head.id === id);
+  if (there === undefined) await other.open(id);
+  closeDrawer();
+}
+
+function isOpen(id) {
+  return panes.some((pane) => pane.session?.head.id === id && !pane.root.hidden);
+}
+
+function setComparing(isComparing) {
+  panes[1].root.hidden = !isComparing;
+  if (!isComparing) {
+    panes[1].clear();
+    active = panes[0];
+  }
+  byId("panes").dataset.panes = isComparing ? "2" : "1";
+  byId("compare").setAttribute("aria-pressed", String(isComparing));
+  changed();
+}
+
+function changed() {
+  memory.write("panes", panes.map((pane) => pane.session?.head.id ?? null));
+  memory.write("comparing", !panes[1].root.hidden);
+  const isComparing = panes.every((pane) => pane.session !== null) && !panes[1].root.hidden;
+  byId("branches").hidden = !isComparing;
+  if (isComparing) byId("branches").textContent = compareBranches(panes[0].turns, panes[1].turns);
+  sessions.refresh();
+}
+
+async function chooseFile(event) {
+  const [file] = event.target.files;
+  event.target.value = "";
+  if (file === undefined) return;
+  notice.tell("Importing…");
+  try {
+    const head = await importFile(api, file, confirm);
+    notice.clear();
+    if (head === null) return;
+    announce(`Imported ${head.id}`);
+    await open(head.id);
+    sessions.refresh();
+  } catch (error) {
+    notice.show(error);
+  }
+}
+
+async function showModel() {
+  try {
+    const [model] = (await api.json("GET", "v1/models")).data;
+    const facts = [`${millions(model.num_parameters)} parameters`, `state ${bytes(model.state_bytes)}, ${model.state_dtype}`, model.numerics];
+    byId("model").textContent = [model.id, ...facts].join(" · ");
+  } catch (error) {
+    notice.show(error);
+  }
+}
+
+function showKey() {
+  byId("forget-key").hidden = keyring.key === null;
+}
+
+// On narrow screens the list of sessions is a drawer.
+function closeDrawer() {
+  byId("sessions").classList.remove("open");
+  byId("drawer").setAttribute("aria-expanded", "false");
+}
+
+function bind() {
+  bindTheme(byId("theme"));
+  bindDialogs();
+  byId("forget-key").addEventListener("click", () => {
+    keyring.set(null);
+    location.reload();
+  });
+  byId("new-session").addEventListener("click", () => {
+    active.clear();
+    changed();
+    closeDrawer();
+    active.composer.text.focus();
+  });
+  byId("compare").addEventListener("click", () => setComparing(panes[1].root.hidden));
+  byId("numbers").addEventListener("change", (event) => {
+    byId("panes").classList.toggle("with-numbers", event.target.checked);
+  });
+  byId("import").addEventListener("click", () => byId("import-file").click());
+  byId("import-file").addEventListener("change", chooseFile);
+  byId("drawer").addEventListener("click", () => {
+    const isOpen = byId("sessions").classList.toggle("open");
+    byId("drawer").setAttribute("aria-expanded", String(isOpen));
+  });
+  addEventListener("pagehide", () => panes.forEach((pane) => pane.save()));
+  for (const pane of panes) {
+    for (const event of ["focusin", "pointerdown"]) {
+      pane.root.addEventListener(event, () => {
+        active = pane;
+      });
+    }
+  }
+}
+
+/** Everything as it was before a reload, turns that are still running included. */
+async function restore() {
+  const ids = memory.read("panes", []);
+  showKey();
+  await showModel(); // asks for a key where there must be one: once, before all else asks
+  setComparing(memory.read("comparing", false));
+  panes.forEach((pane, index) => {
+    if (ids[index] && !pane.root.hidden) pane.open(ids[index]);
+  });
+}
+
+byId("panes").append(...panes.map((pane) => pane.root));
+byId("page-notice-place").append(notice.root);
+bind();
+restore();

@@ -1,0 +1,59 @@
+// Numbers and tokens as a person reads them.
+
+const RELATIVE = new Intl.RelativeTimeFormat("en", { numeric: "auto", style: "short" });
+const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]];
+
+/** A probability: never 0 % or 100 % for what is neither. */
+export function percent(probability) {
+  const value = probability * 100;
+  if (value < 0.01) return "< 0.01 %";
+  if (value < 1) return `${value.toFixed(2)} %`;
+  return value > 99.9 ? "> 99.9 %" : `${value.toFixed(1)} %`;
+}
+
+/** Levels of surprise, for colours and underlines: 0 is what was to be expected. */
+export const LEVELS = [
+  [0.5, "50 % and more"],
+  [0.2, "20 to 50 %"],
+  [0.05, "5 to 20 %"],
+  [0.01, "1 to 5 %"],
+  [0, "below 1 %"],
+];
+
+export function levelOf(probability) {
+  return LEVELS.findIndex(([least]) => probability >= least);
+}
+
+export function seconds(value) {
+  return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`;
+}
+
+export function joules(value) {
+  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} mJ` : `${value.toFixed(2)} J`;
+}
+
+export function bytes(value) {
+  return value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : `${(value / 1e6).toFixed(2)} MB`;
+}
+
+export function count(value, one, many = `${one}s`) {
+  return `${value.toLocaleString("en")} ${value === 1 ? one : many}`;
+}
+
+export function millions(value) {
+  return value < 1e6 ? value.toLocaleString("en") : `${(value / 1e6).toFixed(1)} M`;
+}
+
+/** `at`: Unix seconds. */
+export function ago(at) {
+  const passed = Date.now() / 1000 - at;
+  for (const [unit, length] of UNITS) {
+    if (passed >= length) return RELATIVE.format(-Math.floor(passed / length), unit);
+  }
+  return "just now";
+}
+
+/** A token with its blanks to be seen. */
+export function visible(text) {
+  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(no text)";
+}

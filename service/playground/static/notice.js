@@ -1,0 +1,41 @@
+// What the server refused, in its words: the field at fault first.
+
+import { ApiError } from "./api.js";
+import { button, el } from "./dom.js";
+
+export class Notice {
+  constructor(id) {
+    this.root = el("div", { id, class: "notice", role: "alert", hidden: true });
+  }
+
+  show(error) {
+    this.root.replaceChildren(
+      el("p", {}, ...(error.param ? [el("strong", { class: "param" }, error.param), " "] : []), error.message),
+      el("p", { class: "hint" }, details(error)),
+      button("Dismiss", () => this.clear()),
+    );
+    this.root.hidden = false;
+  }
+
+  /** `text`: what is under way and no error. */
+  tell(text) {
+    this.root.replaceChildren(el("p", {}, text));
+    this.root.hidden = false;
+  }
+
+  clear() {
+    this.root.replaceChildren();
+    this.root.hidden = true;
+  }
+}
+
+function details(error) {
+  if (!(error instanceof ApiError)) return "This is a fault of the page.";
+  const parts = [
+    error.status > 200 ? `HTTP ${error.status}` : null,
+    error.code ?? error.type,
+    error.retryAfterS === null ? null : `try again in ${error.retryAfterS} s`,
+    error.requestId,
+  ];
+  return parts.filter((part) => part !== null).join(" · ");
+}

@@ -1,0 +1,336 @@
+// One conversation on the screen: its session, its turns, and what can be done with them.
+
+import { ApiError, sessionPath } from "./api.js";
+import { Composer } from "./composer.js";
+import { confirm } from "./dialogs.js";
+import { announce, button, el } from "./dom.js";
+import { Heatmap } from "./heatmap.js";
+import { Inspector, tokenInWords } from "./inspector.js";
+import { Notice } from "./notice.js";
+import { factsOf, loadSession, placeOf, titleOf, turnsUpTo } from "./session.js";
+import { Transcript, spoken } from "./transcript.js";
+import { followTurn, newTurn } from "./turn_stream.js";
+import { Utilisation, sampleOf } from "./utilisation.js";
+
+const SAVE_EVERY_MS = 1000;
+const MAX_TITLE_CHARS = 60;
+
+export class Pane {
+  /** `on`: {changed(), openBeside(id), exportFile(id)}; `features`: what the server can tell, shared by the panes. */
+  constructor(name, { api, memory, features, on }) {
+    Object.assign(this, { name, api, memory, features, on });
+    this.notice = new Notice(`${name}-notice`);
+    this.transcript = new Transcript({
+      select: (turn, index) => this.select(turn, index),
+      rewind: (turn) => this.rewind(turn),
+      fork: (turn) => this.fork(turn),
+      readOn: (turn) => this.follow(turn),
+      discard: (turn) => this.discard(turn),
+    });
+    this.inspector = new Inspector({
+      rewind: (turn, piece) => this.rewind(turn, piece),
+      fork: (turn, piece) => this.fork(turn, piece),
+    });
+    this.heatmap = new Heatmap((turn, index) => this.select(turn, index));
+    this.utilisation = new Utilisation();
+    this.composer = new Composer(name, { send: () => this.send(), stop: () => this.stop() });
+    this.build();
+    this.clear();
+  }
+
+  build() {
+    this.title = el("h2");
+    this.facts = el("ul", { class: "facts" });
+    this.tools = el(
+      "div",
+      { class: "tools" },
+      button("Fork", () => this.fork(null)),
+      button("Export", () => this.attempt(() => this.on.exportFile(this.session.head.id))),
+      button("Delete", () => this.remove(), { class: "danger" }),
+    );
+    const looking = el(
+      "div",
+      { class: "looking", tabindex: "0", role: "region", "aria-label": "Token, routing and states" },
+      this.inspector.root, this.heatmap.root, this.utilisation.root,
+    );
+    const head = el("header", { class: "pane-head" }, el("div", {}, this.title, this.facts), this.tools);
+    const talk = el("div", { class: "talk" }, this.transcript.root, this.notice.root, this.composer.root);
+    this.root = el("section", { class: "pane", id: this.name, "aria-label": `${this.name} conversation` }, head, el("div", { class: "pane-body" }, talk, looking));
+    this.root.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.running) this.stop();
+    });
+  }
+
+  get turns() {
+    return this.session?.turns ?? [];
+  }
+
+  get running() {
+    return this.turns.find((turn) => turn.status === "running") ?? null;
+  }
+
+  /** No session yet: the first turn makes one. */
+  clear() {
+    this.leave();
+    this.session = null;
+    this.showSession();
+  }
+
+  /** Stops reading, not the turn: that goes on at the server, and is read on when the session is opened again. */
+  leave() {
+    this.reading?.abort();
+    this.reading = null;
+  }
+
+  async open(id) {
+    this.leave();
+    const reading = (this.reading = new AbortController());
+    this.notice.tell("Opening the session…");
+    try {
+      const session = await loadSession(this.api, this.memory, id);
+      if (reading.signal.aborted) return;
+      this.session = session;
+      this.showSession();
+    } catch (error) {
+      if (error.status === 404) this.forget(id);
+      else if (reading.signal.aborted) return;
+      this.fail(error);
+      return;
+    }
+    this.on.changed();
+    if (this.running !== null) {
+      this.running.isReadOn = true;
+      await this.follow(this.running);
+    } else if (this.session.states.at(-1)?.version !== this.session.head.version) {
+      await this.readStates();
+    }
+  }
+
+  forget(id) {
+    this.memory.removeSession(id);
+    this.clear();
+    this.on.changed();
+  }
+
+  showSession() {
+    this.notice.clear();
+    this.composer.mark(null);
+    this.transcript.show(this.turns);
+    this.inspector.clear();
+    const newest = this.turns.at(-1);
+    if (newest === undefined || newest.pieces.length === 0) this.heatmap.clear("waiting");
+    else this.heatmap.show(newest, newest.pieces.length - 1);
+    this.utilisation.show(this.session?.states ?? []);
+    this.showHead();
+  }
+
+  showHead() {
+    const head = this.session?.head ?? null;
+    this.title.textContent = head === null ? "New session" : titleOf(head);
+    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head);
+    this.facts.replaceChildren(...facts.map((fact) => el("li", {}, fact)));
+    this.facts.title = head?.id ?? "";
+    this.tools.hidden = head === null;
+    this.root.toggleAttribute("data-busy", this.running !== null);
+    this.composer.setRunning(this.running !== null);
+  }
+
+  // ---- turns ----
+
+  async send() {
+    if (this.running !== null || this.isSending) return;
+    this.isSending = true;
+    this.notice.clear();
+    this.composer.mark(null);
+    const body = this.composer.body(this.features);
+    try {
+      this.session ??= { head: await this.create(body.input), turns: [], states: [] };
+    } catch (error) {
+      this.fail(error);
+      return;
+    } finally {
+      this.isSending = false;
+    }
+    this.turns.filter((turn) => turn.status !== "done").forEach((turn) => this.discard(turn));
+    const turn = newTurn(this.session.head.id, { ...body, expected_version: this.session.head.version });
+    this.turns.push(turn);
+    this.transcript.add(turn, this.turns.length);
+    this.composer.text.value = "";
+    this.heatmap.show(turn, 0);
+    await this.follow(turn);
+  }
+
+  create(input) {
+    const title = input.trim().slice(0, MAX_TITLE_CHARS);
+    return this.api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
+  }
+
+  async follow(turn) {
+    turn.status = "running";
+    this.reading?.abort();
+    const { signal } = (this.reading = new AbortController());
+    this.transcript.update(turn);
+    this.showHead();
+    this.save();
+    try {
+      await followTurn(this.api, turn, {
+        signal,
+        onPiece: (piece) => this.takePiece(turn, piece),
+        onPause: (pauseS) => this.notice.tell(`The connection was lost; reading on in ${pauseS.toFixed(1)} s…`),
+      });
+      turn.status = "done";
+      this.notice.clear();
+    } catch (error) {
+      if (signal.aborted) return;
+      if (this.isWithoutRouting(turn, error)) return this.follow(turn);
+      this.endBadly(turn, error);
+      if (error.code === "stream_not_found" || error.code === "version_conflict") return this.reopen(turn, error);
+    }
+    await this.afterTurn(turn);
+  }
+
+  takePiece(turn, piece) {
+    if (piece.routing?.length > 0) turn.hadRouting = true;
+    this.notice.clear();
+    this.transcript.addPiece(turn, piece);
+    this.heatmap.show(turn, turn.pieces.length - 1);
+    this.saveTimer ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
+  }
+
+  /** A server that does not know the wish for routing is asked again without it, from then on. */
+  isWithoutRouting(turn, error) {
+    if (error.param !== "include_routing" || turn.streamId !== null) return false;
+    this.features.routing = false;
+    delete turn.body.include_routing;
+    turn.key += "-plain";
+    return true;
+  }
+
+  endBadly(turn, error) {
+    const isLost = error instanceof ApiError && error.status === 0;
+    turn.status = error.code === "turn_cancelled" ? "stopped" : isLost && turn.streamId !== null ? "cut" : "failed";
+    turn.error = error.message;
+    if (turn.status !== "cut") this.composer.giveBack(turn.input);
+    if (turn.pieces.length === 0 && turn.status === "failed") this.discard(turn);
+    if (turn.status !== "stopped") this.fail(error);
+  }
+
+  /** The session has gone on without this page. */
+  async reopen(turn, error) {
+    this.discard(turn);
+    await this.open(turn.sessionId);
+    this.fail(error);
+  }
+
+  async afterTurn(turn) {
+    this.transcript.update(turn);
+    this.showHead();
+    this.save();
+    announce(spoken(turn));
+    try {
+      this.session.head = await this.api.json("GET", sessionPath(turn.sessionId));
+    } catch {
+      return; // what prevents it has been shown, or is at the next call
+    }
+    this.showHead();
+    this.on.changed();
+    if (turn.status === "done") await this.readStates();
+  }
+
+  async stop() {
+    const turn = this.running;
+    if (turn !== null) await this.attempt(() => this.api.request("POST", sessionPath(turn.sessionId, "cancel")));
+  }
+
+  discard(turn) {
+    if (!this.turns.includes(turn)) return;
+    this.turns.splice(this.turns.indexOf(turn), 1);
+    this.transcript.show(this.turns);
+    this.save();
+  }
+
+  select(turn, index) {
+    this.transcript.select(turn, index);
+    this.inspector.show(turn, index);
+    this.heatmap.show(turn, index);
+    announce(tokenInWords(turn, index));
+  }
+
+  async readStates() {
+    const { session } = this;
+    try {
+      const answer = await this.api.json("GET", sessionPath(session.head.id, "states"));
+      session.states = [...session.states.filter((state) => state.version < answer.version), sampleOf(answer)];
+      this.save(session);
+      if (session === this.session) this.utilisation.show(session.states);
+    } catch (error) {
+      if (session === this.session) this.utilisation.fail(error.message);
+    }
+  }
+
+  // ---- sessions ----
+
+  /** Back to the end of a turn, or to one of its tokens; what came after it is deleted. */
+  async rewind(turn, piece = null) {
+    const title = piece === null ? "Rewind to the end of this turn?" : "Rewind to this token?";
+    const text = "What came after it is deleted from the session. A fork keeps it.";
+    if (!(await confirm({ title, text, action: "Rewind" }))) return;
+    await this.attempt(async () => {
+      const { session } = this;
+      const body = { ...placeOf(turn, piece), expected_version: session.head.version };
+      session.head = await this.api.json("POST", sessionPath(session.head.id, "rewind"), body);
+      session.turns = turnsUpTo(session.turns, turn, piece, session.head.version);
+      session.states = session.states.filter((state) => state.position <= session.head.position);
+      this.save();
+      this.showSession();
+      this.on.changed();
+      await this.readStates();
+    });
+  }
+
+  /** A new session beside this one; `turn` null: from its newest commit. */
+  async fork(turn, piece = null) {
+    await this.attempt(async () => {
+      let head = await this.api.json("POST", sessionPath(this.session.head.id, "fork"));
+      const done = this.turns.filter((one) => one.status === "done");
+      let turns = done;
+      if (turn !== null && (piece !== null || turn !== done.at(-1))) {
+        head = await this.api.json("POST", sessionPath(head.id, "rewind"), placeOf(turn, piece));
+        turns = turnsUpTo(done, turn, piece, head.version);
+      }
+      const states = this.session.states.filter((state) => state.position <= head.position);
+      this.memory.writeSession(head.id, { turns, states });
+      await this.on.openBeside(head.id);
+    });
+  }
+
+  async remove() {
+    const { id } = this.session.head;
+    const text = `${titleOf(this.session.head)}: its state, its text and its turns are gone for good.`;
+    if (!(await confirm({ title: "Delete this session?", text, action: "Delete" }))) return;
+    await this.attempt(async () => {
+      await this.api.request("DELETE", sessionPath(id));
+      this.forget(id);
+    });
+  }
+
+  async attempt(work) {
+    this.notice.clear();
+    try {
+      await work();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  fail(error) {
+    this.notice.show(error);
+    this.composer.mark(error.param, this.notice.root.id);
+  }
+
+  save(session = this.session) {
+    clearTimeout(this.saveTimer);
+    this.saveTimer = undefined;
+    if (session !== null) this.memory.writeSession(session.head.id, session);
+  }
+}

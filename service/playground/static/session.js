@@ -1,0 +1,45 @@
+// A session as this page holds it: {head, turns, states}; where it can be taken back to.
+
+import { sessionPath } from "./api.js";
+import { bytes, count } from "./format.js";
+import { turnsFromLog } from "./session_log.js";
+
+/** From this tab's memory as far as that is the server's newest version, else from the server's log. */
+export async function loadSession(api, memory, id) {
+  const head = await api.json("GET", sessionPath(id));
+  const known = memory.session(id) ?? { turns: [], states: [] };
+  const last = known.turns.at(-1);
+  if (last?.status === "cut") last.status = "running"; // it is read on at once
+  const newest = known.turns.findLast((turn) => turn.status === "done")?.version ?? 0;
+  const isKnown = last?.status === "running" || newest === head.version;
+  return { head, turns: isKnown ? known.turns : await turnsFromLog(api, id, known.turns), states: known.states };
+}
+
+export function titleOf(head) {
+  return head.metadata.title ?? head.id;
+}
+
+export function factsOf(head) {
+  const facts = [shortened(head.id), `version ${head.version}`, `${count(head.position, "token")} read`, `${bytes(head.snapshot_bytes)} stored`];
+  if (head.forked_from !== null) {
+    const [origin, position] = head.forked_from.split("@");
+    facts.push(`forked from ${shortened(origin)} after ${position}`);
+  }
+  return facts;
+}
+
+function shortened(id) {
+  return id.length > 18 ? `${id.slice(0, 11)}…${id.slice(-4)}` : id;
+}
+
+/** A place as a rewind names it: the end of a turn, or one of its tokens. */
+export function placeOf(turn, piece) {
+  return piece === null ? { to_version: turn.version } : { to_position: turn.usage.prompt_tokens + piece.number };
+}
+
+/** Up to a place; the last turn then ends at `version`. */
+export function turnsUpTo(turns, turn, piece, version) {
+  const kept = turns.slice(0, turns.indexOf(turn));
+  const pieces = piece === null ? turn.pieces : turn.pieces.slice(0, turn.pieces.indexOf(piece) + 1);
+  return [...kept, { ...turn, pieces, version, finish: piece === null ? turn.finish : "rewound" }];
+}

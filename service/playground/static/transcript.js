@@ -1,0 +1,152 @@
+// The turns of a conversation: what was read, the tokens that were sampled, and what each turn took.
+
+import { textOf } from "./branches.js";
+import { el, button } from "./dom.js";
+import { count, joules, levelOf, percent, seconds, visible } from "./format.js";
+
+const FINISHES = { stop: "ended by itself", length: "cut at max tokens", rewound: "taken back to here" };
+const STATUSES = {
+  running: "running",
+  stopped: "stopped: nothing of this turn is kept",
+  failed: "failed: nothing of this turn is kept",
+  cut: "the connection was lost; the turn goes on at the server",
+};
+
+export class Transcript {
+  /** `on`: {select(turn, index), rewind(turn), fork(turn), readOn(turn), discard(turn)} */
+  constructor(on) {
+    this.on = on;
+    this.views = new Map();
+    this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": "Conversation" });
+    this.selected = null;
+  }
+
+  show(turns) {
+    this.views.clear();
+    this.selected = null;
+    this.root.replaceChildren();
+    if (turns.length === 0) this.root.append(emptyNote());
+    turns.forEach((turn, index) => this.add(turn, index + 1));
+  }
+
+  add(turn, number) {
+    this.root.querySelector(".empty")?.remove();
+    const view = turnView(turn, number, this.on);
+    this.views.set(turn, view);
+    view.answer.addEventListener("click", (event) => this.onClick(turn, event));
+    view.answer.addEventListener("keydown", (event) => this.onKey(turn, event));
+    this.root.append(view.root);
+    turn.pieces.forEach((piece) => view.answer.append(tokenView(piece)));
+    this.update(turn);
+    this.root.scrollTop = this.root.scrollHeight;
+  }
+
+  addPiece(turn, piece) {
+    this.keepingEnd(() => this.views.get(turn)?.answer.append(tokenView(piece)));
+  }
+
+  /** Who reads at the end stays there; who has scrolled back is left in peace. */
+  keepingEnd(work) {
+    const isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 48;
+    work();
+    if (isAtEnd) this.root.scrollTop = this.root.scrollHeight;
+  }
+
+  /** What the turn took and what may be done with it. */
+  update(turn) {
+    const view = this.views.get(turn);
+    if (view === undefined) return;
+    view.root.dataset.status = turn.status;
+    this.keepingEnd(() => view.foot.replaceChildren(facts(turn), tools(turn, this.on)));
+  }
+
+  select(turn, index) {
+    this.selected?.classList.remove("selected");
+    const answer = this.views.get(turn)?.answer;
+    this.selected = answer?.children[index] ?? null;
+    this.selected?.classList.add("selected");
+    this.selected?.scrollIntoView({ block: "nearest" });
+    this.current = { turn, index };
+  }
+
+  onClick(turn, event) {
+    const token = event.target.closest(".token");
+    if (token !== null) this.on.select(turn, Array.prototype.indexOf.call(token.parentNode.children, token));
+  }
+
+  onKey(turn, event) {
+    const last = turn.pieces.length - 1;
+    const index = this.current?.turn === turn ? this.current.index : -1;
+    const targets = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: last };
+    if (!(event.key in targets) || last < 0) return;
+    event.preventDefault();
+    this.on.select(turn, Math.min(last, Math.max(0, targets[event.key])));
+  }
+}
+
+function emptyNote() {
+  return el("p", { class: "empty" }, "Nothing here yet. Write something below; the model goes on from it.");
+}
+
+function turnView(turn, number, on) {
+  const answer = el("div", {
+    class: "answer",
+    tabindex: "0",
+    role: "group",
+    "aria-label": `Answer of turn ${number}; arrow keys go from token to token`,
+  });
+  const input = turn.input === "" ? el("p", { class: "input none" }, "(went on without input)") : el("p", { class: "input" }, turn.input);
+  const foot = el("footer", { class: "turn-foot" });
+  const root = el("article", { class: "turn", "aria-label": `Turn ${number}` }, input, answer, foot);
+  return { root, answer, foot };
+}
+
+/** Colour and underline by how likely it was; the percentage itself is shown when asked for. */
+function tokenView(piece) {
+  const token = el("span", { class: "token" }, piece.text);
+  if (piece.tokens.length > 0) {
+    const probability = Math.exp(piece.tokens.reduce((sum, one) => sum + one.logprob, 0));
+    token.dataset.level = levelOf(probability);
+    token.dataset.percent = probability < 0.01 ? "<1" : Math.round(probability * 100);
+    token.title = `${visible(piece.text)}: ${percent(probability)}`;
+  }
+  return token;
+}
+
+function facts(turn) {
+  const parts = [STATUSES[turn.status] ?? FINISHES[turn.finish] ?? "kept by the server"];
+  const { usage } = turn;
+  if (usage !== null) {
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    parts.push(count(usage.completion_tokens, "token"));
+    parts.push(`read ${(usage.prompt_tokens - cached).toLocaleString("en")}, resumed ${cached.toLocaleString("en")}`);
+  }
+  if (turn.ttftS !== null) parts.push(`first token ${seconds(turn.ttftS)}`);
+  if (turn.isReadOn) parts.push("read on after an interruption");
+  else if (turn.decodeS > 0) parts.push(`${((turn.pieces.length - 1) / turn.decodeS).toFixed(1)} tokens/s`);
+  if (usage !== null) parts.push(energyOf(usage));
+  return el("ul", { class: "facts" }, ...parts.map((part) => el("li", {}, part)));
+}
+
+function energyOf(usage) {
+  if (!usage.energy) return "energy is not measured here";
+  const methods = usage.energy.sources.map((source) => `${source.source}, ${source.method}`).join("; ");
+  return `${joules(usage.energy.joules)}, ${joules(usage.energy.joules_per_token)} a token (${methods})`;
+}
+
+function tools(turn, on) {
+  const made = el("div", { class: "tools" });
+  if (turn.status === "done") {
+    made.append(button("Rewind to here", () => on.rewind(turn)), button("Fork from here", () => on.fork(turn)));
+  } else if (turn.status === "cut") {
+    made.append(button("Read on", () => on.readOn(turn)));
+  } else if (turn.status !== "running") {
+    made.append(button("Remove", () => on.discard(turn)));
+  }
+  return made;
+}
+
+/** For `announce`: a screen reader hears the answer once it is whole, not token by token. */
+export function spoken(turn) {
+  return `${FINISHES[turn.finish] ?? turn.status}: ${textOf(turn)}`;
+}
