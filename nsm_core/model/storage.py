@@ -74,7 +74,7 @@ def _decode(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-class _NoStart(TorchFunctionMode):
+class NoStart(TorchFunctionMode):
     """Modules are made without their first values: memory that nothing has touched is not resident.
 
     The device `meta` would do the same, and imports a compiler for it: two seconds and 140 MiB.
@@ -130,7 +130,7 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
         )
     stored, form = _read_tensors(directory / WEIGHTS_FILE)
     try:
-        with _NoStart():
+        with NoStart():
             model = NsmModel(config)  # fails for sizes that no machine has the memory for
         model.load_state_dict(_decode(stored), assign=True)
         for router in (module for module in model.modules() if isinstance(module, Router)):
