@@ -15,7 +15,8 @@ from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.library import PORTABLE, variants
-from nsm_core.execution.native.weights import why_not_native
+from nsm_core.execution.native.unpacked import unpacked
+from nsm_core.execution.native.weights import NativeWeights, why_not_native
 from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.nsm import NsmModel
@@ -26,10 +27,14 @@ logger = logging.getLogger("nsm.execution")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenExecutor:
-    """`numerics`: the class within which equal input gives equal bits, for the states that the executor makes."""
+    """`model`: what the factory is to be given, and observers: the loaded model, or a twin that needs less memory.
+
+    `numerics`: the class within which equal input gives equal bits, for the states that the executor makes.
+    """
 
     name: str
     factory: ExecutorFactory
+    model: NsmModel
     numerics: str
 
 
@@ -47,7 +52,7 @@ def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
         logger.warning(
             "%s runs on the eager executor, many times slower than the one for GPUs: %s", loaded.name, reason
         )
-        return ChosenExecutor("eager", EagerExecutor, loaded.numerics)
+        return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
     reason = None if wish == "native" else _why_eager(loaded, wish)
     if reason is None:
         reason = why_not_native(loaded.model)
@@ -60,7 +65,7 @@ def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
         )
     else:
         logger.info("%s runs on the eager executor: %s", loaded.name, reason)
-    return ChosenExecutor("eager", EagerExecutor, loaded.numerics)
+    return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
 
 
 def _why_eager(loaded: LoadedModel, wish: Wish) -> str | None:
@@ -82,13 +87,15 @@ def _native(loaded: LoadedModel) -> ChosenExecutor:
     logger.info(
         "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
     )
-    return ChosenExecutor("native", functools.partial(NativeExecutor, num_threads=num_threads), NUMERICS)
+    weights = NativeWeights(loaded.model)
+    factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights)
+    return ChosenExecutor("native", factory, unpacked(loaded.model, weights), NUMERICS)
 
 
 def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
     logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
     factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
-    return ChosenExecutor("cuda", factory, cuda_numerics(weights, loaded.model.embedding.weight.device))
+    return ChosenExecutor("cuda", factory, loaded.model, cuda_numerics(weights, loaded.model.embedding.weight.device))
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:

@@ -54,7 +54,7 @@ class WindowAttention(Mixer):
         return {"kv": (self.kv_heads, 2, self.window, self.head_dim)}
 
     def initial_state(self, batch_size: int) -> State:
-        return {"kv": torch.zeros(batch_size, *self.state_shapes()["kv"], device=self.out.weight.device)}
+        return {"kv": torch.zeros(batch_size, *self.state_shapes()["kv"], device=self.log_scale.device)}
 
     def queries_and_memory(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [B,T,d] -> q [B,T,H,K], scaled, and kv [B,Hkv,2,T,K]; queries and keys normed and rotated."""

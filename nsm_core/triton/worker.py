@@ -18,6 +18,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.metering import meter_of
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
+from nsm_core.heap import trim_heap
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.params import SEED_BITS
@@ -53,20 +54,20 @@ class Worker:
 
     def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
         chosen = choose_executor(loaded, config.executor)
-        self._loaded = loaded
+        self._model, self._tokenizer, self._fingerprint = chosen.model, loaded.tokenizer, loaded.fingerprint
         self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
         self._limits = CallLimits(config, loaded.tokenizer.vocab_size)
         self._stepped = threading.Event()
         self._engine = AsyncEngine(
             Engine(
-                loaded.model,
+                chosen.model,
                 loaded.tokenizer,
                 fingerprint=loaded.fingerprint,
                 config=config.engine,
                 executor=chosen.factory,
                 meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
-                observer=ModelObserver(loaded.model),
+                observer=ModelObserver(chosen.model),
             ),
             after_step=self._stepped.set,
         )
@@ -83,6 +84,7 @@ class Worker:
 
     def start(self) -> None:
         """Ready for calls when it returns."""
+        trim_heap()  # whoever loaded the model has let it go by now
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
 
@@ -162,7 +164,7 @@ class Worker:
         if isinstance(call, DescribeCall):
             return encode_description(self._describe())
         if isinstance(call, InspectCall):
-            model, state = self._loaded.model, call.state
+            model, state = self._model, call.state
             report = await asyncio.to_thread(
                 lambda: inspect_state(
                     model.state_spec, state, model.initial_state(1), detail=call.detail, layer=call.layer
@@ -175,7 +177,7 @@ class Worker:
         engine = self._config.engine
         return WorkerDescription(
             model=self._info,
-            tokenizer=self._loaded.tokenizer.to_json(),
+            tokenizer=self._tokenizer.to_json(),
             max_slots=engine.max_slots,
             queue_limit=engine.queue_limit,
             max_prompt_tokens=self._config.max_prompt_tokens,
@@ -194,7 +196,7 @@ class Worker:
         )
         encoder = EventEncoder(
             call,
-            fingerprint=self._loaded.fingerprint,
+            fingerprint=self._fingerprint,
             num_prompt=len(request.prompt_ids),
             name_state=self._keep if call.keep_state else state_id,
         )
@@ -212,7 +214,7 @@ class Worker:
         limit = self._config.max_prompt_tokens
         ids, name = call.prompt_ids, INPUT_IDS
         if call.text is not None:
-            tokenizer, name = self._loaded.tokenizer, TEXT_INPUT
+            tokenizer, name = self._tokenizer, TEXT_INPUT
             if len(call.text) > limit * self._max_token_bytes:  # hopeless, before the work of encoding it
                 refuse(name, f"at most {limit} tokens", f"{len(call.text)} characters")
             start = () if call.resume is not None else (tokenizer.end_of_text_id,)

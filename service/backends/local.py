@@ -12,6 +12,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.wishes import Wish
+from nsm_core.heap import trim_heap
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
@@ -32,24 +33,26 @@ class LocalBackend:
         executor: Wish = "auto",
         meter: EnergyMeter | None = None,
     ) -> None:
-        """`meter`: of the energy that requests are charged, and closed with the backend.
+        """Keeps nothing of `loaded` that the executor does not need.
+
+        `meter`: of the energy that requests are charged, and closed with the backend.
 
         Raises ConfigError where the executor that was asked for cannot be had.
         """
         chosen = choose_executor(loaded, executor)
         self._tokenizer = loaded.tokenizer
         self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics)
-        self._served = loaded.model
+        self._served = chosen.model
         self._max_requests = config.max_requests
         self._engine = AsyncEngine(
             Engine(
-                loaded.model,
+                chosen.model,
                 loaded.tokenizer,
                 fingerprint=loaded.fingerprint,
                 config=config,
                 executor=chosen.factory,
                 meter=meter,
-                observer=ModelObserver(loaded.model),
+                observer=ModelObserver(chosen.model),
             )
         )
         self._meter = meter
@@ -67,6 +70,7 @@ class LocalBackend:
         return self._max_requests
 
     async def start(self) -> None:
+        trim_heap()  # whoever loaded the model has let it go by now
         await self._engine.start()
 
     async def stop(self) -> None:

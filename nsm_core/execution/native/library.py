@@ -61,6 +61,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "nsm_model_set_floats": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "nsm_model_set_rotary": (_INT, (_POINTER, _POINTER, _INT)),
     "nsm_model_seal": (_INT, (_POINTER,)),
+    "nsm_model_get_rows": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER)),
     "nsm_model_free": (None, (_POINTER,)),
     "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),

@@ -68,6 +68,17 @@ class NativeWeights:
         """The address that the library knows the model by; lives as long as this object."""
         return int(self._handle)
 
+    def rows(self, layer: int, part: Part, rows: Tensor, num_cols: int) -> Tensor:
+        """Rows [R] int64 of a matrix of `num_cols` columns, as they are multiplied with: [R, num_cols] fp32.
+
+        Raises IndexError for a row or a matrix that is not there.
+        """
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), num_cols)
+        if not self._library.nsm_model_get_rows(self._handle, layer, part, rows.data_ptr(), len(rows), out.data_ptr()):
+            raise IndexError(f"{part.name} {layer} has no such rows")
+        return out
+
     @torch.no_grad()
     def _pack(self, model: NsmModel) -> None:
         self._matrix(0, Part.EMBEDDING, model.embedding.weight)

@@ -104,6 +104,11 @@ int nsm_model_set_rotary(void* model, const double* frequencies, int count) {
 
 int nsm_model_seal(void* model) { return static_cast<Model*>(model)->seal(); }
 
+// Rows [count] of a matrix as fp32: out [count, columns]. 0: there is no such matrix, or it has no such row.
+int nsm_model_get_rows(const void* model, int layer, int part, const int64_t* rows, int count, float* out) {
+  return static_cast<const Model*>(model)->get_rows(layer, part, rows, count, out);
+}
+
 void nsm_model_free(void* model) { delete static_cast<Model*>(model); }
 
 // memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides in

@@ -8,18 +8,45 @@
 
 namespace nsm {
 
-int8_t* Arena::take(size_t bytes) {
-  constexpr size_t HUGE_PAGE = size_t{2} << 20, CHUNK = 8 * HUGE_PAGE;
-  bytes = (bytes + 63) / 64 * 64;
-  if (left_ < bytes) {
-    left_ = (std::max(bytes, CHUNK) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    next_ = static_cast<int8_t*>(std::aligned_alloc(HUGE_PAGE, left_));
-    if (next_ == nullptr) throw std::bad_alloc();
-    chunks_.emplace_back(next_);
+namespace {
+
+// Of a model, or of a const one; null: no matrix has this number.
+template <typename AnyModel>
+auto* matrix_at(AnyModel& model, int layer, int part) {
+  return part == EMBEDDING ? &model.embedding
+         : part == PROJECT ? &model.layers[layer].project
+         : part == OUT     ? &model.layers[layer].out
+         : part == UP      ? &model.layers[layer].up
+         : part == DOWN    ? &model.layers[layer].down
+                           : nullptr;
+}
+
+// Of all matrices, packed: a multiple of a cache line each, as a tile is.
+size_t matrix_bytes(const Shape& shape, const int32_t* windows) {
+  const auto packed = [](int rows, int cols) { return static_cast<size_t>(tiles_of(rows)) * LANES * cols; };
+  const int d = shape.d_model;
+  size_t bytes = packed(shape.vocab_size, d);
+  for (int i = 0; i < shape.num_layers; ++i)
+    bytes += packed(windows[i] == 0 ? 4 * d : d + 2 * shape.kv_heads * (d / shape.heads), d) + packed(d, d) +
+             packed(2 * shape.mlp_hidden, d) + packed(d, shape.mlp_hidden);
+  return bytes;
+}
+
+}  // namespace
+
+Arena::Arena(size_t bytes) {
+  constexpr size_t HUGE_PAGE = size_t{2} << 20;
+  left_ = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  next_ = static_cast<int8_t*>(std::aligned_alloc(HUGE_PAGE, left_));
+  if (next_ == nullptr) throw std::bad_alloc();
+  memory_.reset(next_);
 #if defined(__linux__)
-    madvise(next_, left_, MADV_HUGEPAGE);  // a wish: without it the memory is the same, in small pages
+  madvise(next_, left_, MADV_HUGEPAGE);  // a wish: without it the memory is the same, in small pages
 #endif
-  }
+}
+
+int8_t* Arena::take(size_t bytes) {
+  if (left_ < bytes) return nullptr;
   int8_t* taken = next_;
   next_ += bytes;
   left_ -= bytes;
@@ -27,24 +54,31 @@ int8_t* Arena::take(size_t bytes) {
 }
 
 Model::Model(const Shape& given, const int32_t* windows, const Kernels& chosen)
-    : shape(given), kernels(chosen), head_dim(given.d_model / given.heads), layers(given.num_layers) {
+    : shape(given), kernels(chosen), head_dim(given.d_model / given.heads), layers(given.num_layers),
+      arena_(matrix_bytes(given, windows)) {
   for (int i = 0; i < shape.num_layers; ++i) layers[i].window = windows[i];
 }
 
 bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
-  PackedMatrix* target = part == EMBEDDING ? &embedding
-                         : part == PROJECT ? &layers[layer].project
-                         : part == OUT     ? &layers[layer].out
-                         : part == UP      ? &layers[layer].up
-                         : part == DOWN    ? &layers[layer].down
-                                           : nullptr;
+  PackedMatrix* target = matrix_at(*this, layer, part);
   if (target == nullptr || rows < 1 || cols < LANES || cols % LANES != 0) return false;
   const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
   int8_t* packed = arena_.take(padded * cols);
+  if (packed == nullptr) return false;  // larger than the shape says
   target->scale = Buffer<float>(padded);
   kernels.pack(weights, rows, cols, packed);
   std::copy(scale, scale + rows, target->scale.get());
   target->view = {packed, target->scale.get(), rows, cols};
+  return true;
+}
+
+bool Model::get_rows(int layer, int part, const int64_t* rows, int count, float* out) const {
+  const PackedMatrix* matrix = matrix_at(*this, layer, part);
+  if (matrix == nullptr) return false;
+  const Matrix& view = matrix->view;
+  for (int i = 0; i < count; ++i)
+    if (rows[i] < 0 || rows[i] >= view.rows) return false;
+  for (int i = 0; i < count; ++i) kernels.embed(view, static_cast<int>(rows[i]), 1.0f, out + static_cast<size_t>(i) * view.cols);
   return true;
 }
 

@@ -38,15 +38,17 @@ class Buffer {
 // cost it a tenth of its time. Freed as a whole.
 class Arena {
  public:
+  explicit Arena(size_t bytes);
+  // nullptr: what was reserved is used up.
   int8_t* take(size_t bytes);
 
  private:
   struct Free {
     void operator()(int8_t* data) const { std::free(data); }
   };
-  std::vector<std::unique_ptr<int8_t, Free>> chunks_;
-  int8_t* next_ = nullptr;
-  size_t left_ = 0;
+  std::unique_ptr<int8_t, Free> memory_;
+  int8_t* next_;
+  size_t left_;
 };
 
 // Mirrored by `Shape` in library.py.
@@ -90,6 +92,8 @@ class Model {
   bool set_rotary(const double* frequencies, int count);
   // After all parts; false: one is missing.
   bool seal();
+  // Rows of a matrix in fp32: out [count, columns]; false: it has no such matrix, or not these rows.
+  bool get_rows(int layer, int part, const int64_t* rows, int count, float* out) const;
 
   const Shape shape;
   const Kernels& kernels;
