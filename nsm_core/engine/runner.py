@@ -62,7 +62,7 @@ class Runner:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._sampler = Sampler(getattr(executor, "draw", None))
+        self._sampler = Sampler(executor.draw)
         self.pool = executor.pool
 
     def open(self, slot: int, resume: Resume | None) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from nsm_core.sampling.sampler import Draw
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State, StateSpec
 
@@ -37,8 +38,7 @@ class SequenceModel(Protocol):
 class Executor(Protocol):
     """A model on the rows of a pool that it owns: rows advance in place. Not thread-safe; inference only.
 
-    Rows are leased from `pool` by the caller, distinct, and given in rising order. An executor may have a `draw` of its
-    own as well, see `Draw` in nsm_core/sampling/sampler.py.
+    Rows are leased from `pool` by the caller, distinct, and given in rising order.
     """
 
     @property
@@ -61,6 +61,11 @@ class Executor(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, d] -> logits [n, V] fp32."""
+        ...
+
+    @property
+    def draw(self) -> Draw:
+        """How tokens are drawn from logits that are on the host."""
         ...
 
 

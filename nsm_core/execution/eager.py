@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.execution.base import SequenceModel
+from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
 
@@ -21,6 +22,8 @@ class EagerExecutor:
             self.initial: State = model.initial_state(1)
         self._device = next(iter(self.initial.values())).device
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
+
+    draw = staticmethod(draw_reference)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -37,7 +37,11 @@ class SamplingRow:
 
 
 class Draw(Protocol):
-    """Steps 4 to 6 of `Sampler`, for rows that are not greedy."""
+    """Steps 4 to 6 of `Sampler`, for rows that are not greedy. `draw_reference` is its specification.
+
+    The uniform draws are the same everywhere; weights may be rounded otherwise, so a token may differ where a draw lies
+    within rounding of the border between two.
+    """
 
     def __call__(self, logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
         """logits [B, V], not modified; indices [R]: which of its rows `rows` [R] stand for. Returns ids [R]."""
@@ -64,8 +68,8 @@ class Sampler:
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
-        """`draw`: that of the executor, which knows the machine; None: in numpy."""
-        self._draw = draw or _draw
+        """`draw`: that of the executor, which knows the machine; None: the reference."""
+        self._draw = draw or draw_reference
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
         """logits [B, V], one row of it for each of `rows`; not modified.
@@ -125,7 +129,8 @@ def _adjust(raw: Logits, rows: Sequence[SamplingRow], good: Sequence[int]) -> Lo
     return adjusted
 
 
-def _draw(logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def draw_reference(logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    """A `Draw` in numpy, on any machine."""
     weights = logits[indices]  # a copy
     to_weights(weights, np.array([row.params.temperature for row in rows], dtype=np.float32))
     for row_weights, row in zip(weights, rows, strict=True):

@@ -13,6 +13,7 @@ from nsm_core.execution.cuda.kernels.linear import padded, run_linear
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
+from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
 
@@ -45,6 +46,8 @@ class CudaExecutor:
         if self.options.capture_at_start and self.options.graphs:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
+
+    draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

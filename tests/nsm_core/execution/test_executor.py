@@ -15,6 +15,8 @@ from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.model.nsm import NsmModel
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.sampler import SamplingRow, draw_reference
 from nsm_core.state.spec import POSITION, State
 from tests.models import random_model, small_config
 from tests.nsm_core.execution.small_models import quantised_twin, read_by_twin
@@ -161,3 +163,13 @@ def test_rows_must_be_leased(make: Make, rows: tuple[int, ...]) -> None:
 
 def test_the_start_is_the_models_own(make: Make, model: NsmModel) -> None:
     torch.testing.assert_close(make(num_rows=1).initial, model.initial_state(1), rtol=0.0, atol=0.0)
+
+
+def test_it_draws_as_the_reference_does(make: Make) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).numpy()
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
+    rows = [SamplingRow(params=params, position=position, generated_counts={}) for position in range(4)]
+    assert (
+        make(num_rows=1).draw(logits, [5, 0, 3, 3], rows).tolist()
+        == draw_reference(logits, [5, 0, 3, 3], rows).tolist()
+    )
