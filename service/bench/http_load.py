@@ -66,14 +66,15 @@ class HttpLoad:
 
     async def run(self, *, tell: Callable[[int], None]) -> list[dict[str, float]]:
         """The figures of each repeat; one before them is a warm-up. `tell` takes how many are done."""
-        await self._repeat()
+        await self.once()
         repeats = []
         for number in range(self._work.repeats):
-            repeats.append(await self._repeat())
+            repeats.append(await self.once())
             tell(number + 1)
         return repeats
 
-    async def _repeat(self) -> dict[str, float]:
+    async def once(self) -> dict[str, float]:
+        """The figures of one repeat. Raises NsmError."""
         figures: dict[str, float] = {}
         for number in self._work.concurrencies:
             cpu_s = self._cpu_s()

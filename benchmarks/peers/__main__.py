@@ -1,0 +1,136 @@
+"""The engine and the gateway beside what a user would pick instead, in one run: `python -m benchmarks.peers`.
+
+llama.cpp with random Llama, RWKV-7 and Mamba-2 of the bundled model's size (Q8_0; `benchmarks.peers.build_llama` builds
+it), against the bundled model on its native kernels; one thread each, by turns, per CPU second. A table with ratios and
+goals, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import figures, sessions, streams
+from benchmarks.peers.build_llama import DIRECTORY, VERSION, LlamaBuild
+from benchmarks.peers.ceilings import measure_ceilings
+from benchmarks.peers.engine import OurKernels, Ours
+from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
+from benchmarks.peers.llama import Llama
+from benchmarks.peers.report import report
+from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
+from service.bench.machine import machine, versions
+
+PARTS = ("ceilings", "engines", "context", "streams", "sessions")
+CEILING_REPEATS = 9
+
+
+def tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken, dict[str, str]]:
+    """Decoding, prompts, and decoding after a long text, each in rounds; ours lives in this process."""
+    taken: Taken = {}
+    ours = Ours(max_batch=max(args.batches))
+    llamas = [Llama(build, name) for name in LLAMA_CPP]
+    subjects = {subject.name: subject for subject in (ours, OurKernels(max_batch=max(args.batches)), *llamas)}
+    sizes = {"batches": args.batches, "num_tokens": args.tokens, "lengths": args.lengths}
+    for number in range(args.rounds if "engines" in args.parts else 0):
+        for name in streams.in_turn(list(subjects), number):
+            add(taken, name, subjects[name].decode_and_prefill(**sizes))
+            tell(f"engines, round {number + 1}: {name}")
+    for number in range(args.long_rounds if "context" in args.parts else 0):
+        for subject in (ours, llamas[0]):
+            add(taken, subject.name, subject.context(length=args.context, num_tokens=args.tokens))
+            tell(f"after {args.context} tokens, round {number + 1}: {subject.name}")
+    return taken, ours.about
+
+
+def measure_servers(build: LlamaBuild, args: argparse.Namespace) -> Taken:
+    taken: Taken = {}
+    if "streams" in args.parts:
+        with tempfile.TemporaryDirectory() as directory:
+            work = {"clients": args.clients, "num_tokens": args.stream_tokens, "rounds": args.rounds, "tell": tell}
+            merge(taken, asyncio.run(streams.measure_streams(build, Path(directory), **work)))
+    if "sessions" in args.parts:
+        sizes = {"length": args.session, "repeats": args.resumed}
+        with tempfile.TemporaryDirectory() as directory:
+            merge(taken, asyncio.run(sessions.measure_ours(Path(directory), **sizes)))
+            tell(f"a session of {args.session} tokens: {OURS}")
+            for name in args.session_peers:
+                merge(taken, asyncio.run(sessions.measure_llama(build, name, Path(directory), **sizes)))
+                tell(f"a session of {args.session} tokens: {name}")
+    return taken
+
+
+def merge(taken: Taken, more: Taken) -> None:
+    for subject, found in more.items():
+        for name, values in found.items():
+            taken.setdefault(subject, {}).setdefault(name, []).extend(values)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where build_llama put llama.cpp")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=3, help="of engines and streams, by turns")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=32, help="that each request decodes")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of prompts, in tokens")
+    parser.add_argument("--context", type=int, default=8192, help="tokens before decoding against Llama")
+    parser.add_argument("--long-rounds", type=int, default=1, help="of decoding after such a text")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--stream-tokens", type=int, default=48, help="that each client asks for")
+    parser.add_argument("--session", type=int, default=8192, help="tokens of the session that goes on after a restart")
+    parser.add_argument("--session-peers", nargs="+", choices=LLAMA_CPP, default=["rwkv7"])
+    parser.add_argument("--resumed", type=int, default=7, help="turns that go on with it")
+    parser.add_argument("--output", type=Path, help="file for the table and the JSON, PATH.txt and PATH.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    build, started = LlamaBuild(args.directory.absolute()), time.monotonic()
+    if missing := build.missing():
+        sys.exit(f"{missing[0]} is missing: run python -m benchmarks.peers.build_llama")
+    torch.set_num_threads(1)
+    place, created = machine(), utc_now()
+    taken: Taken = {}
+    if "ceilings" in args.parts:
+        for _ in range(args.rounds):
+            add(taken, OURS, measure_ceilings(repeats=CEILING_REPEATS))
+        tell("ceilings")
+    engines, about = measure_engines(build, args)
+    merge(taken, engines)
+    merge(taken, measure_servers(build, args))
+    wanted = figures.goals(
+        batches=args.batches, lengths=args.lengths, context=args.context, clients=args.clients, session=args.session
+    )
+    verdicts = figures.judge(taken, wanted)
+    result = {
+        "command": command_line(),
+        "commit": source_commit(),
+        "created": created,
+        "took_s": round(time.monotonic() - started),
+        "machine": place,
+        "versions": {**versions(), "llama-cpp-python": VERSION},
+        "subject": about,
+        "taken": taken,
+    }
+    text = report(result, verdicts)
+    print(text)
+    print(json.dumps(result))
+    if args.output is not None:
+        args.output.with_suffix(".txt").write_text(f"{text}\n", "utf-8")
+        args.output.with_suffix(".json").write_text(f"{json.dumps(result, indent=1)}\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Figures by subject and name, ratios between subjects, and the goals that they are held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+OURS, KERNELS = "ours", "our kernels"
+LLAMA_CPP = ("llama", "rwkv7", "mamba2")
+Figures = dict[str, float]  # a name is what.size.figure; `_ms` is better when less, all else when more
+Taken = dict[str, dict[str, list[float]]]  # subject: name: a value for each round
+
+
+def add(taken: Taken, subject: str, figures: Mapping[str, float]) -> None:
+    for name, value in figures.items():
+        taken.setdefault(subject, {}).setdefault(name, []).append(value)
+
+
+def is_less_better(name: str) -> bool:
+    return name.endswith("_ms")
+
+
+def goodness(name: str, ours: float, theirs: float) -> float:
+    """How many times as good ours is: 2.0 is twice as fast, or half as long."""
+    return theirs / ours if is_less_better(name) else ours / theirs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """`at_least`: of the ratio of ours to the best of `peers`, or of the figure itself where there are none.
+
+    `peer_name`: the peers' figure, where it has another name than ours.
+    """
+
+    text: str
+    name: str
+    at_least: float
+    peers: tuple[str, ...] = ()
+    peer_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was reached. `low`, `high`: over the rounds, each against what the peers did in the same one."""
+
+    goal: Goal
+    against: str | None
+    reached: float
+    low: float
+    high: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.reached >= self.goal.at_least
+
+    @property
+    def text(self) -> str:
+        missing = 100 * (1 - self.reached / self.goal.at_least)
+        return "met" if self.is_met else f"missed by {missing:.0f} %"
+
+
+def goals(
+    *, batches: Sequence[int], lengths: Sequence[int], context: int, clients: Sequence[int], session: int
+) -> list[Goal]:
+    """The product's goals for what is measured: batches and clients for which none was set have none here."""
+    found = []
+    for batch, at_least in ((1, 1.5), (8, 2.0), (32, 2.5)):
+        if batch in batches:
+            name = f"decode.{batch}.tokens_per_cpu_s"
+            found.append(Goal(text=f"decoding, batch {batch}", name=name, at_least=at_least, peers=LLAMA_CPP))
+    name = f"context.{context}.tokens_per_cpu_s"
+    found.append(Goal(text=f"decoding after {context} tokens", name=name, at_least=8.0, peers=("llama",)))
+    for length in lengths:
+        name = f"prefill.{length}.tokens_per_cpu_s"
+        found.append(Goal(text=f"reading {length} tokens", name=name, at_least=1.5, peers=LLAMA_CPP))
+    if 32 in clients:
+        name = "stream.32.tokens_per_cpu_s"
+        found.append(Goal(text="HTTP, 32 clients", name=name, at_least=2.0, peers=LLAMA_CPP))
+    at, resumed = f"session of {session} tokens", f"session.{session}.resumed_ms"
+    again = f"session.{session}.reread_ms"
+    found += [
+        Goal(text=f"{at}: resumed, to a restored slot", name=resumed, at_least=1.0, peers=("rwkv7",)),
+        Goal(text=f"{at}: resumed, to reading it again", name=resumed, at_least=500.0, peers=(OURS,), peer_name=again),
+        Goal(text="share of the memory's rate, batch 1", name="ceiling.1.share", at_least=0.6),
+        Goal(text="share of the rate of int8 products, batch 32", name="ceiling.32.share", at_least=0.6),
+    ]
+    return found
+
+
+def judge(taken: Taken, wanted: Iterable[Goal]) -> list[Verdict]:
+    """Of the goals whose figures were taken."""
+    return [verdict for goal in wanted if (verdict := _verdict(taken, goal)) is not None]
+
+
+def _verdict(taken: Taken, goal: Goal) -> Verdict | None:
+    ours = taken.get(OURS, {}).get(goal.name)
+    if ours is None:
+        return None
+    if not goal.peers:
+        return Verdict(goal=goal, against=None, reached=statistics.median(ours), low=min(ours), high=max(ours))
+    best = best_peer(taken, goal)
+    if best is None:
+        return None
+    theirs = taken[best][goal.peer_name or goal.name]
+    ratios = [goodness(goal.name, one, other) for one, other in paired(ours, theirs)]
+    reached = goodness(goal.name, statistics.median(ours), statistics.median(theirs))
+    return Verdict(goal=goal, against=best, reached=reached, low=min(ratios), high=max(ratios))
+
+
+def best_peer(taken: Taken, goal: Goal) -> str | None:
+    """The one with the best median; None where none was measured."""
+    name = goal.peer_name or goal.name
+    medians = {peer: statistics.median(taken[peer][name]) for peer in goal.peers if name in taken.get(peer, {})}
+    if not medians:
+        return None
+    return (min if is_less_better(name) else max)(medians, key=lambda peer: medians[peer])
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> list[tuple[float, float]]:
+    """Values of the same round; where the numbers of values differ, each with the median of the shorter side."""
+    if len(ours) == len(theirs):
+        return list(zip(ours, theirs, strict=True))
+    if len(ours) < len(theirs):
+        return [(statistics.median(ours), other) for other in theirs]
+    return [(one, statistics.median(theirs)) for one in ours]

@@ -1,0 +1,91 @@
+"""Servers in processes of their own, each with one thread for its model: `nsm serve` and `llama-server`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.peers.build_llama import LlamaBuild
+from nsm_core.errors import NsmError
+from service.bench.builds import RUN
+from service.bench.http_client import Endpoint
+from service.bench.machine import ProcessUse
+
+START_S, STOP_S = 120.0, 30.0
+BETWEEN_LOOKS_S = 0.05
+HOST = "127.0.0.1"
+CONTEXT_OF_STREAM = 256  # tokens that each of llama-server's slots holds, for short streams
+
+
+class Server:
+    """One that answers. `log`: what it prints."""
+
+    def __init__(self, command: Sequence[str], *, port: int, log: Path) -> None:
+        """Raises NsmError when it does not come up."""
+        self._log = log
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        self.endpoint = Endpoint(f"http://{HOST}:{port}")
+        try:
+            self._wait(f"http://{HOST}:{port}/health")
+        except BaseException:
+            self.stop()
+            raise
+        self.use = ProcessUse(self._process.pid)
+
+    def _wait(self, url: str) -> None:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
+                return
+            time.sleep(BETWEEN_LOOKS_S)
+        raise NsmError(f"{self._process.args!r} did not start: {self._log.read_text('utf-8', 'replace')[-2000:]}")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def nsm_server(directory: Path, *, slots: int) -> Iterator[Server]:
+    """Our gateway with an engine; its sessions lie under `directory`."""
+    port = free_port()
+    command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", "1"]
+    command += ["--max-slots", str(slots), "--data-dir", str(directory / "nsm")]
+    server = Server(command, port=port, log=directory / "nsm.log")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def llama_server(build: LlamaBuild, name: str, directory: Path, *, slots: int, context: int) -> Iterator[Server]:
+    """`context`: tokens that each of its `slots` holds; its slots' files lie in `directory`."""
+    port = free_port()
+    command = [str(build.program("llama-server")), "-m", str(build.model(name)), "--host", HOST, "--port", str(port)]
+    command += ["-t", "1", "-tb", "1", "-np", str(slots), "-c", str(slots * context)]
+    command += ["--slot-save-path", str(directory)]
+    server = Server(command, port=port, log=directory / f"llama-server-{name}.log")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        port: int = listening.getsockname()[1]
+        return port

@@ -1,0 +1,44 @@
+"""The random models of the peers: their size, and that gguf's own reader reads them, where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.models import MATRIX, PEERS, TOKENIZER, VOCAB_SIZE, WIDTH, write_model
+from nsm_core.model.loader import load_checkpoint
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_has_as_many_weights_as_the_bundled_model(name: str) -> None:
+    loaded = load_checkpoint()
+    assert (loaded.config.d_model, loaded.config.vocab_size) == (WIDTH, VOCAB_SIZE)
+    ours = sum(parameter.numel() for parameter in loaded.model.parameters())
+    assert PEERS[name].num_weights == pytest.approx(ours, rel=0.02)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_all_but_small_weights_are_int8(name: str) -> None:
+    tensors = list(PEERS[name].tensors())
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+    assert all(tensor.shape[-1] % 32 == 0 for tensor in tensors if tensor.kind == MATRIX)
+    small = sum(tensor.size for tensor in tensors if tensor.kind != MATRIX)
+    assert small < 0.02 * PEERS[name].num_weights
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_ggufs_reader_reads_what_was_written(name: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / f"{name}.gguf"
+    write_model(PEERS[name], file)
+    reader = gguf.GGUFReader(file)
+    keys = {key: field.contents() for key, field in reader.fields.items()}
+    assert (keys["general.architecture"], keys[f"{name}.block_count"]) == (name, PEERS[name].keys["block_count"])
+    vocabulary = json.loads(TOKENIZER.read_text("utf-8"))["model"]["vocab"]
+    assert [vocabulary[token] for token in keys["tokenizer.ggml.tokens"]] == list(range(VOCAB_SIZE))
+    written = {tensor.name: tensor for tensor in reader.tensors}
+    for tensor in PEERS[name].tensors():
+        assert tuple(written[tensor.name].shape) == tensor.shape[::-1]  # ggml counts from the other end
+        assert written[tensor.name].tensor_type.name == tensor.kind
