@@ -22,14 +22,15 @@ PARTS = ("project", "conv", "router", "read_bias", "communication")
 class WatchedLayer:
     """One mixer of a model. `name`: its layer's number; of several in one layer, with its own behind a dot.
 
-    `given` and `made`: what each of its parts was called with last, and returned. `active`: the slots [B,H,M] that the
-    router was allowed, None: all.
+    `given` and `made`: what each of its parts was called with last, and returned; `others`: further arguments.
+    `active`: the slots [B,H,M] that the router was allowed, None: all.
     """
 
     name: str
     mixer: Mixer
     given: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
+    others: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     active: Tensor | None = None
 
     def state_of(self, state: State) -> State:
@@ -55,7 +56,7 @@ def watching(layers: list[WatchedLayer]) -> Iterator[None]:
 
     def keep(layer: WatchedLayer, part: str) -> Callable[..., None]:
         def hook(module: object, given: tuple[Tensor, ...], named: dict[str, Tensor], made: object) -> None:
-            layer.given[part], layer.made[part] = given[0], made
+            layer.given[part], layer.others[part], layer.made[part] = given[0], given[1:], made
             if part == "router":
                 layer.active = named.get("active")
 

@@ -1,0 +1,203 @@
+"""A text read token by token, and everything that its tokens did to the states of every layer, as tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.inspection.looks import STATES, Kind, Look, look
+from nsm_core.inspection.watching import WatchedLayer, forget, layers_of, watching
+from nsm_core.model.communicating import Communication
+from nsm_core.model.gated import GatedMixer
+from nsm_core.model.nsm import NsmModel
+from nsm_core.state.spec import POSITION, State
+
+MAX_TOKENS = 4096  # of one text: each is a step of the model
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateLives:
+    """The states of a layer over a text, on the CPU. Lengths are those of the learned start, state by state.
+
+    `begin`, `end` [H,M,D]: before its first token and after its last. `moved` [T,H,M]: distance from the learned
+    start over its length, after each token. `change` [T,H,M]: how far the token moved it, over the same length.
+    `turn` [T,H,M]: cosine between this change and the one before; NaN where one of them is nothing. `at_start` [T,H,M]:
+    states that are the learned start, to the bit. `path` [T,H,M,D]: the states after each token, where asked for.
+    """
+
+    begin: Tensor
+    end: Tensor
+    moved: Tensor
+    change: Tensor
+    turn: Tensor
+    at_start: Tensor
+    path: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivity:
+    """One layer, or one of several mixers in it; see Look for `write`, `read` and `seen`, here [T,H,...].
+
+    `exchanges`: by token, what states took from each other after it: [H,M,M], row m what state m is then made of, and
+    its sum is 1. `chunk`: tokens between two boundaries of a gated layer, and `carried` [H,M] what had been routed to
+    its states since the last one before the text.
+    """
+
+    name: str
+    kind: Kind
+    write: Tensor | None
+    read: Tensor | None
+    seen: Tensor | None
+    lives: StateLives | None
+    exchanges: Mapping[int, Tensor]
+    chunk: int | None
+    carried: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A text of `ids`, read on top of `position` tokens."""
+
+    ids: tuple[int, ...]
+    position: int
+    layers: tuple[LayerActivity, ...]
+
+    def layer(self, name: str) -> LayerActivity:
+        """Raises InvalidRequest for one that there is not."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        names = ", ".join(layer.name for layer in self.layers)
+        raise InvalidRequest(f"layer must be one of {names}, got {name!r}", param="layer")
+
+
+@torch.inference_mode()
+def inspect(
+    model: NsmModel, ids: Sequence[int], state: State | None = None, *, paths_of: Collection[str] = ()
+) -> Inspection:
+    """Reads ids (1 to MAX_TOKENS) on top of `state` [1, *shape], which stays as it is; None: from the start.
+
+    `paths_of`: names of layers whose states are kept after every token (H * M * D * 4 bytes for each). Layers of kinds
+    that have no states to tell of are left out. Raises InvalidRequest.
+    """
+    if not 1 <= len(ids) <= MAX_TOKENS:
+        raise InvalidRequest(f"a text must have 1 to {MAX_TOKENS} tokens to be inspected, got {len(ids)}", param="text")
+    start = model.initial_state(1)
+    state = start if state is None else state
+    position, device = int(state[POSITION][0]), start[POSITION].device
+    watched = layers_of(model)
+    records = [_Record(layer, state, start, keeps_path=layer.name in paths_of) for layer in watched]
+    with watching(watched):
+        for token_id in ids:
+            forget(watched)
+            _, after = model.step(torch.tensor([token_id], device=device), state)
+            for record in records:
+                record.add(state, after)
+            state = after
+    forget(watched)
+    found = (record.activity() for record in records)
+    return Inspection(ids=tuple(ids), position=position, layers=tuple(one for one in found if one is not None))
+
+
+class _Record:
+    """Of one layer, while the text is read."""
+
+    def __init__(self, layer: WatchedLayer, begin: State, start: State, *, keeps_path: bool) -> None:
+        self._layer = layer
+        self._looks: list[Look] = []
+        self._exchanges: dict[int, Tensor] = {}
+        self._states: _States | None = None
+        own, learned = layer.state_of(begin), layer.state_of(start)
+        name = next((name for name in STATES.values() if name in own), None)
+        if name is not None:
+            self._states = _States(name, own[name][0], learned[name][0], keeps_path=keeps_path)
+        self._carried = own["weights"][0].float().cpu() if isinstance(layer.mixer, GatedMixer) else None
+
+    def add(self, before: State, after: State) -> None:
+        seen = look(self._layer, self._layer.state_of(before), before[POSITION])
+        if seen is None:
+            return
+        self._looks.append(seen)
+        if self._states is not None:
+            self._states.add(self._layer.state_of(after))
+        communication = self._communication()
+        if communication is not None and "communication" in self._layer.given:
+            self._exchanges[len(self._looks) - 1] = _mix(communication, self._layer)[0].float().cpu()
+
+    def activity(self) -> LayerActivity | None:
+        if not self._looks:
+            return None
+        mixer = self._layer.mixer
+        return LayerActivity(
+            name=self._layer.name,
+            kind=self._looks[0].kind,
+            write=_stacked([one.write for one in self._looks]),
+            read=_stacked([one.read for one in self._looks]),
+            seen=_stacked([one.seen for one in self._looks]),
+            lives=None if self._states is None else self._states.lives(),
+            exchanges=self._exchanges,
+            chunk=mixer.chunk if isinstance(mixer, GatedMixer) else None,
+            carried=self._carried,
+        )
+
+    def _communication(self) -> Communication | None:
+        found = getattr(self._layer.mixer, "communication", None)
+        return found if isinstance(found, Communication) else None
+
+
+class _States:
+    """The states of one layer from token to token: figures of them, and themselves if they are kept."""
+
+    def __init__(self, name: str, begin: Tensor, start: Tensor, *, keeps_path: bool) -> None:
+        self._name = name
+        self._begin, self._last, self._start = begin, begin, start
+        self._length = start.norm(dim=-1)
+        self._changed = torch.zeros_like(begin)
+        self._path: list[Tensor] | None = [] if keeps_path else None
+        self._figures: list[Tensor] = []
+        self._at_start: list[Tensor] = []
+
+    def add(self, own: State) -> None:
+        now = own[self._name][0]
+        changed = now - self._last
+        distances = torch.stack(((now - self._start).norm(dim=-1), changed.norm(dim=-1))) / self._length
+        both = changed.norm(dim=-1) * self._changed.norm(dim=-1)
+        turn = (changed * self._changed).sum(dim=-1) / both.where(both > 0, torch.nan)
+        self._figures.append(torch.cat((distances, turn[None])).float().cpu())
+        self._at_start.append((now == self._start).all(dim=-1).cpu())
+        if self._path is not None:
+            self._path.append(now.float().cpu())
+        self._last, self._changed = now, changed
+
+    def lives(self) -> StateLives:
+        moved, change, turn = torch.stack(self._figures).unbind(dim=1)
+        return StateLives(
+            begin=self._begin.float().cpu(),
+            end=self._last.float().cpu(),
+            moved=moved,
+            change=change,
+            turn=turn,
+            at_start=torch.stack(self._at_start),
+            path=None if self._path is None else torch.stack(self._path),
+        )
+
+
+def _mix(communication: Communication, layer: WatchedLayer) -> Tensor:
+    """The exchange that a layer has just made, as a matrix [B,H,M,M] on its states.
+
+    It is linear in what the states hold beside the keys that they compare: with the identity there, it shows itself.
+    """
+    keys = layer.given["communication"][..., : communication.head_dim]
+    own = torch.eye(keys.shape[-2], device=keys.device).expand(*keys.shape[:-1], -1)
+    mixed: Tensor = communication(torch.cat((keys, own), dim=-1), *layer.others["communication"])
+    return mixed[..., communication.head_dim :]
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """[T, ...] of one row's parts [1, ...], all or none of which are there."""
+    there = [part[0].float().cpu() for part in parts if part is not None]
+    return torch.stack(there) if there else None

@@ -1,0 +1,136 @@
+"""From a token back through what it read: the states, and the tokens that had written what was in them.
+
+What a layer reads is a sum over states of what they hold, and a state of the linear gate is a sum over the tokens of
+what they wrote, less what later ones replaced. So for the weights as they were, read and write, the share of every
+earlier token in what is read is exact: the derivative by the value that it wrote. Exchanges between states are linear
+too. The gates of gated layers are not: there it is the bookkeeping of what was routed, as if gates let all of it in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from nsm_core.errors import InvalidRequest
+from nsm_core.inspection.looks import Kind
+from nsm_core.inspection.reading import Inspection, LayerActivity
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTrace:
+    """Where what one layer reads at a token comes from; a head's shares sum to 1.
+
+    `heads` [H,t+1]: the share of each token up to it, and `before` [H] that of all before the text: the learned start,
+    or the state that the text was read on top of. `states` [M]: the share of each state in what is read, mean over
+    heads. `by_state` [M,t+1]: the shares of `heads` by the state that the token wrote to, mean over heads.
+    """
+
+    layer: str
+    kind: Kind
+    is_exact: bool
+    heads: Tensor
+    before: Tensor
+    states: Tensor | None = None
+    by_state: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t+1]: the share of each token, mean over heads."""
+        return self.heads.mean(dim=0)
+
+
+def trace(inspection: Inspection, token: int) -> tuple[LayerTrace, ...]:
+    """Of each layer, at the token with this index in the text: what the model says next rests on it.
+
+    Raises InvalidRequest.
+    """
+    if not 0 <= token < len(inspection.ids):
+        message = f"token must be in [0, {len(inspection.ids) - 1}], the text's tokens, got {token}"
+        raise InvalidRequest(message, param="token")
+    return tuple(_trace_layer(layer, token, inspection.position) for layer in inspection.layers)
+
+
+def _trace_layer(layer: LayerActivity, token: int, position: int) -> LayerTrace:
+    if layer.kind == "attention":
+        heads, before = _by_token(_there(layer.seen)[token], token)
+        return LayerTrace(layer=layer.name, kind=layer.kind, is_exact=True, heads=heads, before=before)
+    if layer.kind == "gated":
+        return _trace_gated(layer, token, position)
+    write = _there(layer.write)
+    shares = torch.full_like(write[0], 1 / write.shape[-1]) if layer.read is None else layer.read[token]
+    written, rest = _back(layer, shares, token)
+    return LayerTrace(
+        layer=layer.name,
+        kind=layer.kind,
+        is_exact=True,
+        heads=written.sum(dim=1),
+        before=rest,
+        states=None if layer.read is None else shares.mean(dim=0),
+        by_state=None if layer.read is None else written.mean(dim=0),
+    )
+
+
+def _back(layer: LayerActivity, shares: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """shares [H,M] of the states as they are read at the token -> those of the tokens [H,M,t+1], and what is left [H].
+
+    What the token itself wrote is part of what it reads, what happened to the states after it is not.
+    """
+    write, lives = _there(layer.write), layer.lives
+    written, rest = write.new_zeros(*shares.shape, token + 1), write.new_zeros(len(shares))
+    for index in range(token, -1, -1):
+        if index < token and lives is not None:
+            fresh = lives.at_start[index]  # put back to the learned start, or never written
+            rest += torch.where(fresh, shares, 0.0).sum(dim=-1)
+            shares = torch.where(fresh, 0.0, shares)
+        if index < token and index in layer.exchanges:
+            shares = torch.einsum("hm,hmn->hn", shares, layer.exchanges[index])
+        written[..., index] = shares * write[index]
+        shares = shares * (1 - write[index])
+    return written, rest + shares.sum(dim=-1)
+
+
+def _trace_gated(layer: LayerActivity, token: int, position: int) -> LayerTrace:
+    """Tokens in view are read themselves; states as they were at the last boundary, and so chunk by chunk back."""
+    chunk, read = layer.chunk, _there(layer.read)
+    if chunk is None:
+        raise ValueError(f"layer {layer.name} has no boundaries")
+    heads, before = _by_token(_there(layer.seen)[token], token)
+    routed = -torch.log1p(-_there(layer.write).clamp(max=1 - 1e-7))
+    by_state = read.new_zeros(*read.shape[1:], token + 1)
+    shares = read[token]
+    end = (position + token) // chunk * chunk - position  # of the last whole chunk, in tokens of the text
+    while end > 0:
+        start = max(0, end - chunk)
+        own = routed[start:end]
+        total = own.sum(dim=0)
+        if start == 0 and layer.carried is not None:
+            total = total + layer.carried
+        taken = shares * -torch.expm1(-total)
+        by_state[..., start:end] = (taken * own / total.clamp(min=1e-12)).permute(1, 2, 0)
+        before = before + (taken - by_state[..., start:end].sum(dim=-1)).sum(dim=-1)
+        shares, end = shares - taken, end - chunk
+    return LayerTrace(
+        layer=layer.name,
+        kind=layer.kind,
+        is_exact=False,
+        heads=heads + by_state.sum(dim=1),
+        before=before + shares.sum(dim=-1),
+        states=read[token].mean(dim=0),
+        by_state=by_state.mean(dim=0),
+    )
+
+
+def _by_token(seen: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """seen [H,W] by age -> the same by token [H,t+1], and what lies before the text [H]."""
+    num_seen = min(seen.shape[1], token + 1)
+    heads = seen.new_zeros(len(seen), token + 1)
+    heads[:, token + 1 - num_seen :] = seen[:, :num_seen].flip(1)
+    return heads, seen[:, num_seen:].sum(dim=-1)
+
+
+def _there(part: Tensor | None) -> Tensor:
+    if part is None:
+        raise ValueError("the layer's kind has no such weights")
+    return part
