@@ -33,7 +33,7 @@ def make_end_state(
     pending = unfed[-1] if unfed else None
     new_ids = (*sequence.request.prompt_ids, *kept)
     return EndState(
-        state=runner.pool.pack(slot),
+        state=runner.slots.pool(slot).pack(slot),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.accounts import Accounts
 from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.end_state import make_end_state
+from nsm_core.engine.failures import StepFailures
 from nsm_core.engine.output import StopMatch
 from nsm_core.engine.request import (
     EndState,
@@ -24,8 +26,9 @@ from nsm_core.engine.request import (
 from nsm_core.engine.runner import Runner, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.tiers import EngineTier
 from nsm_core.engine.watched import WatchedRequests
-from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError
+from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.inspection.probe import RoutingProbe
@@ -42,9 +45,10 @@ Events = list[tuple[str, Event]]
 class Engine:
     """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
 
-    `executor`: how the model is computed; `meter`: of the energy that requests are charged; `observer`: looks at what
-    the model's states do; `probe`: tells it to the requests that ask, without it none may; `clock` gives the seconds
-    that deadlines are compared with; `poison` fills free rows of state with NaN.
+    `executor`: how the model is computed; `tiers`: its smaller forms, by number of states; `meter`: of the energy that
+    requests are charged; `observer`: looks at what the model's states do; `probe`: tells it to the requests that ask,
+    without it none may; `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state
+    with NaN.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Engine:
         fingerprint: str,
         config: EngineConfig,
         executor: ExecutorFactory = EagerExecutor,
+        tiers: Mapping[int, EngineTier] = MappingProxyType({}),
         meter: EnergyMeter | None = None,
         observer: ModelObserver | None = None,
         probe: RoutingProbe | None = None,
@@ -65,17 +70,26 @@ class Engine:
         self._tokenizer = tokenizer
         self._clock = clock
         self._admission = AdmissionCheck(
-            vocab_size=tokenizer.vocab_size, spec=model.state_spec, fingerprint=fingerprint
+            vocab_size=tokenizer.vocab_size,
+            spec=model.state_spec,
+            fingerprint=fingerprint,
+            tiers={size: tier.model.state_spec for size, tier in tiers.items()},
         )
         self._scheduler = Scheduler(
             max_slots=config.max_slots, token_budget=config.token_budget, queue_limit=config.queue_limit
         )
-        self._runner = Runner(executor(model, num_rows=config.max_slots, poison=poison))
+        whole = executor(model, num_rows=config.max_slots, poison=poison)
+        smaller = {
+            size: tier.executor(tier.model, num_rows=config.max_slots, poison=poison) for size, tier in tiers.items()
+        }
+        self._whole_pool = whole.pool
+        self._runner = Runner(whole, smaller)
         self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
         self._running: dict[int, RunningSequence] = {}  # by slot
         self._cancelled: set[str] = set()
+        self._failures = StepFailures()
         self._watched = WatchedRequests(probe)
-        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
+        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
 
     @property
@@ -114,20 +128,21 @@ class Engine:
         return self._end_early()
 
     def step(self) -> Events:
-        """Advance every scheduled request once; return what became visible."""
+        """Advance every scheduled request once; return what became visible.
+
+        What goes wrong in a step ends the requests that were in it; raises only where the engine cannot go on.
+        """
         events = self._end_early()
         plan = self._scheduler.plan()
         if plan.is_empty:
             self._accounts.rest()
             return events
-        self._open(plan)
-        self._accounts.begin(plan, self._running, self._runner.pool)
         started = time.monotonic()
-        routing = self._watched.look(plan, self._running, self._runner.pool)
-        result = self._runner.run(plan, self._running)
-        self._accounts.charge(plan, self._running, time.monotonic() - started)
-        self._scheduler.apply(plan)
-        events += self._apply(plan, result, routing)
+        try:
+            self._advance(plan, events)
+            self._failures.forget()
+        except Exception as error:
+            self._fail(plan, self._failures.take(error), events)
         if not self._sequences:
             self._accounts.rest()
         self._accounts.counted.step_seconds += time.monotonic() - started
@@ -153,36 +168,57 @@ class Engine:
         self._cancelled.clear()
         return events
 
+    def _advance(self, plan: Plan, events: Events) -> None:
+        """Runs the plan. What became visible is in `events`, also where this raises in the middle."""
+        self._open(plan)
+        self._accounts.begin(plan, self._running, self._whole_pool)
+        started = time.monotonic()
+        routing = self._watched.look(plan, self._running, self._whole_pool)
+        result = self._runner.run(plan, self._running)
+        self._accounts.charge(plan, self._running, time.monotonic() - started)
+        self._scheduler.apply(plan)
+        self._apply(plan, result, routing, events)
+
+    def _fail(self, plan: Plan, error: StepFailed, events: Events) -> None:
+        """Ends all requests of the plan that have not ended in it. Their states may be anything: none is kept."""
+        self._accounts.counted.num_failed_steps += 1
+        slots = (*plan.decode, *(chunk.slot for chunk in plan.prefill))
+        in_step = [self._running[slot] for slot in slots if slot in self._running]
+        in_step += [self._sequences[admission.request_id] for admission in plan.admitted]
+        for sequence in dict.fromkeys(in_step):
+            if sequence.request.request_id in self._sequences:
+                events += self._finish(sequence, FinishReason.ERROR, error=error)
+
     def _open(self, plan: Plan) -> None:
         now = self._clock()
         for admission in plan.admitted:
             sequence = self._sequences[admission.request_id]
             sequence.timeline.admitted = now
-            self._runner.open(admission.slot, sequence.request.resume)
+            self._runner.open(admission.slot, sequence.request.resume, sequence.request.num_states)
             self._running[admission.slot] = sequence
             sequence.slot = admission.slot
             self._watched.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
 
-    def _apply(self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting]) -> Events:
+    def _apply(
+        self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events
+    ) -> None:
         for slot, scores in result.scored.items():
             self._running[slot].prompt_scores += scores
         for chunk in plan.prefill:
             self._keep_prompt_state(chunk)
-        events: Events = []
         for slot, sampled in result.sampled.items():
             if isinstance(sampled, SampledToken):
                 events += self._take(slot, sampled, routing.get(slot))
             else:
                 events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
-        return events
 
     def _keep_prompt_state(self, chunk: Chunk) -> None:
         sequence = self._running[chunk.slot]
         num_read = chunk.start + chunk.length
         if num_read in sequence.request.keep_states_at:
             position = sequence.resumed_position + num_read
-            state = self._runner.pool.pack(chunk.slot)
+            state = self._runner.slots.pool(chunk.slot).pack(chunk.slot)
             sequence.prompt_states.append(PromptState(position=position, state=state))
 
     def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None) -> Events:
@@ -214,7 +250,7 @@ class Engine:
             sequence.rewind_points.update(
                 num_fed=index - 1,  # the token sampled last is not fed yet
                 holding_since=step.holding_since,
-                copy=lambda: self._runner.pool.copy(slot),
+                copy=lambda: self._runner.slots.pool(slot).copy(slot),
             )
         return events
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from nsm_core.engine.batching import group_by_length
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.logprobs import prompt_logprobs
@@ -60,19 +62,25 @@ class _Hidden:
 class Runner:
     """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, tiers: Mapping[int, Executor] = MappingProxyType({})) -> None:
+        """`tiers`: the model with fewer states, by their number."""
         self._executor = executor
         self._sampler = Sampler(executor.draw)
-        self.pool = executor.pool
+        self.slots = TieredSlots(executor, tiers)
 
-    def open(self, slot: int, resume: Resume | None) -> None:
+    def open(self, slot: int, resume: Resume | None, num_states: int | None = None) -> None:
         """Lease the slot and put the resumed state, or the learned start, into it."""
-        self.pool.lease(slot)
-        self.pool.write(slot, self._executor.initial if resume is None else self.pool.spec.unpack(resume.state))
+        executor = self.slots.put(slot, num_states)
+        executor.pool.lease(slot)
+        try:
+            executor.pool.write(slot, executor.initial if resume is None else executor.pool.spec.unpack(resume.state))
+        except Exception:
+            self.close(slot)
+            raise
 
     def close(self, slot: int) -> None:
         """Give the slot back."""
-        self.pool.free(slot)
+        self.slots.remove(slot)
 
     @torch.inference_mode()
     def run(self, plan: Plan, sequences: Mapping[int, RunningSequence]) -> StepResult:
@@ -81,8 +89,10 @@ class Runner:
         # A chunk of one token is what decoding does: it rides along
         singles = [chunk for chunk in plan.prefill if chunk.length == 1]
         hidden = self._read_one_each(plan.decode, singles, sequences)
-        for group in group_by_length([chunk for chunk in plan.prefill if chunk.length > 1]):
-            self._read_group(group, sequences, hidden)
+        longer = {chunk.slot: chunk for chunk in plan.prefill if chunk.length > 1}
+        for executor, slots in self.slots.split(longer):
+            for group in group_by_length([longer[slot] for slot in slots]):
+                self._read_group(executor, group, sequences, hidden)
         for chunk in plan.prefill:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
                 self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
@@ -93,10 +103,11 @@ class Runner:
     @torch.inference_mode()
     def feed(self, slot: int, ids: Sequence[int], *, since: State | None = None) -> None:
         """The slot reads `ids` (may be none) on top of `since` [1, *shape], or of what it holds."""
+        executor = self.slots.executor(slot)
         if since is not None:
-            self.pool.write(slot, since)
+            executor.pool.write(slot, since)
         if ids:
-            self._executor.read((slot,), (ids,))
+            executor.read((slot,), (ids,))
 
     def _read_one_each(
         self, decode: Sequence[int], singles: Sequence[Chunk], sequences: Mapping[int, RunningSequence]
@@ -104,16 +115,26 @@ class Runner:
         """One token for each slot."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
         ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
-        if not ids:
-            return _Hidden((), None)
-        slots = sorted(ids)  # neighbours in the pool are read without a copy
-        return _Hidden(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
+        hidden = _Hidden((), None)
+        for executor, slots in self.slots.split(sorted(ids)):  # neighbours in a pool are read without a copy
+            rows = executor.step(slots, [ids[slot] for slot in slots])
+            if executor is self._executor:
+                hidden = _Hidden(slots, rows)
+            else:
+                hidden.add(slots, rows.split(1))
+        return hidden
 
-    def _read_group(self, group: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: _Hidden) -> None:
+    def _read_group(
+        self,
+        executor: Executor,
+        group: Sequence[Chunk],
+        sequences: Mapping[int, RunningSequence],
+        hidden: _Hidden,
+    ) -> None:
         """Chunks of like lengths."""
         slots = [chunk.slot for chunk in group]
         ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
-        hidden.add(slots, self._executor.read(slots, ids))
+        hidden.add(slots, executor.read(slots, ids))
 
     def _score(self, chunk: Chunk, hidden: Tensor, sequence: RunningSequence, result: StepResult) -> None:
         """hidden [length,d]: the logits after token t are the distribution of prompt token t + 1."""
