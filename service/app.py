@@ -27,7 +27,7 @@ from service.lifecycle import Lifecycle
 from service.metrics.metrics import Metrics
 from service.metrics.shared import sharing
 from service.middleware import Body, CatchErrors, Gate, RequestContext
-from service.observed_store import observed
+from service.observed_store import observed, traced_prefixes, traced_records
 from service.playground.page import add_playground
 from service.prefix_resume import PrefixResume
 from service.prefixes.base import PrefixStore
@@ -84,10 +84,13 @@ def create_app(
     if isinstance(backend, HasUpstreams):
         collected.watch_upstreams(backend.upstream_stats)
     records = records_beside(store)
+    prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     store = observed(store, collected.sessions, None if tracing is None else tracing.tracer)
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
+        records = traced_records(records, tracing.tracer)
+        prefixes = traced_prefixes(prefixes, tracing.tracer)
     tenants = Tenants(keys, store, collected, records)
     if keys is not None:
         store = QuotaStore(store, tenants)
@@ -100,7 +103,7 @@ def create_app(
         prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
         prefix_resume=PrefixResume(
             backend,
-            (prefixes or MemoryPrefixStore(bounds_of(settings))) if settings.prefix_cache else None,
+            prefixes if settings.prefix_cache else None,
             collected,
             state_format=StateFormat(settings.state_dtype),
         ),

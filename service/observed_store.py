@@ -1,16 +1,18 @@
-"""A store of sessions whose calls are measured, and are spans of the trace that they are made in."""
+"""Stores whose calls are spans of the trace that they are made in; those of sessions are measured as well."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
 
 from nsm_core.errors import NsmError, StoreUnavailable
 from service.metrics.sessions import SessionMetrics
+from service.prefixes.base import PrefixStore
+from service.records.base import RecordStore
 from service.sessions.base import LeasedSession, SessionStore, StoredSession
 from service.sessions.records import TOKEN_BYTES
 
@@ -20,6 +22,8 @@ OPERATIONS = (
     *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
     *("read_log", "log_marks", "list", "list_kept", "load_kept"),
 )
+PREFIX_OPERATIONS = ("find", "load", "put", "remove")  # of PrefixStore, as for the next
+RECORD_OPERATIONS = ("get", "get_many", "put", "delete")
 Method = Callable[..., Coroutine[Any, Any, Any]]
 Outcome = Literal["ok", "refused", "failed"]
 
@@ -27,6 +31,16 @@ Outcome = Literal["ok", "refused", "failed"]
 def observed(store: SessionStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> SessionStore:
     """The same store. Without a tracer there are no spans."""
     return cast(SessionStore, _ObservedStore(store, metrics, tracer or NoOpTracer()))
+
+
+def traced_prefixes(store: PrefixStore, tracer: Tracer) -> PrefixStore:
+    """The same store."""
+    return cast(PrefixStore, _TracedStore(store, "prefixes", PREFIX_OPERATIONS, tracer))
+
+
+def traced_records(store: RecordStore, tracer: Tracer) -> RecordStore:
+    """The same store."""
+    return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer))
 
 
 class _ObservedStore:
@@ -45,16 +59,13 @@ class _ObservedStore:
     def _measured(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
             started = time.monotonic()
-            with self._span(operation, fields) as span:
-                try:
+            try:
+                with _span(self._tracer, "store", operation, fields):
                     result = await getattr(self._store, operation)(*args, **fields)
-                except BaseException as error:
-                    outcome: Outcome = "refused" if _is_refusal(error) else "failed"
-                    self._metrics.store_called(operation, time.monotonic() - started, outcome=outcome)
-                    span.set_attribute("error.type", type(error).__name__)
-                    if outcome == "failed":
-                        span.set_status(StatusCode.ERROR)
-                    raise
+            except BaseException as error:
+                outcome: Outcome = "refused" if _is_refusal(error) else "failed"
+                self._metrics.store_called(operation, time.monotonic() - started, outcome=outcome)
+                raise
             self._metrics.store_called(
                 operation,
                 time.monotonic() - started,
@@ -66,17 +77,50 @@ class _ObservedStore:
 
         return call
 
-    def _span(self, operation: str, fields: dict[str, Any]) -> AbstractContextManager[Span]:
-        attributes = {"db.operation.name": operation}
-        if "session_id" in fields:
-            attributes["gen_ai.conversation.id"] = fields["session_id"]
-        return self._tracer.start_as_current_span(
-            f"store {operation}",
-            kind=SpanKind.CLIENT,
-            attributes=attributes,
-            record_exception=False,
-            set_status_on_exception=False,
-        )
+
+class _TracedStore:
+    """Stands for a store by having its methods, each call of `operations` inside a span."""
+
+    def __init__(self, store: object, name: str, operations: Sequence[str], tracer: Tracer) -> None:
+        self._store = store
+        self._name = name
+        self._tracer = tracer
+        for operation in operations:
+            setattr(self, operation, self._traced(operation))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _traced(self, operation: str) -> Method:
+        async def call(*args: Any, **fields: Any) -> Any:
+            with _span(self._tracer, self._name, operation, fields):
+                return await getattr(self._store, operation)(*args, **fields)
+
+        return call
+
+
+@contextlib.contextmanager
+def _span(tracer: Tracer, store: str, operation: str, fields: dict[str, Any]) -> Iterator[None]:
+    """Around one call; what the store says no to is told, but is no failure of it."""
+    attributes = {"db.operation.name": operation}
+    if "session_id" in fields:
+        attributes["gen_ai.conversation.id"] = fields["session_id"]
+    if "kind" in fields:
+        attributes["db.collection.name"] = fields["kind"]
+    with tracer.start_as_current_span(
+        f"{store} {operation}",
+        kind=SpanKind.CLIENT,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        except BaseException as error:
+            span.set_attribute("error.type", type(error).__name__)
+            if not _is_refusal(error):
+                span.set_status(StatusCode.ERROR)
+            raise
 
 
 def _is_refusal(error: BaseException) -> bool:

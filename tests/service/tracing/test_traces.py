@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from nsm_core.errors import ConfigError, DeadlineExceeded, Overloaded, StoreUnavailable
 from nsm_core.tokenizer import Tokenizer
+from service.prefixes.keys import MIN_TOKENS
 from service.tracing.tracing import Tracing, make_tracing
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, gateway
@@ -199,6 +200,41 @@ async def test_what_the_store_refuses_is_no_failure_of_it(spans: Spans, monkeypa
         assert (await server.client.get("/v1/sessions/none")).status_code == 503
     assert (refused.attributes or {})["error.type"] == "NotFound"
     assert refused.status.status_code is StatusCode.UNSET
+
+
+async def test_looking_for_stored_prefixes_and_keeping_them_is_part_of_the_trace(spans: Spans) -> None:
+    ids = list(range(1, 2 * MIN_TOKENS))
+    async with traced(spans) as server:
+        first = (await server.client.post(PATH, json={"prompt": ids, "max_tokens": 1})).json()
+        await server.services.prefix_resume.drain()
+        put, find = spans.named("prefixes put"), spans.named("prefixes find")
+        outer = spans.named(f"POST {PATH}")
+        spans.all.clear()
+        again = (await server.client.post(PATH, json={"prompt": [*ids, 5], "max_tokens": 1})).json()
+    assert {span.context.trace_id for span in (put, find)} == {outer.context.trace_id}
+    assert (find.kind, parent_of(find)) == (SpanKind.CLIENT, outer.context.span_id)
+    assert dict(find.attributes or {}) == {"db.operation.name": "find"}
+    assert {"prefixes find", "prefixes load"} <= set(spans.names())
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again)] == [0, len(ids)]
+
+
+async def test_the_documents_of_a_response_are_part_of_its_trace(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with traced(spans) as server:
+        response = (await server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 2})).json()
+        outer = spans.named("POST /v1/responses")
+        puts = [span for span in spans.all if span.name == "records put"]
+        spans.all.clear()
+
+        async def fail(**fields: object) -> None:
+            raise StoreUnavailable("away")
+
+        monkeypatch.setattr(server.services.records._store, "get", fail)  # type: ignore[attr-defined]
+        assert (await server.client.get(f"/v1/responses/{response['id']}")).status_code == 503
+        failed = spans.named("records get")
+    assert {span.context.trace_id for span in puts} == {outer.context.trace_id}
+    assert {dict(span.attributes or {})["db.collection.name"] for span in puts} == {"chain", "response"}
+    assert (failed.attributes or {})["error.type"] == "StoreUnavailable"
+    assert failed.status.status_code is StatusCode.ERROR
 
 
 async def test_probes_are_not_traced(spans: Spans) -> None:
