@@ -19,6 +19,7 @@ NsmError
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
 ├── NumericalError       the model gave values that are not finite for this request
+├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
 ├── StoreUnavailable     the session store cannot be reached
 ├── StorageFull          the session store has no room
@@ -138,6 +139,10 @@ class DeadlineExceeded(NsmError):
 
 class NumericalError(NsmError):
     """The model gave NaN or infinite logits for one request; other requests are not touched."""
+
+
+class StepFailed(NsmError):
+    """Something unexpected ended the requests of one step; the engine runs on, and other requests are not touched."""
 
 
 class EngineDead(NsmError):

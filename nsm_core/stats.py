@@ -53,6 +53,7 @@ class EngineStats:
     state_pool_bytes: int = 0  # gauge
     device_memory_bytes: int = 0  # gauge: of an accelerator, allocated by this process; 0 without one
     num_steps: int = 0  # counter
+    num_failed_steps: int = 0  # counter: steps that raised, and ended their requests
     step_seconds: float = 0.0  # counter
     step_rows: int = 0  # counter: requests that a step advanced, over all steps
     step_tokens: int = 0  # counter: tokens that the model read, over all steps

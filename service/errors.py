@@ -35,6 +35,7 @@ from nsm_core.errors import (
     SessionBusy,
     SnapshotCorrupt,
     StateMismatch,
+    StepFailed,
     StorageFull,
     StoreUnavailable,
     TurnCancelled,
@@ -97,6 +98,8 @@ RULES: Mapping[type[NsmError], Rule] = {
     # the deadline was the client's own wish: trying again by itself would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
+    # it may be this request that steps fail with
+    StepFailed: Rule(500, SERVER, "step_failed", retry=False),
     # Retry-After is for whoever wants to know; stock clients would try again within seconds
     StorageFull: Rule(507, SERVER, "storage_full", retry=False),
     CheckpointError: Rule(500, SERVER, "checkpoint_error", retry=False),

@@ -183,11 +183,11 @@ class Engine:
         """Ends all requests of the plan that have not ended in it. Their states may be anything: none is kept."""
         self._accounts.counted.num_failed_steps += 1
         slots = (*plan.decode, *(chunk.slot for chunk in plan.prefill))
-        in_step = [self._running[slot] for slot in slots if slot in self._running]
-        in_step += [self._sequences[admission.request_id] for admission in plan.admitted]
-        for sequence in dict.fromkeys(in_step):
-            if sequence.request.request_id in self._sequences:
-                events += self._finish(sequence, FinishReason.ERROR, error=error)
+        ids = [self._running[slot].request.request_id for slot in slots if slot in self._running]
+        ids += [admission.request_id for admission in plan.admitted]
+        for request_id in dict.fromkeys(ids):
+            if request_id in self._sequences:
+                events += self._finish(self._sequences[request_id], FinishReason.ERROR, error=error)
 
     def _open(self, plan: Plan) -> None:
         now = self._clock()
@@ -200,9 +200,7 @@ class Engine:
             self._watched.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
 
-    def _apply(
-        self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events
-    ) -> None:
+    def _apply(self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events) -> None:
         for slot, scores in result.scored.items():
             self._running[slot].prompt_scores += scores
         for chunk in plan.prefill:

@@ -20,6 +20,7 @@ from nsm_core.errors import (
     Overloaded,
     SnapshotCorrupt,
     StateMismatch,
+    StepFailed,
 )
 from nsm_core.wire.tensors import CONTRACT_VERSION
 
@@ -57,6 +58,7 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     EngineDead: _Kind("engine_dead", "UNAVAILABLE", lambda message, _: EngineDead(message)),
     DeadlineExceeded: _Kind("deadline_exceeded", "CANCELLED", lambda message, _: DeadlineExceeded(message)),
     NumericalError: _Kind("numerical_error", "INTERNAL", lambda message, _: NumericalError(message)),
+    StepFailed: _Kind("step_failed", "INTERNAL", lambda message, _: StepFailed(message)),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}
 _DETAILS = ("param", "code", "retry_after_s")

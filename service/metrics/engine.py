@@ -24,6 +24,7 @@ COUNTERS = {
     "nsm_tokens_resumed_total": ("Prompt tokens covered by a resumed state.", "tokens_resumed"),
     "nsm_generation_tokens_total": ("Tokens sampled.", "tokens_generated"),
     "nsm_engine_steps_total": ("Steps of the engine.", "num_steps"),
+    "nsm_engine_step_failures_total": ("Steps that failed, and ended their requests.", "num_failed_steps"),
     "nsm_engine_step_seconds_total": ("Time spent in steps.", "step_seconds"),
     "nsm_engine_step_rows_total": ("Requests that a step advanced, over all steps.", "step_rows"),
     "nsm_engine_step_tokens_total": ("Tokens that a step read, over all steps.", "step_tokens"),

@@ -182,12 +182,12 @@ async def test_a_deadline_ends_a_request(tiny_tokenizer: Tokenizer) -> None:
     assert isinstance(finished.error, DeadlineExceeded)
 
 
-async def test_a_failing_step_ends_every_request_and_the_engine(
+async def test_a_lost_device_ends_every_request_and_the_engine(
     gated: AsyncEngine, model: GatedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     handles = [gated.submit(make_request(name)) for name in "abc"]
     await model.until_waiting()
-    model.failure = RuntimeError("the device fell off")
+    model.failure = RuntimeError("CUDA error: the device fell off")
     model.gate.release(1000)
     for handle in handles:
         finished = (await collect(handle)).finished
@@ -206,7 +206,7 @@ async def test_a_request_submitted_while_the_engine_dies_is_told(
 ) -> None:
     first = gated.submit(make_request("first"))
     await model.until_waiting()
-    model.failure = RuntimeError("gone")
+    model.failure = RuntimeError("CUDA error: gone")
     model.gate.release(1000)
     gated._thread.join()  # blocks the loop on purpose: it has not heard of the failure yet
     second = gated.submit(make_request("second"))

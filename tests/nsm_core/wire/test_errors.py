@@ -11,6 +11,7 @@ from nsm_core.errors import (
     SessionBusy,
     SnapshotCorrupt,
     StateMismatch,
+    StepFailed,
 )
 from nsm_core.wire.errors import Failure, StateMissing, decode_failure, encode_failure, triton_code
 
@@ -24,6 +25,7 @@ ERRORS = [
     (EngineDead("the engine failed"), "UNAVAILABLE"),
     (DeadlineExceeded("the deadline passed after 3 tokens"), "CANCELLED"),
     (NumericalError("not finite"), "INTERNAL"),
+    (StepFailed("a step failed"), "INTERNAL"),
 ]
 
 
