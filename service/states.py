@@ -1,4 +1,4 @@
-"""What the states of a session are doing, from its stored snapshot: no step of the engine is run."""
+"""What the states of a session hold, from its stored snapshot; and if it is asked for, what its last tokens did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from nsm_core.state.report import Detail
 from service.backends.base import InferenceBackend
 from service.continuation import Continuation, resume
 from service.replay import LostState
-from service.sessions.base import SessionStore
+from service.recent_text import recent_text
+from service.sessions.base import SessionHead, SessionStore
 
 
 async def describe_states(
@@ -22,9 +23,14 @@ async def describe_states(
     detail: Detail = Detail.LAYER,
     layer: int | None = None,
 ) -> dict[str, Any]:
+    num_recent: int = 0,
+    timeout_s: float = 60.0,
     """The answer as JSON values. A session without a state shows the learned start, at position 0.
 
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
+    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to tell what they did. Otherwise no
+    step of the model is made.
+
     """
     stored = await store.load(tenant=tenant, session_id=session_id)
     found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
@@ -45,6 +51,19 @@ async def describe_states(
         "layers": [_without_unset(dataclasses.asdict(use)) for use in report.layers],
     }
 
+        **({"recent": await _recent(backend, store, stored.head, num_recent, timeout_s)} if num_recent else {}),
+    }
+
+
+async def _recent(
+    backend: InferenceBackend, store: SessionStore, head: SessionHead, num_tokens: int, timeout_s: float
+) -> dict[str, Any]:
+    text = await recent_text(backend, store, head, num_tokens=num_tokens, timeout_s=timeout_s)
+    layers = await backend.inspect_text(text.state, text.ids) if text.ids else ()
+    return {
+        "position": text.position,
+        "num_tokens": len(text.ids),
+        "layers": [dataclasses.asdict(layer) for layer in layers],
 
 def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
     """Raises for a state that the next turn would make again: there is nothing to look at until then."""

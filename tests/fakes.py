@@ -6,7 +6,7 @@ import asyncio
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from nsm_core.engine.request import (
     EndState,
@@ -20,6 +20,7 @@ from nsm_core.engine.request import (
     TokenLogprob,
 )
 from nsm_core.errors import NsmError, Overloaded, SnapshotCorrupt, StateMismatch
+from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
@@ -125,11 +126,19 @@ class FakeBackend:
         return generation
 
     async def inspect_state(
-        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
     ) -> StateReport:
         """The fake's state has no layers."""
         position = 0 if state is None else int.from_bytes(state[32:], "little")
         return StateReport(position=position, num_bytes=STATE_BYTES, layers=())
+
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        return ()
 
     def is_ready(self) -> bool:
         return self.ready

@@ -100,10 +100,8 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
         self._admission.check(request)
-        if request.include_routing and not self._watched.is_possible:
-            raise InvalidRequest(
-                "include_routing is not supported by this engine", param="include_routing", code="unsupported_parameter"
-            )
+        if request.include_routing:
+            self._watched.check(request)
 
     def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
         """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.state.pool import StatePool
@@ -19,9 +21,12 @@ class WatchedRequests:
         self._probe = probe
         self._slots: set[int] = set()
 
-    @property
-    def is_possible(self) -> bool:
-        return self._probe is not None
+    def check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest for one that cannot be watched."""
+        if self._probe is None or request.num_states is not None:
+            by = "this engine" if self._probe is None else f"the model with {request.num_states} states"
+            message = f"include_routing is not supported by {by}"
+            raise InvalidRequest(message, param="include_routing", code="unsupported_parameter")
 
     def add(self, slot: int, sequence: RunningSequence) -> None:
         """A request that has got its slot; it is watched if it asks for that."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
@@ -77,7 +78,12 @@ class InferenceBackend(Protocol):
         ...
 
     async def inspect_state(
-        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
     ) -> StateReport:
         """Describes a state beside the learned start (None: that itself), without a step of the engine.
 
@@ -86,6 +92,14 @@ class InferenceBackend(Protocol):
         ...
 
     def is_ready(self) -> bool:
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did.
+
+        Beside the engine, one such text at a time. Raises InvalidRequest, where it cannot be told at all too, and
+        SnapshotCorrupt for bytes that are no state of this model.
+        """
+        ...
+
         """True while the engine's step loop is alive and its heartbeat fresh."""
         ...
 

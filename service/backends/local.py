@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
@@ -14,6 +15,11 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.wishes import Wish
 from nsm_core.heap import trim_heap
 from nsm_core.model.loader import LoadedModel
+from nsm_core.inspection.probe import RoutingProbe
+from nsm_core.inspection.reading import inspect
+from nsm_core.inspection.report import LayerReport
+from nsm_core.inspection.summary import summarise
+from nsm_core.inspection.twin import twin_of
 from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
@@ -61,10 +67,12 @@ class LocalBackend:
     def model(self) -> ModelInfo:
         return self._model
 
+                probe=RoutingProbe(chosen.model),
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
+        self._inspecting = asyncio.Lock()
     @property
     def max_requests(self) -> int:
         return self._max_requests
@@ -85,7 +93,12 @@ class LocalBackend:
         return self._engine.submit(request)
 
     async def inspect_state(
-        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
     ) -> StateReport:
         model = self._served
         return await asyncio.to_thread(
@@ -97,3 +110,15 @@ class LocalBackend:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        async with self._inspecting:
+            return await asyncio.to_thread(self._inspect_text, state, ids)
+
+    def _inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        """By a twin of the model: the engine's thread runs the model itself meanwhile."""
+        start = None if state is None else self._served.state_spec.unpack(state)
+        device = self._served.embedding.weight.device
+        if start is not None:
+            start = {name: value.to(device) for name, value in start.items()}
+        return summarise(inspect(twin_of(self._served), ids, start))
+

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
-from nsm_core.model_info import ModelInfo
+from nsm_core.inspection.report import LayerReport
+from nsm_core.model_info import ModelInfo, unknown_tier
 from nsm_core.state.layout import StateLayout, parse_layout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats, add_energy
@@ -101,12 +102,22 @@ class TritonBackend:
             raise InvalidRequest(message, param="prompt")
 
     async def inspect_state(
-        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
     ) -> StateReport:
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
     def is_ready(self) -> bool:
         """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        raise InvalidRequest(
+            "recent is not supported with Triton servers", param="recent", code="unsupported_parameter"
+        )
+
         return self._end is None and self.upstreams.is_any_up
 
     def upstream_stats(self) -> UpstreamStats:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from nsm_core.inspection.report import MAX_RECENT_TOKENS
 from nsm_core.state.report import Detail
 from service.deps import ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES
@@ -24,13 +25,24 @@ async def get_states(
     tenant: TenantDep,
     detail: Annotated[Detail, Query(description="slot needs `layer`")] = Detail.LAYER,
     layer: Annotated[int | None, Query(ge=0, description="only this layer")] = None,
+    recent: Annotated[
+        int,
+        Query(ge=0, le=MAX_RECENT_TOKENS, description="read so many of the last tokens again, and tell what they did"),
+    ] = 0,
 ) -> Response:
     """How far each memory slot has moved from its learned start, and how full attention windows are.
 
-    Read from the newest commit; a running turn is not part of it, and nothing is computed by the model.
+    Read from the newest commit; a running turn is not part of it, and without `recent` the model computes nothing.
     """
     return json_response(
         await describe_states(
-            services.backend, services.store, tenant=tenant, session_id=session_id, detail=detail, layer=layer
+            services.backend,
+            services.store,
+            tenant=tenant,
+            session_id=session_id,
+            detail=detail,
+            layer=layer,
+            num_recent=recent,
+            timeout_s=services.settings.request_timeout_s,
         )
     )

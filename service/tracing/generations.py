@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode, Tracer
 
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, Timings, TokenEvent, joules_of
+from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
@@ -62,9 +63,17 @@ class TracedBackend:
         return TracedGeneration(generation, span, self._tracer)
 
     async def inspect_state(
-        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
     ) -> StateReport:
-        return await self._backend.inspect_state(state, detail=detail, layer=layer)
+        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=num_states)
+
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids)
 
     def is_ready(self) -> bool:
         return self._backend.is_ready()

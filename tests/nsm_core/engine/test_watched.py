@@ -11,6 +11,7 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest, TokenEvent
+from nsm_core.engine.watched import WatchedRequests
 from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory
 from nsm_core.execution.eager import EagerExecutor
@@ -103,3 +104,9 @@ def test_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tok
         engine.add(watched(make_request("a")))
     assert refused.value.param == "include_routing"
     assert not engine.has_work
+
+
+def test_a_request_on_fewer_states_is_not_told(model: NsmModel) -> None:
+    request = dataclasses.replace(watched(make_request("a")), num_states=4)
+    with pytest.raises(InvalidRequest, match="by the model with 4 states"):
+        WatchedRequests(RoutingProbe(model)).check(request)

@@ -80,3 +80,37 @@ async def test_a_damaged_state_is_told_until_a_turn_has_made_it_again() -> None:
         assert (damaged.status_code, error_of(damaged)["code"]) == (500, "snapshot_corrupt")
         assert (await house.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
         assert (await house.client.get("/v1/sessions/s1/states")).status_code == 200
+
+
+async def test_the_last_tokens_tell_what_the_states_did(served: Gateway) -> None:
+    """However much of the log is read again, and from wherever: the same figures for the same tokens."""
+    for text in ("Hello there, who are you?", " I am Alice."):
+        turn = {"input": text, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        assert (await served.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
+    session = (await served.client.get("/v1/sessions/s1")).json()
+    plain = (await served.client.get("/v1/sessions/s1/states")).json()
+    assert "recent" not in plain
+    answer = (await served.client.get("/v1/sessions/s1/states", params={"recent": 8})).json()
+    recent = answer.pop("recent")
+    assert answer == plain
+    assert (recent["position"], recent["num_tokens"]) == (session["position"] - 8, 8)
+    (layer,) = recent["layers"]
+    assert (layer["layer"], layer["kind"]) == ("1", "slots")
+    assert 0 < layer["entropy"] <= 1 <= layer["states_per_token"] <= 8
+    assert len(layer["states"]) == 8
+    assert set(layer["states"][0]) == {"importance", "utilisation", "half_life", "specialisation"}
+    assert sum(state["importance"] for state in layer["states"]) == pytest.approx(2 * (1 + layer["strength"]), rel=1e-3)
+    assert (await served.client.get("/v1/sessions/s1")).json() == session
+    whole = (await served.client.get("/v1/sessions/s1/states", params={"recent": 512})).json()["recent"]
+    assert (whole["position"], whole["num_tokens"]) == (0, session["position"])
+
+
+async def test_an_empty_session_has_no_last_tokens(served: Gateway) -> None:
+    answer = (await served.client.get("/v1/sessions/s1/states", params={"recent": 8})).json()
+    assert answer["recent"] == {"position": 0, "num_tokens": 0, "layers": []}
+
+
+@pytest.mark.parametrize("recent", [-1, 513, "all"])
+async def test_Q4_a_wrong_number_of_last_tokens_names_the_field(served: Gateway, recent: int | str) -> None:
+    response = await served.client.get("/v1/sessions/s1/states", params={"recent": recent})
+    assert (response.status_code, error_of(response)["param"]) == (400, "recent")
