@@ -8,9 +8,10 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt, StateMismatch
 from nsm_core.state.report import Detail
 from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
 from service.continuation import Continuation, resume
-from service.replay import LostState
 from service.recent_text import recent_text
+from service.replay import LostState
 from service.sessions.base import SessionHead, SessionStore
 
 
@@ -22,17 +23,18 @@ async def describe_states(
     session_id: str,
     detail: Detail = Detail.LAYER,
     layer: int | None = None,
-) -> dict[str, Any]:
     num_recent: int = 0,
     timeout_s: float = 60.0,
+) -> dict[str, Any]:
     """The answer as JSON values. A session without a state shows the learned start, at position 0.
 
-    Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to tell what they did. Otherwise no
     step of the model is made.
 
+    Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
     stored = await store.load(tenant=tenant, session_id=session_id)
+    backend = form_of(backend, stored.head.model_fingerprint)
     found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
     snapshot = _usable(found, session_id).snapshot
     raw = None if snapshot is None else snapshot.state
@@ -49,8 +51,6 @@ async def describe_states(
         "state_bytes": report.num_bytes,
         "detail": detail.value,
         "layers": [_without_unset(dataclasses.asdict(use)) for use in report.layers],
-    }
-
         **({"recent": await _recent(backend, store, stored.head, num_recent, timeout_s)} if num_recent else {}),
     }
 
@@ -64,6 +64,8 @@ async def _recent(
         "position": text.position,
         "num_tokens": len(text.ids),
         "layers": [dataclasses.asdict(layer) for layer in layers],
+    }
+
 
 def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
     """Raises for a state that the next turn would make again: there is nothing to look at until then."""

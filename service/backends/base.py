@@ -85,13 +85,13 @@ class InferenceBackend(Protocol):
         layer: int | None = None,
         num_states: int | None = None,
     ) -> StateReport:
-        """Describes a state beside the learned start (None: that itself), without a step of the engine.
+        """Describes a state beside the learned start (None: that itself), without a step of the engine. `num_states`:
+        of that smaller form of the model.
 
         Raises InvalidRequest, and SnapshotCorrupt for bytes that are no state of this model.
         """
         ...
 
-    def is_ready(self) -> bool:
     async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did.
 
@@ -100,6 +100,7 @@ class InferenceBackend(Protocol):
         """
         ...
 
+    def is_ready(self) -> bool:
         """True while the engine's step loop is alive and its heartbeat fresh."""
         ...
 

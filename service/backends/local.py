@@ -11,15 +11,16 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.tiers import EngineTier
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.wishes import Wish
 from nsm_core.heap import trim_heap
-from nsm_core.model.loader import LoadedModel
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.report import LayerReport
 from nsm_core.inspection.summary import summarise
 from nsm_core.inspection.twin import twin_of
+from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
@@ -46,9 +47,15 @@ class LocalBackend:
         Raises ConfigError where the executor that was asked for cannot be had.
         """
         chosen = choose_executor(loaded, executor)
+        forms = {size: loaded.at_tier(size) for size in loaded.config.state_tiers}
+        tiers = {size: choose_executor(form, executor) for size, form in forms.items()}
         self._tokenizer = loaded.tokenizer
-        self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics)
-        self._served = chosen.model
+        self._model = dataclasses.replace(
+            loaded.info,
+            numerics=chosen.numerics,
+            tiers=tuple(dataclasses.replace(forms[size].info, numerics=tier.numerics) for size, tier in tiers.items()),
+        )
+        self._served, self._forms = chosen.model, {size: tier.model for size, tier in tiers.items()}
         self._max_requests = config.max_requests
         self._engine = AsyncEngine(
             Engine(
@@ -57,22 +64,23 @@ class LocalBackend:
                 fingerprint=loaded.fingerprint,
                 config=config,
                 executor=chosen.factory,
+                tiers={size: EngineTier(tier.model, tier.factory) for size, tier in tiers.items()},
                 meter=meter,
                 observer=ModelObserver(chosen.model),
+                probe=RoutingProbe(chosen.model),
             )
         )
         self._meter = meter
+        self._inspecting = asyncio.Lock()
 
     @property
     def model(self) -> ModelInfo:
         return self._model
 
-                probe=RoutingProbe(chosen.model),
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-        self._inspecting = asyncio.Lock()
     @property
     def max_requests(self) -> int:
         return self._max_requests
@@ -100,16 +108,11 @@ class LocalBackend:
         layer: int | None = None,
         num_states: int | None = None,
     ) -> StateReport:
-        model = self._served
+        model = self._served if num_states is None else self._forms[num_states]
         return await asyncio.to_thread(
             lambda: inspect_state(model.state_spec, state, model.initial_state(1), detail=detail, layer=layer)
         )
 
-    def is_ready(self) -> bool:
-        return self._engine.is_ready()
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
     async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         async with self._inspecting:
             return await asyncio.to_thread(self._inspect_text, state, ids)
@@ -122,3 +125,8 @@ class LocalBackend:
             start = {name: value.to(device) for name, value in start.items()}
         return summarise(inspect(twin_of(self._served), ids, start))
 
+    def is_ready(self) -> bool:
+        return self._engine.is_ready()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()

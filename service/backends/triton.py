@@ -109,15 +109,17 @@ class TritonBackend:
         layer: int | None = None,
         num_states: int | None = None,
     ) -> StateReport:
+        if num_states is not None:
+            raise unknown_tier(num_states, ())
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
-    def is_ready(self) -> bool:
-        """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
     async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         raise InvalidRequest(
             "recent is not supported with Triton servers", param="recent", code="unsupported_parameter"
         )
 
+    def is_ready(self) -> bool:
+        """Whether some server's engine makes steps; a worker that was killed is noticed within 4 s."""
         return self._end is None and self.upstreams.is_any_up
 
     def upstream_stats(self) -> UpstreamStats:

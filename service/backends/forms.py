@@ -1,0 +1,78 @@
+"""The backend as a session sees it that is served with fewer states: a model of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.errors import InvalidRequest
+from nsm_core.inspection.report import LayerReport
+from nsm_core.model_info import ModelInfo
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+from service.backends.base import Generation, InferenceBackend
+
+
+def form_of(backend: InferenceBackend, fingerprint: str) -> InferenceBackend:
+    """`backend` as it serves a session of this model fingerprint. Raises StateMismatch where it has no such form."""
+    model = backend.model
+    form = model.form_of(fingerprint)
+    return backend if form is model or form.num_states is None else SmallerForm(backend, form, form.num_states)
+
+
+class SmallerForm:
+    """An InferenceBackend whose model is one of another's `tiers`; it starts and stops with that."""
+
+    def __init__(self, backend: InferenceBackend, model: ModelInfo, num_states: int) -> None:
+        self._backend, self._model, self._num_states = backend, model, num_states
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._backend.tokenizer
+
+    @property
+    def max_requests(self) -> int:
+        return self._backend.max_requests
+
+    async def start(self) -> None:
+        await self._backend.start()
+
+    async def stop(self) -> None:
+        await self._backend.stop()
+
+    def require_room(self) -> None:
+        self._backend.require_room()
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        return self._backend.submit(dataclasses.replace(request, num_states=self._num_states))
+
+    async def inspect_state(
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
+    ) -> StateReport:
+        if num_states not in (None, self._num_states):
+            raise InvalidRequest(f"num_states must be {self._num_states}, got {num_states}", param="num_states")
+        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=self._num_states)
+
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        raise InvalidRequest(
+            f"recent is not supported for a session with {self._num_states} states",
+            param="recent",
+            code="unsupported_parameter",
+        )
+
+    def is_ready(self) -> bool:
+        return self._backend.is_ready()
+
+    def stats(self) -> EngineStats:
+        return self._backend.stats()
