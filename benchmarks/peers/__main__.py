@@ -36,14 +36,17 @@ def tell(text: str) -> None:
 
 
 def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken, dict[str, str]]:
-    """Decoding, prompts, and decoding after a long text, each in rounds; ours lives in this process."""
+    """Ceilings, decoding, prompts, and decoding after a long text, each in rounds; ours lives in this process."""
     taken: Taken = {}
     ours = Ours(max_batch=max(args.batches))
     llamas = [Llama(build, name) for name in LLAMA_CPP]
     subjects = {subject.name: subject for subject in (ours, OurKernels(max_batch=max(args.batches)), *llamas)}
     sizes = {"batches": args.batches, "num_tokens": args.tokens, "lengths": args.lengths}
-    for number in range(args.rounds if "engines" in args.parts else 0):
-        for name in streams.in_turn(list(subjects), number):
+    for number in range(args.rounds):
+        if "ceilings" in args.parts:
+            add(taken, OURS, measure_ceilings(repeats=CEILING_REPEATS))
+            tell(f"ceilings, round {number + 1}")
+        for name in streams.in_turn(list(subjects), number) if "engines" in args.parts else ():
             add(taken, name, subjects[name].decode_and_prefill(**sizes))
             tell(f"engines, round {number + 1}: {name}")
     for number in range(args.long_rounds if "context" in args.parts else 0):
@@ -80,15 +83,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="where build_llama put llama.cpp")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=3, help="of engines and streams, by turns")
+    parser.add_argument("--rounds", type=int, default=5, help="of ceilings, engines and streams, by turns")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=32, help="that each request decodes")
+    parser.add_argument("--tokens", type=int, default=64, help="that each request decodes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="of prompts, in tokens")
     parser.add_argument("--context", type=int, default=8192, help="tokens before decoding against Llama")
     parser.add_argument("--long-rounds", type=int, default=1, help="of decoding after such a text")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--stream-tokens", type=int, default=48, help="that each client asks for")
-    parser.add_argument("--session", type=int, default=8192, help="tokens of the session that goes on after a restart")
+    parser.add_argument(
+        "--session", type=int, default=32_768, help="tokens of the session that goes on after a restart"
+    )
     parser.add_argument("--session-peers", nargs="+", choices=LLAMA_CPP, default=["rwkv7"])
     parser.add_argument("--resumed", type=int, default=7, help="turns that go on with it")
     parser.add_argument("--output", type=Path, help="file for the table and the JSON, PATH.txt and PATH.json")
@@ -102,13 +107,7 @@ def main() -> None:
         sys.exit(f"{missing[0]} is missing: run python -m benchmarks.peers.build_llama")
     torch.set_num_threads(1)
     place, created = machine(), utc_now()
-    taken: Taken = {}
-    if "ceilings" in args.parts:
-        for _ in range(args.rounds):
-            add(taken, OURS, measure_ceilings(repeats=CEILING_REPEATS))
-        tell("ceilings")
-    engines, about = measure_engines(build, args)
-    merge(taken, engines)
+    taken, about = measure_engines(build, args)
     merge(taken, measure_servers(build, args))
     wanted = figures.goals(
         batches=args.batches, lengths=args.lengths, context=args.context, clients=args.clients, session=args.session
