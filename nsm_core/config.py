@@ -52,7 +52,9 @@ class ModelConfig:
     to `min_slots` a head, and under a pressure above `allocate_pressure` others are taken into use. A text starts with
     `start_slots` (0: all). `state_tiers`: smaller numbers of slots that a text may be read with.
 
-    The last `upper_slots` of a head in a C layer are its second level: tokens read them and never write to them.
+    The last `upper_slots` of a head in a C layer are its second level: tokens read them and never write to them. M is
+    a memory of `memory_rows` rows of `memory_width` numbers that `memory_heads` heads write to every `gate_chunk`
+    tokens.
     """
 
     layer_pattern: str = "N"
@@ -86,6 +88,9 @@ class ModelConfig:
     allocate_pressure: float = _later(0.1)
     state_tiers: tuple[int, ...] = _later(())
     upper_slots: int = _later(0)
+    memory_rows: int = _later(128)
+    memory_width: int = _later(64)
+    memory_heads: int = _later(2)
 
     def __post_init__(self) -> None:
         for name in (
@@ -101,6 +106,9 @@ class ModelConfig:
             "window",
             "max_context",
             "gate_chunk",
+            "memory_rows",
+            "memory_width",
+            "memory_heads",
         ):
             value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
             is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high

@@ -7,9 +7,9 @@ import re
 
 from nsm_core.errors import ConfigError
 
-# Slot memory, the same with communication, gated slots, linear recurrence, window and full attention: see
-# nsm_core/model/registry.py
-LAYER_KINDS = "NCGLWA"
+# Slot memory, the same with communication, gated slots, linear recurrence, window and full attention, external memory:
+# see nsm_core/model/registry.py
+LAYER_KINDS = "NCGLWAM"
 # Of the literature, to compare with: see nsm_core/model/baselines/
 BASELINE_KINDS = "lfprmds"
 _ANY = f"[{LAYER_KINDS}{BASELINE_KINDS}]"

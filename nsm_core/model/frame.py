@@ -51,3 +51,10 @@ def make_frame(num_tokens: int, chunk: int, segments: Segments) -> Frame:
     is_token = (source >= 0) & (source < lengths)
     end = offset + (num_tokens if segments.lengths is None else segments.lengths)
     return Frame(num_chunks, offset, end, source, is_token)
+
+
+def open_chunk(x: Tensor, index: Tensor) -> Tensor:
+    """x [B,n,...] at the chunk `index` [B] that a row's text ends in; zero where that is past the last chunk."""
+    num_chunks, trailing = x.shape[1], [1] * (x.dim() - 2)
+    taken = torch.take_along_dim(x, index.clamp(max=num_chunks - 1).view(-1, 1, *trailing), dim=1)[:, 0]
+    return torch.where((index < num_chunks).view(-1, *trailing), taken, 0.0)

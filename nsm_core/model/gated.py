@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.frame import Frame, make_frame
+from nsm_core.model.frame import Frame, make_frame, open_chunk
 from nsm_core.model.gates import GATES
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import ShortConv
@@ -132,7 +132,7 @@ class GatedMixer(Mixer):
                 coverage = -torch.expm1(-totals[:, index, ..., None])
                 changed, new_cells = self.gate(update, coverage, slots, cells)
                 slots, cells = torch.where(is_whole, changed, slots), torch.where(is_whole, new_cells, cells)
-        last = {"sums": _open_chunk(sums, frame.end // chunk), "weights": _open_chunk(totals, frame.end // chunk)}
+        last = {"sums": open_chunk(sums, frame.end // chunk), "weights": open_chunk(totals, frame.end // chunk)}
         return torch.stack(reads, dim=1).flatten(1, 2), {"gated": slots, "cells": cells, **last}
 
     def _restart(self, slots: Tensor, cells: Tensor, reset: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -158,10 +158,3 @@ class GatedMixer(Mixer):
         normed = F.rms_norm(read, (self.head_dim,), eps=self.eps).flatten(-2) * self.out_norm
         out: Tensor = self.out(normed.to(z.dtype) * F.silu(z))
         return out
-
-
-def _open_chunk(x: Tensor, index: Tensor) -> Tensor:
-    """x [B,n,...] at the chunk `index` [B] that a row's text ends in; zero where that is past the last chunk."""
-    num_chunks, trailing = x.shape[1], [1] * (x.dim() - 2)
-    taken = torch.take_along_dim(x, index.clamp(max=num_chunks - 1).view(-1, 1, *trailing), dim=1)[:, 0]
-    return torch.where((index < num_chunks).view(-1, *trailing), taken, 0.0)

@@ -17,6 +17,7 @@ from nsm_core.model.baselines.rwkv7 import Rwkv7
 from nsm_core.model.communicating import CommunicatingMixer
 from nsm_core.model.composite import ParallelMixer, SequentialMixer
 from nsm_core.model.gated import GatedMixer
+from nsm_core.model.memory import MemoryMixer
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.recurrence import LinearRecurrence
@@ -30,6 +31,7 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),
     "A": lambda config: WindowAttention(config, config.max_context),
+    "M": MemoryMixer,
     "l": Lstm,
     "f": Linformer,
     "p": Performer,

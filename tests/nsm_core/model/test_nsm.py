@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
-from nsm_core.layer_pattern import LAYER_KINDS, parse_layer_pattern
+from nsm_core.layer_pattern import BASELINE_KINDS, LAYER_KINDS, parse_layer_pattern
 from nsm_core.model.attention import rotary, rotate
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.registry import MIXERS
@@ -41,6 +41,14 @@ KINDS: dict[str, dict[str, object]] = {
         "communication_interval": 64,
         "upper_slots": 4,
         "projector": "hybrid",
+    },
+    "memory": {"layer_pattern": "M", "num_layers": 1, "gate_chunk": 8, "memory_rows": 12, "memory_width": 16},
+    "memory beside slots": {
+        "layer_pattern": "N(NM)",
+        "num_layers": 2,
+        "gate_chunk": 16,
+        "memory_rows": 12,
+        "memory_width": 16,
     },
     "direct": {"projector": "direct", "num_layers": 2},
     "hybrid read, communicating": {
@@ -236,6 +244,8 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     if model.config.allocation:  # importance, age and mask of every slot, pressure of every head
         slots += CONFIG.num_heads * (3 * CONFIG.num_memory_slots + 1)
     numbers = {"N": slots, "C": slots, "G": gated, "L": CONFIG.d_model}
+    rows, width, heads = (getattr(model.config, f"memory_{name}") for name in ("rows", "width", "heads"))
+    numbers |= {"M": (rows + heads) * (width + 1)}
     numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
     plans = parse_layer_pattern(model.config.layer_pattern)
     layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]
@@ -244,7 +254,7 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
 
 
 def test_the_registry_knows_every_kind_of_layer() -> None:
-    assert set(MIXERS) == set(LAYER_KINDS)
+    assert set(MIXERS) == set(LAYER_KINDS + BASELINE_KINDS)
 
 
 def test_attention_does_not_look_past_its_window() -> None:
