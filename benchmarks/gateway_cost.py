@@ -46,6 +46,8 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "x"}),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     "sessions": ("/v1/sessions/{}/generate", {"input": "x"}),
+    "responses": ("/v1/responses", {"input": "x"}),
+    "free": ("/v1/responses", {"input": "x", "store": False}),
     "bare": ("/bare", {}),
     "starlette": ("/starlette", {}),
 }
@@ -113,9 +115,12 @@ class Reader(asyncio.Protocol):
 async def read_streams(server: Server, endpoint: str, number: int, num_tokens: int) -> float:
     """Frames per token over all streams."""
     path, fields = ENDPOINTS[endpoint]
-    body = {**fields, "max_tokens": num_tokens}
-    if endpoint not in ("bare", "starlette"):
-        body |= {"stream": True, "ignore_eos": True}
+    if path == "/v1/responses":
+        body = {**fields, "max_output_tokens": num_tokens, "stream": True}
+    elif endpoint in ("bare", "starlette"):
+        body = {"max_tokens": num_tokens}
+    else:
+        body = {**fields, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     readers = []
     for stream in range(number):
         target = path.format(f"s{time.monotonic_ns()}{stream}")
@@ -154,10 +159,15 @@ def check(raw: bytes, endpoint: str, num_tokens: int) -> None:
     """The answer has all tokens: their text, once, in order."""
     if endpoint in ("bare", "starlette"):
         return
-    lines = [line[6:] for line in raw.split(b"\n") if line.startswith(b"data: {")]
-    choices = [json.loads(line)["choices"][0] for line in lines]
-    text = "".join(choice.get("text", choice.get("delta", {}).get("content", "")) for choice in choices)
-    if b"data: [DONE]" not in raw or choices[-1]["finish_reason"] != "length" or len(text) < num_tokens:
+    events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    if ENDPOINTS[endpoint][0] == "/v1/responses":
+        text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        is_whole = events[-1]["type"] == "response.incomplete"
+    else:
+        choices = [event["choices"][0] for event in events]
+        text = "".join(choice.get("text", choice.get("delta", {}).get("content", "")) for choice in choices)
+        is_whole = b"data: [DONE]" in raw and choices[-1]["finish_reason"] == "length"
+    if not is_whole or len(text) < num_tokens:
         raise RuntimeError(f"{endpoint}: a wrong answer, {raw[:300]!r} … {raw[-300:]!r}")
     if not (TEXT * num_tokens).startswith(text):
         raise RuntimeError(f"{endpoint}: a wrong text, {text[:100]!r}")

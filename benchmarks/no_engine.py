@@ -117,6 +117,7 @@ class NoBackend:
         self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s))  # type: ignore[arg-type]
         self.start, self.stop, self.submit = self.engine.start, self.engine.stop, self.engine.submit
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
+        self.require_room = getattr(self.engine, "require_room", None)  # which older checkouts do not ask for
         self.max_requests = 512
         self.model = ModelInfo(
             name="none",

@@ -32,9 +32,11 @@ from service.turn import HandedOver, Turn, TurnEnd, TurnSource
 
 
 class ResponseAnswer(Protocol):
-    """Read `events` or `collect`, once; then, whatever happened, call `leave`, which never blocks."""
+    """Read `batches` or `collect`, once; then, whatever happened, call `leave`, which never blocks."""
 
-    def events(self) -> AsyncGenerator[Event, None]: ...
+    def batches(self) -> AsyncGenerator[list[Event], None]:
+        """The events in order, together those that are there when the reader comes for more."""
+        ...
 
     async def collect(self) -> Response: ...
 
@@ -65,20 +67,18 @@ class StoredAnswer:
         """The turn goes on to its commit, so that the client can come back to it."""
         self._turn.detach()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
         """Ends with the response as it was stored."""
-        last = -1
-        async with contextlib.aclosing(_until_end(self._services, self._stored, self._turn)) as events:
-            async for event in events:
-                last = event["sequence_number"]
-                yield event
-                if event.get("delta"):  # the consumer is back: the piece was handed to the connection
+        num_given = 0
+        async with contextlib.aclosing(_until_end(self._services, self._stored, self._turn)) as batches:
+            async for batch in batches:
+                num_given += len(batch)
+                yield batch
+                if any(event.get("delta") for event in batch):  # the consumer is back: the connection has the pieces
                     self._turn.delivered()
         ended = await asyncio.shield(self._ending)
         _require_ended(ended, self._turn.end)
-        for event in _events_of(ended):
-            if event["sequence_number"] > last:
-                yield event
+        yield _events_of(ended)[num_given:]
 
     async def collect(self) -> Response:
         """Raises what kept the turn from being committed, unless somebody cancelled it."""
@@ -105,29 +105,26 @@ class ReadAnswer:
         if self._source is not None:
             self._source.detach()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
         """From the first one, each as the first client got it."""
         stored = await settled(self._services, self._tenant, self._stored)
         if stored.has_ended:
-            for event in _events_of(stored):
-                yield event
+            yield _events_of(stored)
             return
-        text, last, ended = ResponseText(self._services), -1, None
+        text, num_given, ended = ResponseText(self._services), 0, None
         try:
             self._source = await self._services.turns.follow(
                 tenant=self._tenant, session_id=stored.chain.place.session_id, turn_id=stored.id
             )
-            async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as events:
-                async for event in events:
-                    last = event["sequence_number"]
-                    yield event
+            async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as batches:
+                async for batch in batches:
+                    num_given += len(batch)
+                    yield batch
         except (NotFound, TurnCancelled):  # it ended without an end of its own
             ended = await read_to_its_end(self._services, self._tenant, stored)
         ended = ended or await keep_end(self._services, self._tenant, stored, text)
         _require_ended(ended, text.end)
-        for event in _events_of(ended):
-            if event["sequence_number"] > last:
-                yield event
+        yield _events_of(ended)[num_given:]
 
     async def collect(self) -> Response:
         """Of one that runs in the background: as it is now."""
@@ -151,37 +148,35 @@ class FreeAnswer:
     def leave(self) -> None:
         self._run.cancel()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
         """A failure is an event too."""
-        number = 0
-        for event in numbered(texts_before(self._opened, self._item_id), number):
-            yield event
-            number += 1
+        before = texts_before(self._opened, self._item_id)
+        yield numbered(before, 0)
         try:
-            async with contextlib.aclosing(self._pieces()) as pieces:
-                async for piece in pieces:
-                    yield numbered([delta_event(self._item_id, piece)], number)[0]
-                    number += 1
+            async with contextlib.aclosing(self._pieces()) as batches:
+                async for pieces in batches:
+                    number = len(before) + len(self._texts) - len(pieces)
+                    yield numbered([delta_event(self._item_id, piece) for piece in pieces], number)
             ended = self._ended()
         except NsmError as error:
             report(error, request_id=self._opened["id"])
             ended = failed_response(self._opened, error)
-        for event in numbered(texts_after(ended, self._item_id), number):
-            yield event
+        yield numbered(texts_after(ended, self._item_id), len(before) + len(self._texts))
 
     async def collect(self) -> Response:
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for _ in pieces:
+        async with contextlib.aclosing(self._pieces()) as batches:
+            async for _ in batches:
                 pass
         return self._ended()
 
-    async def _pieces(self) -> AsyncGenerator[str, None]:
+    async def _pieces(self) -> AsyncGenerator[list[str], None]:
+        """`_texts`, as they are added to."""
         async with contextlib.aclosing(self._run.batches()) as batches:
             async for batch in batches:
-                for _, delta in batch:
-                    if delta.text:
-                        self._texts.append(self._cutter.cut(delta))
-                        yield self._texts[-1]
+                pieces = [self._cutter.cut(delta) for _, delta in batch if delta.text]
+                self._texts += pieces
+                if pieces:
+                    yield pieces
 
     def _ended(self) -> Response:
         finished: Finished = ends_of(self._run)[0]
@@ -190,19 +185,18 @@ class FreeAnswer:
 
 async def _until_end(
     services: Services, stored: StoredResponse, source: TurnSource, text: ResponseText | None = None
-) -> AsyncGenerator[Event, None]:
+) -> AsyncGenerator[list[Event], None]:
     """The events up to the last piece of text; `text` is left with all of them, and with the turn's end."""
     text = text or ResponseText(services)
     before = numbered(texts_before(opening_of(stored.response), stored.item_id), 0)
-    for event in before:
-        yield event
+    yield before
     number = len(before)
-    async with contextlib.aclosing(source.events()) as events:
-        async for turn_event in events:
-            piece = text.feed(turn_event)
-            if piece is not None:
-                yield numbered([delta_event(stored.item_id, piece)], number)[0]
-                number += 1
+    async with contextlib.aclosing(source.batches()) as batches:
+        async for turn_events in batches:
+            pieces = [piece for piece in map(text.feed, turn_events) if piece is not None]
+            if pieces:
+                yield numbered([delta_event(stored.item_id, piece) for piece in pieces], number)
+                number += len(pieces)
 
 
 def _require_ended(stored: StoredResponse, end: TurnEnd | None) -> None:

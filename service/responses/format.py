@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import NsmError
 from service.errors import answer, report, rule_of
+from service.generation import EVENTS_AT_ONCE
 from service.items import output_item, output_text
 from service.openai_format import energy_of
 from service.schemas.responses import CreateResponseBody
@@ -149,22 +150,31 @@ def numbered(events: list[Event], start: int) -> list[Event]:
 
 
 async def frames(
-    events: AsyncGenerator[Event, None], *, request_id: str, starting_after: int = -1
+    batches: AsyncGenerator[list[Event], None], *, request_id: str, starting_after: int = -1
 ) -> AsyncGenerator[bytes, None]:
-    """Events as server-sent events; those up to number `starting_after` are left out.
+    """Events as server-sent events, those that came together in one piece. Up to number `starting_after` they are
+    left out.
 
     What fails on the way is one more event: the status is out already. It is not of the response's own, so it takes no
     number, and whoever reads on after the last one that came gets the rest.
     """
     number = max(starting_after, 0)
     try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if event["sequence_number"] > starting_after:
-                    number = event["sequence_number"]
-                    yield frame(event, event=event["type"], event_id=number)
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                for some in _parts_of([event for event in batch if event["sequence_number"] > starting_after]):
+                    number = some[-1]["sequence_number"]
+                    yield b"".join(
+                        frame(event, event=event["type"], event_id=event["sequence_number"]) for event in some
+                    )
     except Exception as error:
         report(error, request_id=request_id)
         told = answer(error, request_id=request_id)
         fields = {"code": told.code, "message": told.message, "param": told.param, "sequence_number": number}
         yield frame({"type": "error", **fields}, event="error")
+
+
+def _parts_of(events: list[Event]) -> Iterator[list[Event]]:
+    """No more than is fit to be written at once: a slow reader holds so much."""
+    for start in range(0, len(events), EVENTS_AT_ONCE):
+        yield events[start : start + EVENTS_AT_ONCE]

@@ -115,7 +115,7 @@ async def list_input_items(
 async def _send(answer: ResponseAnswer, *, is_stream: bool, request_id: str, starting_after: int = -1) -> Response:
     """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
     if is_stream:
-        events = frames(answer.events(), request_id=request_id, starting_after=starting_after)
+        events = frames(answer.batches(), request_id=request_id, starting_after=starting_after)
         return EventStream(events, on_close=answer.leave)
     try:
         return json_response(await answer.collect())
