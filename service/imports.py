@@ -14,6 +14,7 @@ from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
 from service.prefill import read_again
 from service.session_file import SessionFile
 from service.sessions.base import SessionHead, SessionStore
@@ -44,6 +45,7 @@ async def import_session(
     Raises StateMismatch for a file of another model (with another tokenizer: in any case), InvalidRequest for one that
     lies about its model, VersionConflict when the id exists.
     """
+    backend = form_of(backend, file.header.model_fingerprint)
     model = backend.model
     _require_tokenizer(file, backend)
     is_own = file.header.model_fingerprint == model.fingerprint

@@ -11,6 +11,7 @@ from nsm_core.engine.request import EndState
 from nsm_core.errors import InvalidRequest
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
 from service.continuation import Continuation, require_version, resume
 from service.earlier_states import read_up_to
 from service.leases import HeldLease
@@ -70,7 +71,9 @@ async def rewind_session(
     """
     tenant, session_id = request.tenant, request.session_id
     async with turns.exclusive(tenant=tenant, session_id=session_id) as (turn, held):
-        head, model, tokenizer = held.stored.head, backend.model, backend.tokenizer
+        head = held.stored.head
+        backend = form_of(backend, head.model_fingerprint)
+        model, tokenizer = backend.model, backend.tokenizer
         require_version(head, request.expected_version)
         # refuses what this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nsm_core.model_info import tier_size
 from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
@@ -59,7 +60,7 @@ async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateS
     head = await services.store.create(
         tenant=tenant,
         session_id=body.id or new_session_id(),
-        model_fingerprint=services.backend.model.fingerprint,
+        model_fingerprint=services.backend.model.tier(body.num_states).fingerprint,
         metadata=body.metadata,
         ttl_s=body.ttl_s,
     )
@@ -226,7 +227,8 @@ def new_session_id() -> str:
 
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
     """`model` is null for a session of a model that is not served here."""
-    is_served = head.model_fingerprint == services.backend.model.fingerprint
+    model = services.backend.model
+    form = next((one for one in (model, *model.tiers) if one.fingerprint == head.model_fingerprint), None)
     return {
         "id": head.session_id,
         "object": "session",
@@ -234,8 +236,10 @@ def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
         "position": head.position,
         "created_at": int(head.created_at),
         "updated_at": int(head.updated_at),
-        "model": services.model_name if is_served else None,
+        "model": None if form is None else services.model_name,
         "model_fingerprint": head.model_fingerprint,
+        "num_states": tier_size(head.model_fingerprint) if form is None else form.num_states,
+        "state_bytes": None if form is None else form.state_bytes,
         "snapshot_bytes": head.snapshot_bytes,
         "metadata": dict(head.metadata),
         "ttl_s": head.ttl_s,
