@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.family.cells import Plan, is_done, read_cells, run_cell
+from benchmarks.family.cells import Plan, is_done, read_cells, run_cell, set_up
 from benchmarks.family.models import ENTRIES, SIZES, known_models
 from benchmarks.family.quality import TEXT
 from benchmarks.family.report import write_report
@@ -107,12 +107,6 @@ def say(model: str, cell: str, row: dict[str, object], started: float) -> None:
     print(f"{time.monotonic() - started:7.1f} s  {model:18} {cell:14} {shown}", flush=True)
 
 
-def set_up() -> None:
-    """TF32 for products outside of autocast, which our kernels' bf16 is not more exact than."""
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")
-
-
 def learn(plan: Plan, workers: int, started: float) -> None:
     """What trains and counts, by processes side by side."""
     cells = [cell for cell in plan.learned() if not is_done(plan.output, *cell)]
@@ -124,7 +118,8 @@ def learn(plan: Plan, workers: int, started: float) -> None:
     with ProcessPoolExecutor(workers, mp_context=context, initializer=set_up) as pool:
         running = {pool.submit(run_cell, plan, *cell): cell for cell in cells}
         for future in as_completed(running):
-            say(*running[future], future.result(), started)
+            error = future.exception()  # of the process: what goes wrong in a cell is in its row
+            say(*running[future], {"reason": repr(error)} if error else future.result(), started)
 
 
 def header(options: argparse.Namespace) -> dict[str, object]:

@@ -57,6 +57,12 @@ class Plan:
         return [(model, cell) for cell in kinds for model in self.models]
 
 
+def set_up() -> None:
+    """What every process of a run does first. TF32 for products outside of autocast: bf16 is no more exact."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+
+
 def cell_path(output: Path, model: str, cell: str) -> Path:
     return output / "cells" / f"{model}.{cell}.json"
 
