@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Eight threads allocate at once; then the library tells how many heaps there are.
+COUNT_ARENAS = """
+import ctypes, re, sys, threading
+from nsm_core.heap import limit_arenas
+
+library = ctypes.CDLL(None)
+if not hasattr(library, "malloc_info"):
+    sys.exit("no glibc")
+if sys.argv[1:]:
+    limit_arenas(int(sys.argv[1]))
+barrier, kept = threading.Barrier(8), []
+
+def allocate():
+    barrier.wait()
+    kept.append(bytearray(100_000))
+    barrier.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+library.open_memstream.restype = ctypes.c_void_p
+text, size = ctypes.c_char_p(), ctypes.c_size_t()
+stream = ctypes.c_void_p(library.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+library.malloc_info(0, stream)
+library.fclose(stream)
+print(len(re.findall(rb"<heap nr=", text.value)))
+"""
+
+
+def num_arenas(*args: str) -> int:
+    done = subprocess.run([sys.executable, "-c", COUNT_ARENAS, *args], capture_output=True, text=True, timeout=60)
+    if "no glibc" in done.stderr:
+        pytest.skip("this C library has no arenas")
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_threads_share_as_many_arenas_as_they_are_told() -> None:
+    assert num_arenas() > 2
+    assert num_arenas("2") == 2
