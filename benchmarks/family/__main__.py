@@ -38,7 +38,8 @@ DEFAULTS = {
         "lengths": LENGTHS,
         "rows": 16,
         "steps": 250,
-        "lrs": (1e-3, 3e-3),
+        "lrs": (2e-3,),
+        "cell_s": 3.0,
         "workers": 6,
         "held_out": 10**6,
     },
@@ -48,6 +49,7 @@ DEFAULTS = {
         "rows": 4,
         "steps": 60,
         "lrs": (3e-3,),
+        "cell_s": 8.0,
         "workers": 0,
         "held_out": 16384,
     },
@@ -70,8 +72,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--repeat-s", type=float, default=0.15, help="time to repeat a measurement for")
-    parser.add_argument("--cell-s", type=float, default=8.0, help="a timed cell's limit")
+    parser.add_argument("--repeat-s", type=float, default=0.1, help="time to repeat a measurement for")
+    parser.add_argument("--cell-s", type=float, help="a timed cell's limit")
     parser.add_argument("--quality-s", type=float, default=60.0, help="the limit of a training run")
     parser.add_argument("--note", default="", help="a line for the head of the table")
     parser.add_argument("--render", action="store_true", help="measure nothing")
