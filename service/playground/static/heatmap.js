@@ -22,7 +22,7 @@ export class Heatmap {
     this.time = map();
     this.table = el("tbody");
     this.maps = el("div", { hidden: true }, ...this.parts());
-    this.root = el("section", { class: "card", "aria-label": "Routing" }, el("h3", {}, "Routing to states"), this.note, this.maps);
+    this.root = el("div", { class: "card", role: "group", "aria-label": "Routing" }, el("h3", {}, "Routing to states"), this.note, this.maps);
     for (const { select } of [this.side, this.layer]) select.addEventListener("change", () => this.draw());
     this.time.canvas.addEventListener("click", (event) => this.onClick(event));
     document.addEventListener("themechange", () => this.draw());
@@ -63,6 +63,11 @@ export class Heatmap {
       this.frame = undefined;
       this.draw();
     });
+  }
+
+  /** A turn has ended: what was waited for may be known to be absent. */
+  refresh(turn) {
+    if (this.turn === null) this.show(turn, turn.pieces.length - 1);
   }
 
   draw() {

@@ -8,7 +8,7 @@ export class Inspector {
   constructor(on) {
     this.on = on;
     this.body = el("div", { class: "card-body" });
-    this.root = el("section", { class: "card", "aria-label": "Token" }, el("h3", {}, "Token"), this.body);
+    this.root = el("div", { class: "card", role: "group", "aria-label": "Token" }, el("h3", {}, "Token"), this.body);
     this.clear();
   }
 

@@ -20,7 +20,7 @@ export class Pane {
   constructor(name, { api, memory, features, on }) {
     Object.assign(this, { name, api, memory, features, on });
     this.notice = new Notice(`${name}-notice`);
-    this.transcript = new Transcript({
+    this.transcript = new Transcript(name, {
       select: (turn, index) => this.select(turn, index),
       rewind: (turn) => this.rewind(turn),
       fork: (turn) => this.fork(turn),
@@ -50,12 +50,12 @@ export class Pane {
     );
     const looking = el(
       "div",
-      { class: "looking", tabindex: "0", role: "region", "aria-label": "Token, routing and states" },
+      { class: "looking", tabindex: "0", role: "region", "aria-label": `Token, routing and states of the ${this.name} conversation` },
       this.inspector.root, this.heatmap.root, this.utilisation.root,
     );
     const head = el("header", { class: "pane-head" }, el("div", {}, this.title, this.facts), this.tools);
     const talk = el("div", { class: "talk" }, this.transcript.root, this.notice.root, this.composer.root);
-    this.root = el("section", { class: "pane", id: this.name, "aria-label": `${this.name} conversation` }, head, el("div", { class: "pane-body" }, talk, looking));
+    this.root = el("section", { class: "pane", id: this.name, "aria-label": `The ${this.name} conversation` }, head, el("div", { class: "pane-body" }, talk, looking));
     this.root.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.running) this.stop();
     });
@@ -157,6 +157,7 @@ export class Pane {
     this.transcript.add(turn, this.turns.length);
     this.composer.text.value = "";
     this.heatmap.show(turn, 0);
+    this.on.changed();
     await this.follow(turn);
   }
 
@@ -224,6 +225,7 @@ export class Pane {
 
   async afterTurn(turn) {
     this.transcript.update(turn);
+    this.heatmap.refresh(turn);
     this.showHead();
     this.save();
     announce(spoken(turn));

@@ -14,10 +14,10 @@ const STATUSES = {
 
 export class Transcript {
   /** `on`: {select(turn, index), rewind(turn), fork(turn), readOn(turn), discard(turn)} */
-  constructor(on) {
+  constructor(name, on) {
     this.on = on;
     this.views = new Map();
-    this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": "Conversation" });
+    this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": `Turns of the ${name} conversation` });
     this.selected = null;
   }
 

@@ -23,7 +23,7 @@ function layerOf({ layer, kind, window, filled, use }) {
 export class Utilisation {
   constructor() {
     this.body = el("div", { class: "card-body" });
-    this.root = el("section", { class: "card", "aria-label": "States in use" }, el("h3", {}, "States in use"), this.body);
+    this.root = el("div", { class: "card", role: "group", "aria-label": "States in use" }, el("h3", {}, "States in use"), this.body);
     this.show([]);
   }
 
