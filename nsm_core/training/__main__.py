@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import NsmError
-from nsm_core.training.config import PRESETS, TrainConfig
+from nsm_core.training.config import TrainConfig
 from nsm_core.training.loop import train
+from nsm_core.training.presets import PRESETS
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -38,6 +39,14 @@ MODEL_FIELDS: dict[str, Callable[[str], object]] = {
     "num_kv_heads": int,
     "window": int,
     "max_context": int,
+    "gate": str,
+    "gate_chunk": int,
+    "projector": str,
+    "communication_top_k": int,
+    "upper_slots": int,
+    "memory_rows": int,
+    "memory_width": int,
+    "memory_heads": int,
     "communication_interval": int,
     "allocation": _is_true,
     "start_slots": int,

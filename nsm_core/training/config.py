@@ -9,24 +9,6 @@ from pathlib import Path
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
 
-_PULSE = ModelConfig(router="sigmoid", write_top_k=64)
-_HYBRID = dataclasses.replace(_PULSE, layer_pattern="NNNW", window=1024, num_kv_heads=2, mlp_hidden=1568)
-
-# All but `tiny` and `small` have 34.6 to 34.7 million parameters; the feed-forward width makes up for what the mixers
-# of a kind have less. `hybrid` is the bundled model's shape; `sliding-window` carries as many bytes.
-PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(
-        vocab_size=2048, d_model=128, num_layers=4, num_heads=4, num_memory_slots=32, write_top_k=4, mlp_hidden=384
-    ),
-    "small": dataclasses.replace(
-        _HYBRID, d_model=256, num_layers=4, num_heads=4, num_kv_heads=1, window=512, mlp_hidden=704
-    ),
-    "base": _PULSE,
-    "hybrid": _HYBRID,
-    "sliding-window": ModelConfig(layer_pattern="W", num_kv_heads=2, window=460, mlp_hidden=2048),
-    "transformer": ModelConfig(layer_pattern="A", max_context=1024, mlp_hidden=1792),
-}
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:

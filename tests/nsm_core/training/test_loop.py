@@ -14,12 +14,11 @@ import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError
-from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import read_model
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.training.__main__ import main, parse
 from nsm_core.training.average import WeightAverage
-from nsm_core.training.config import PRESETS, TrainConfig
+from nsm_core.training.config import TrainConfig
 from nsm_core.training.distributed import World
 from nsm_core.training.loop import LossModule, Trainer, carries_state, train
 from nsm_core.training.optim import lr_factor
@@ -274,13 +273,3 @@ def test_a_sigmoid_router_writes_to_all_slots_however_many_there_are() -> None:
     assert (config.model.router, config.model.write_top_k) == ("sigmoid", 32)
     with pytest.raises(ConfigError, match="write_top_k must be num_memory_slots"):
         parse(["--data", "d", "--out", "o", "--preset", "base", "--write-top-k", "8"])
-
-
-def test_presets_for_comparison_are_of_one_size() -> None:
-    sizes = {}
-    for name in ("base", "hybrid", "sliding-window", "transformer"):
-        with torch.device("meta"):
-            model = NsmModel(PRESETS[name])
-        sizes[name] = (sum(weight.numel() for weight in model.parameters()), model.state_spec.num_bytes)
-    assert max(size for size, _ in sizes.values()) < 1.01 * min(size for size, _ in sizes.values())
-    assert 0.99 * sizes["hybrid"][1] <= sizes["sliding-window"][1] <= sizes["hybrid"][1]
