@@ -50,6 +50,9 @@ KINDS: dict[str, dict[str, object]] = {
         "memory_rows": 12,
         "memory_width": 16,
     },
+    "baselines without attention": {"layer_pattern": "lrm"},
+    "state spaces": {"layer_pattern": "ds", "num_layers": 2},
+    "baselines like attention": {"layer_pattern": "fp", "num_layers": 2},
     "direct": {"projector": "direct", "num_layers": 2},
     "hybrid read, communicating": {
         "projector": "hybrid",
@@ -232,6 +235,17 @@ def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
     assert state["position"].tolist() == [51, 4]
 
 
+def baseline_numbers() -> dict[str, int]:
+    """Numbers in a state of each baseline, from what docs/family.md says of their shapes."""
+    d, heads, slots, width = CONFIG.d_model, CONFIG.num_heads, CONFIG.num_memory_slots, CONFIG.head_dim
+    linformer = (16 * (CONFIG.max_context // 64) + 64) * 2 * d
+    mamba2 = 2 * d * slots + 3 * (2 * d + 2 * slots)
+    return {
+        "l": 2 * d, "f": linformer, "p": heads * 2 * slots * (width + 1), "r": d * width + d, "m": mamba2,
+        "d": 2 * d * slots, "s": d,
+    }  # fmt: skip
+
+
 def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     state = model.initial_state(3)
     assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
@@ -247,6 +261,7 @@ def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
     rows, width, heads = (getattr(model.config, f"memory_{name}") for name in ("rows", "width", "heads"))
     numbers |= {"M": (rows + heads) * (width + 1)}
     numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
+    numbers |= baseline_numbers()
     plans = parse_layer_pattern(model.config.layer_pattern)
     layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]
     assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for plan in layers for kind in plan.kinds)
