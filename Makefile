@@ -63,6 +63,10 @@ loadtest: $(READY)  ## a load test of under a minute against servers it starts; 
 bench-gate: $(READY)  ## is this checkout slower than the commit BASE? fails if so beyond doubt; options: ARGS="--rounds 10"
 	@scripts/bench-gate "$(VENV)" "$(BASE)" $(ARGS)
 
+.PHONY: docs
+docs: $(READY)  ## build the site of docs/ into build/site, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 .PHONY: lock
 lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
 	@echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile pyproject.toml - --all-extras \
