@@ -16,9 +16,8 @@ const memory = new Memory(sessionStorage);
 const keyring = new Keyring(memory, showKey);
 const api = new Api(keyring);
 const notice = new Notice("page-notice");
-const features = { routing: true };
 const on = { changed, openBeside, exportFile: (id) => saveFile(api, id) };
-const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, features, on }));
+const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
 const sessions = new SessionList(byId("session-list"), api, { open, openBeside, isOpen });
 let active = panes[0];
 

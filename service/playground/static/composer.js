@@ -15,6 +15,7 @@ export class Composer {
   constructor(name, on) {
     this.text = el("textarea", { id: `${name}-input`, name: "input", rows: "2", spellcheck: "false", placeholder: "Once upon a time" });
     this.fields = new Map(FIELDS.map(([field, , value]) => [field, numberField(`${name}-${field}`, field, value)]));
+    this.routing = el("input", { type: "checkbox", id: `${name}-routing`, checked: true });
     this.sendButton = button("Send", on.send, { class: "primary", "aria-keyshortcuts": "Control+Enter" });
     this.stopButton = button("Stop", on.stop, { "aria-keyshortcuts": "Escape", hidden: true });
     this.root = el(
@@ -26,6 +27,7 @@ export class Composer {
         "div",
         { class: "sampling" },
         ...FIELDS.map(([field, words]) => labelled(words, this.fields.get(field))),
+        el("label", {}, this.routing, "Routing"),
         el("div", { class: "send" }, el("p", { class: "hint" }, "Ctrl+Enter sends, Esc stops"), this.stopButton, this.sendButton),
       ),
     );
@@ -35,14 +37,14 @@ export class Composer {
   }
 
   /** What is written and wished, as the body of a turn. What is no number is for the server to refuse. */
-  body(features) {
+  body() {
     const made = { input: this.text.value };
     for (const [name, field] of this.fields) {
       const text = field.value.trim();
       if (text !== "") made[name] = Number.isNaN(Number(text)) ? text : Number(text);
     }
     const options = { stream: true, stream_options: { include_usage: true }, include_energy: true };
-    return { ...made, ...options, logprobs: NUM_ALTERNATIVES, ...(features.routing ? { include_routing: true } : {}) };
+    return { ...made, ...options, logprobs: NUM_ALTERNATIVES, ...(this.routing.checked ? { include_routing: true } : {}) };
   }
 
   setRunning(isRunning) {

@@ -7,6 +7,7 @@ const ROW_PX = 14; // of a layer
 const STATE_PX = 3; // of a state, in the map over time
 const NOTES = {
   waiting: "Send something: the map fills while tokens come.",
+  unasked: "Routing was not asked for.",
   absent: "This server does not tell the routing of its tokens.",
   lost: "The routing of this turn is not here: this tab did not see it, or it was let go to save room.",
 };
@@ -127,7 +128,8 @@ function entriesOf(turn) {
 
 function whyNone(turn) {
   if (turn.hadRouting || turn.body === null) return "lost";
-  return turn.status === "running" && turn.body.include_routing ? "waiting" : "absent";
+  if (!turn.body.include_routing) return turn.isRoutingRefused ? "absent" : "unasked";
+  return turn.status === "running" ? "waiting" : "absent";
 }
 
 function strongest(pairs) {

@@ -16,9 +16,9 @@ const SAVE_EVERY_MS = 1000;
 const MAX_TITLE_CHARS = 60;
 
 export class Pane {
-  /** `on`: {changed(), openBeside(id), exportFile(id)}; `features`: what the server can tell, shared by the panes. */
-  constructor(name, { api, memory, features, on }) {
-    Object.assign(this, { name, api, memory, features, on });
+  /** `on`: {changed(), openBeside(id), exportFile(id)} */
+  constructor(name, { api, memory, on }) {
+    Object.assign(this, { name, api, memory, on, session: null });
     this.notice = new Notice(`${name}-notice`);
     this.transcript = new Transcript(name, {
       select: (turn, index) => this.select(turn, index),
@@ -78,6 +78,7 @@ export class Pane {
 
   /** Stops reading, not the turn: that goes on at the server, and is read on when the session is opened again. */
   leave() {
+    this.save();
     this.reading?.abort();
     this.reading = null;
   }
@@ -107,8 +108,8 @@ export class Pane {
   }
 
   forget(id) {
-    this.memory.removeSession(id);
     this.clear();
+    this.memory.removeSession(id);
     this.on.changed();
   }
 
@@ -142,7 +143,7 @@ export class Pane {
     this.isSending = true;
     this.notice.clear();
     this.composer.mark(null);
-    const body = this.composer.body(this.features);
+    const body = this.composer.body();
     try {
       this.session ??= { head: await this.create(body.input), turns: [], states: [] };
     } catch (error) {
@@ -198,10 +199,11 @@ export class Pane {
     this.saveTimer ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
   }
 
-  /** A server that does not know the wish for routing is asked again without it, from then on. */
+  /** A server that cannot tell the routing (its model runs elsewhere) is asked again without, from then on. */
   isWithoutRouting(turn, error) {
     if (error.param !== "include_routing" || turn.streamId !== null) return false;
-    this.features.routing = false;
+    this.composer.routing.checked = false;
+    turn.isRoutingRefused = true;
     delete turn.body.include_routing;
     turn.key += "-plain";
     return true;
@@ -229,11 +231,13 @@ export class Pane {
     this.showHead();
     this.save();
     announce(spoken(turn));
+    const { session } = this;
     try {
-      this.session.head = await this.api.json("GET", sessionPath(turn.sessionId));
+      session.head = await this.api.json("GET", sessionPath(turn.sessionId));
     } catch {
       return; // what prevents it has been shown, or is at the next call
     }
+    if (session !== this.session) return; // another one was opened meanwhile
     this.showHead();
     this.on.changed();
     if (turn.status === "done") await this.readStates();

@@ -10,10 +10,12 @@ from playwright.async_api import Browser, expect
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.estimate import EstimateMeter
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.errors import InvalidRequest
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from tests.browsers import Playground, playground
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.fakes import DEFAULT_SCRIPT, FakeBackend, FakeGeneration
 from tests.gateway import Gateway, gateway
 from tests.models import as_loaded
 from tests.nsm_core.evaluation.models import random_model, small_config
@@ -26,6 +28,15 @@ def local_backend(tokenizer: Tokenizer) -> LocalBackend:
     model = random_model(small_config(tokenizer, num_layers=3, layer_pattern="WNN")).eval().requires_grad_(False)
     config = EngineConfig(max_slots=2, token_budget=32, queue_limit=2)
     return LocalBackend(as_loaded(model, tokenizer), config, meter=EstimateMeter())
+
+
+class NoRouting(FakeBackend):
+    """Refuses as a backend does whose models run in other processes."""
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if request.include_routing:
+            raise InvalidRequest("include_routing is not supported here", param="include_routing")
+        return super().submit(request)
 
 
 async def heads(server: Gateway) -> list[dict[str, object]]:
@@ -95,6 +106,43 @@ async def test_what_the_server_does_not_tell_is_said(browser: Browser) -> None:
         await tab.turns_end(1)
         await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not tell the routing")
         await expect(tab.pane().locator(".facts").last).to_contain_text("energy is not measured here")
+
+
+async def test_a_server_that_refuses_to_tell_the_routing_is_asked_without(browser: Browser) -> None:
+    backend = NoRouting()
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="3")
+        await tab.turns_end(1)
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("does not tell the routing")
+        await expect(tab.page.locator("#left-routing")).not_to_be_checked()
+        assert [request.include_routing for request in backend.requests] == [False]
+        await tab.send("And then")
+        await tab.turns_end(2)
+
+
+async def test_routing_may_be_left_out(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="5000")
+        await expect(tab.page.locator("#left-notice")).to_contain_text("with include_routing, got 5000")
+        await tab.page.uncheck("#left-routing")
+        await tab.send("Hello", max_tokens="5")
+        await tab.turns_end(1)
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("Routing was not asked for.")
+
+
+async def test_what_runs_when_another_session_is_opened_is_found_again(browser: Browser) -> None:
+    backend = FakeBackend(hold=True)
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="64")
+        backend.release(3)
+        await expect(tab.pane().locator(".answer .token")).to_have_count(3)
+        await tab.page.get_by_role("button", name="New", exact=True).click()
+        await expect(tab.pane().locator(".turn")).to_have_count(0)
+        backend.release_all()
+        await tab.page.locator(".session").click()
+        await tab.turns_end(1)
+        assert await tab.answers() == [DEFAULT_SCRIPT]
+        assert len(backend.requests) == 1
 
 
 async def test_fork_beside_and_compare(browser: Browser) -> None:
