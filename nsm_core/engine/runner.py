@@ -121,7 +121,7 @@ class Runner:
             if executor is self._executor:
                 hidden = _Hidden(slots, rows)
             else:
-                hidden.add(slots, rows.split(1))
+                hidden.add(slots, torch.split(rows, 1))
         return hidden
 
     def _read_group(

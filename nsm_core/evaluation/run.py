@@ -23,7 +23,7 @@ from nsm_core.evaluation.report import Report
 from nsm_core.evaluation.samples import Sample, write_samples
 from nsm_core.evaluation.slots import SlotUsage, measure_slot_usage
 from nsm_core.evaluation.splits import SplitResult, measure_splits
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedModel, has_slots, load_checkpoint
 from nsm_core.training.data_files import read_documents
 
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
     `tell` gets a line about what is to be done, and one after each part of it: it may take hours.
     """
     device = resolve_device(config.device)
-    loaded = load_checkpoint(config.model, device)
+    loaded = _with_states(load_checkpoint(config.model, device), config.num_states)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
     subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), tell)
     tell(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
@@ -56,6 +56,16 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
     if config.output is not None:
         report.save(config.output)
     return report
+
+
+def _with_states(loaded: LoadedModel, num_states: int | None) -> LoadedModel:
+    """The model, or its form with so many slots, whether it was trained for that or not."""
+    if num_states is None or num_states == loaded.config.num_memory_slots:
+        return loaded
+    if num_states > loaded.config.num_memory_slots or not has_slots(loaded.config):
+        most = loaded.config.num_memory_slots if has_slots(loaded.config) else 0
+        raise ConfigError(f"num_states must be at most the model's {most} slots, got {num_states}")
+    return loaded.at_tier(num_states)
 
 
 class _Subject:
@@ -165,6 +175,8 @@ def _provenance(loaded: LoadedModel, device: str) -> Provenance:
 def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
     """What the numbers depend on."""
     names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
+    if config.num_states is not None:
+        names.append("num_states")
     if "passkey" in config.suite:
         names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
     if "parking" in config.suite:

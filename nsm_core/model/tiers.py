@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
@@ -51,5 +52,5 @@ def _first_slots(value: Tensor, shape: tuple[int, ...], num_slots: int, num_kept
     if not differing:
         return value
     (dim,) = differing
-    by_slot = value.unflatten(dim, (-1, num_slots))
+    by_slot: Tensor = torch.unflatten(value, dim, (-1, num_slots))
     return by_slot.narrow(dim + 1, 0, num_kept).flatten(dim, dim + 1).clone()
