@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,12 +77,18 @@ class Inspection:
 
 @torch.inference_mode()
 def inspect(
-    model: NsmModel, ids: Sequence[int], state: State | None = None, *, paths_of: Collection[str] = ()
+    model: NsmModel,
+    ids: Sequence[int],
+    state: State | None = None,
+    *,
+    paths_of: Collection[str] = (),
+    progress: Callable[[int], None] = lambda num_read: None,
 ) -> Inspection:
     """Reads ids (1 to MAX_TOKENS) on top of `state` [1, *shape], which stays as it is; None: from the start.
 
-    `paths_of`: names of layers whose states are kept after every token (H * M * D * 4 bytes for each). Layers of kinds
-    that have no states to tell of are left out. Raises InvalidRequest.
+    `paths_of`: names of layers whose states are kept after every token (H * M * D * 4 bytes for each). `progress` is
+    told after each token how many were read. Layers of kinds that have no states to tell of are left out. Raises
+    InvalidRequest.
     """
     if not 1 <= len(ids) <= MAX_TOKENS:
         raise InvalidRequest(f"a text must have 1 to {MAX_TOKENS} tokens to be inspected, got {len(ids)}", param="text")
@@ -92,12 +98,13 @@ def inspect(
     watched = layers_of(model)
     records = [_Record(layer, state, start, keeps_path=layer.name in paths_of) for layer in watched]
     with watching(watched):
-        for token_id in ids:
+        for num_read, token_id in enumerate(ids, start=1):
             forget(watched)
             _, after = model.step(torch.tensor([token_id], device=device), state)
             for record in records:
                 record.add(state, after)
             state = after
+            progress(num_read)
     forget(watched)
     found = (record.activity() for record in records)
     return Inspection(ids=tuple(ids), position=position, layers=tuple(one for one in found if one is not None))

@@ -15,6 +15,7 @@ from service.cli.evaluate import evaluate
 from service.cli.generate import generate
 from service.cli.group import Commands
 from service.cli.info import info
+from service.cli.inspect import inspect
 from service.cli.serve import serve
 from service.cli.top import top
 from service.cli.train import train
@@ -56,6 +57,7 @@ app.add_typer(triton.app, name="triton")
 app.add_typer(bench.app, name="bench")
 app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
+app.command()(inspect)
 app.command()(top)
 app.command()(info)
 

@@ -1,0 +1,168 @@
+"""`nsm inspect`: what a text does to the model's states, as figures, as a page, as a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsm_core.errors import InvalidRequest
+from service.cli import options
+from service.cli.generate import STDIN, read_stdin
+from service.cli.output import console, note, print_json
+from service.cli.progress import progress
+from service.cli.stores import opened_store, store_settings
+from service.sessions.base import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nsm_core.inspection.reading import Inspection
+    from nsm_core.inspection.report import LayerReport
+    from nsm_core.model.loader import LoadedModel
+    from service.recent_text import RecentText
+    from service.settings import Settings
+
+DEFAULT_TOKENS = 256
+READ_TIMEOUT_S = 3600.0
+COLUMNS = ("layer", "kind", "entropy", "states/token", "sparsity", "strength", "smoothness", "half-life")
+
+
+def inspect(
+    text: Annotated[str, typer.Argument(help="A text; - reads it from standard input.", show_default=False)] = "",
+    file: Annotated[Path | None, typer.Option(help="A text file in UTF-8.", show_default=False)] = None,
+    session: Annotated[str | None, typer.Option(help="Id of a stored session.", show_default=False)] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=4096, help="Of a text the first, of a session the last so many tokens.")
+    ] = DEFAULT_TOKENS,
+    token: Annotated[int | None, typer.Option(min=0, help="Trace this token, from 0.", show_default="the last")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page here.", show_default=False)] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Write a picture here; needs matplotlib.", show_default=False)
+    ] = None,
+    tenant: options.Tenant = DEFAULT_TENANT,
+    model: options.Model = None,
+    data_dir: options.DataDir = None,
+    store: options.Store = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """What a text does to the model's states: routing, what states hold, which tokens a token rests on."""
+    if sum(given is not None for given in (text or None, file, session)) != 1:
+        raise typer.BadParameter("give one of a text, --file and --session")
+    if session is not None:
+        settings = store_settings(data_dir, store, model=model)
+        loaded, inspection = _inspect_session(settings, tenant, session, max_tokens)
+    else:
+        from service.settings import load_settings
+
+        given = file.read_text("utf-8") if file is not None else read_stdin() if text == STDIN else text
+        loaded, inspection = _inspect_text(load_settings(model=model), given, max_tokens)
+    _write(loaded, inspection, html=html, png=png, token=token)
+    _print(inspection, as_json=as_json)
+
+
+def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[LoadedModel, Inspection]:
+    """From its start-of-text token on."""
+    loaded = _load(settings)
+    ids = [loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(text)]
+    if len(ids) > max_tokens:
+        note(f"the first {max_tokens} of {len(ids)} tokens")
+    return loaded, _read(loaded, ids[:max_tokens], None)
+
+
+def _inspect_session(
+    settings: Settings, tenant: str, session_id: str, max_tokens: int
+) -> tuple[LoadedModel, Inspection]:
+    """Its last tokens, on top of the state before them."""
+    recent, num_states = asyncio.run(_recent(settings, tenant, session_id, max_tokens))
+    if not recent.ids:
+        raise InvalidRequest(f"session {session_id!r} has read nothing yet")
+    loaded = _load(settings)
+    if num_states is not None:
+        loaded = loaded.at_tier(num_states)
+    return loaded, _read(loaded, recent.ids, recent.state)
+
+
+async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: int) -> tuple[RecentText, int | None]:
+    """And with how many states the session is served, None: all of the model's."""
+    from service.backends.forms import form_of
+    from service.recent_text import recent_text
+    from service.server import make_backend
+
+    async with opened_store(settings) as store:
+        head = await store.get(tenant=tenant, session_id=session_id)
+        backend = make_backend(settings)
+        await backend.start()
+        try:
+            form = form_of(backend, head.model_fingerprint) if head.position else backend
+            text = await recent_text(form, store, head, num_tokens=num_tokens, timeout_s=READ_TIMEOUT_S)
+            return text, None if form is backend else form.model.num_states
+        finally:
+            await backend.stop()
+
+
+def _load(settings: Settings) -> LoadedModel:
+    import torch
+
+    from nsm_core.model.loader import load_checkpoint
+
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    return load_checkpoint(settings.model)
+
+
+def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspection:
+    from nsm_core.inspection.reading import inspect as inspect_ids
+
+    state = None if raw is None else loaded.model.state_spec.unpack(raw)
+    with progress("reading", len(ids)) as show:
+        return inspect_ids(loaded.model, ids, state, progress=show)
+
+
+def _write(
+    loaded: LoadedModel, inspection: Inspection, *, html: Path | None, png: Path | None, token: int | None
+) -> None:
+    from nsm_core.inspection.page import inspection_page
+    from nsm_core.inspection.plots import draw_inspection
+    from service.openai_format import token_text
+
+    labels = [token_text(loaded.tokenizer, token_id) for token_id in inspection.ids]
+    title = f"{loaded.name}: what a text does to its states"
+    if html is not None:
+        html.write_text(inspection_page(inspection, labels, title=title, token=token), "utf-8")
+        note(f"page: {html}")
+    if png is not None:
+        draw_inspection(inspection, labels, png, title=title, token=token)
+        note(f"picture: {png}")
+
+
+def _print(inspection: Inspection, *, as_json: bool) -> None:
+    from nsm_core.inspection.summary import summarise
+
+    layers = summarise(inspection)
+    if as_json:
+        fields: dict[str, Any] = {"position": inspection.position, "num_tokens": len(inspection.ids)}
+        print_json({**fields, "layers": [dataclasses.asdict(layer) for layer in layers]})
+        return
+    from rich.table import Table
+
+    print(f"{len(inspection.ids)} tokens on top of {inspection.position}")
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("layer", "kind") else "right", no_wrap=True)
+    for layer in layers:
+        table.add_row(layer.layer, layer.kind, *map(_number, _figures(layer)))
+    console().print(table)
+
+
+def _figures(layer: LayerReport) -> tuple[float | None, ...]:
+    lives = sorted(state.half_life for state in layer.states if state.half_life is not None)
+    median = lives[len(lives) // 2] if lives else None
+    return layer.entropy, layer.states_per_token, layer.sparsity, layer.strength, layer.smoothness, median
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
