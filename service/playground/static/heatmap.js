@@ -96,7 +96,7 @@ export class Heatmap {
     entry.layers.forEach((layer, row) => {
       for (const [state, weight] of layer[side]) paint(state, row, weight / most);
     });
-    const words = `Each row a layer, each column one of ${columns} states; darkest: ${most.toFixed(2)}`;
+    const words = `Each row a layer, each column one of ${columns} states; strongest: ${most.toFixed(2)}`;
     describe(this.token, `${words}.`);
   }
 

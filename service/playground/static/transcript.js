@@ -19,6 +19,11 @@ export class Transcript {
     this.views = new Map();
     this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": `Turns of the ${name} conversation` });
     this.selected = null;
+    this.isAtEnd = true;
+    this.root.addEventListener("scroll", () => {
+      this.isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 48;
+    });
+    new ResizeObserver(() => this.keepEnd()).observe(this.root);
   }
 
   show(turns) {
@@ -37,19 +42,18 @@ export class Transcript {
     view.answer.addEventListener("keydown", (event) => this.onKey(turn, event));
     this.root.append(view.root);
     turn.pieces.forEach((piece) => view.answer.append(tokenView(piece)));
+    this.isAtEnd = true;
     this.update(turn);
-    this.root.scrollTop = this.root.scrollHeight;
   }
 
   addPiece(turn, piece) {
-    this.keepingEnd(() => this.views.get(turn)?.answer.append(tokenView(piece)));
+    this.views.get(turn)?.answer.append(tokenView(piece));
+    this.keepEnd();
   }
 
   /** Who reads at the end stays there; who has scrolled back is left in peace. */
-  keepingEnd(work) {
-    const isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 48;
-    work();
-    if (isAtEnd) this.root.scrollTop = this.root.scrollHeight;
+  keepEnd() {
+    if (this.isAtEnd) this.root.scrollTop = this.root.scrollHeight;
   }
 
   /** What the turn took and what may be done with it. */
@@ -57,7 +61,8 @@ export class Transcript {
     const view = this.views.get(turn);
     if (view === undefined) return;
     view.root.dataset.status = turn.status;
-    this.keepingEnd(() => view.foot.replaceChildren(facts(turn), tools(turn, this.on)));
+    view.foot.replaceChildren(facts(turn), tools(turn, this.on));
+    this.keepEnd();
   }
 
   select(turn, index) {
