@@ -46,8 +46,8 @@ def random_model(config: ModelConfig, *, seed: int = 0) -> NsmModel:
 class RandomModel(NsmModel):
     """A random model with an output head of its own: with tied embeddings one repeats a token for ever."""
 
-    def __init__(self, vocab_size: int = 512, seed: int = 1, *, layer_pattern: str = "N") -> None:
-        super().__init__(small_config(vocab_size, layer_pattern=layer_pattern))
+    def __init__(self, vocab_size: int = 512, seed: int = 1, *, layer_pattern: str = "N", **changes: Any) -> None:
+        super().__init__(small_config(vocab_size, layer_pattern=layer_pattern, **changes))
         self.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():

@@ -18,7 +18,7 @@ from service.sessions.sqlite import SqliteSessionStore
 from service.verification import verify
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
-from tests.models import as_loaded, random_model, small_config
+from tests.models import RandomModel, as_loaded
 
 SLOTS, TIERS = 64, (16, 32)
 TURN = {"input": "The night was", "max_tokens": 6, "temperature": 1.0, "seed": 7}
@@ -26,10 +26,10 @@ TURN = {"input": "The night was", "max_tokens": 6, "temperature": 1.0, "seed": 7
 
 def make_backend(tokenizer: Tokenizer, *, tiers: tuple[int, ...] = TIERS, fingerprint: str = "random") -> LocalBackend:
     """Two layers whose states are nearly all slots."""
-    config = small_config(
+    model = RandomModel(
         tokenizer.vocab_size, num_memory_slots=SLOTS, write_top_k=SLOTS, router="sigmoid", state_tiers=tiers
     )
-    loaded = as_loaded(random_model(config).eval(), tokenizer, fingerprint=fingerprint)
+    loaded = as_loaded(model.eval(), tokenizer, fingerprint=fingerprint)
     return LocalBackend(loaded, EngineConfig(max_slots=4, token_budget=32, queue_limit=8))
 
 
@@ -149,3 +149,28 @@ async def test_a_backend_without_tiers_refuses_them() -> None:
 
 def refusal(response: httpx.Response) -> tuple[int, str | None]:
     return response.status_code, error_of(response)["param"]
+
+
+async def test_requests_without_a_session_may_ask_too(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The answer is that of a new session of so many states, and nothing of it is kept for whole ones."""
+    async with server(tiny_tokenizer, tmp_path) as house:
+        prompt = {"prompt": "The night was " * 20, "max_tokens": 6, "temperature": 0}
+        messages = [{"role": "user", "content": "The night was " * 20}]
+        texts = {}
+        for size in (None, 16, SLOTS):
+            fields = {} if size is None else {"num_states": size}
+            response = await house.client.post("/v1/completions", json={**prompt, **fields})
+            assert response.status_code == 200, response.text
+            texts[size] = text_of(response.json())
+            chat = {"messages": messages, "max_completion_tokens": 3, "temperature": 0, **fields}
+            assert (await house.client.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert texts[None] == texts[SLOTS] != texts[16]
+        await create(house, "s", num_states=16)
+        assert text_of(await turn(house, "s", input=prompt["prompt"], temperature=0)) == texts[16]
+        for path, body in (("completions", prompt), ("chat/completions", {"messages": messages})):
+            response = await house.client.post(f"/v1/{path}", json={**body, "num_states": 5})
+            assert refusal(response) == (400, "num_states")
+            response = await house.client.post(f"/v1/{path}", json={**body, "num_states": 16, "include_routing": True})
+            assert refusal(response) == (400, "include_routing")
+        response = await house.client.post("/v1/sessions/s/generate", json={**TURN, "num_states": 32})
+        assert refusal(response) == (400, "num_states")
