@@ -4,6 +4,7 @@ import { el } from "./dom.js";
 
 const MAX_COLUMNS = 160; // newest tokens of a turn that the map over time shows
 const ROW_PX = 14; // of a layer
+const NUM_STRONGEST = 3; // states of a layer that the table names
 const STATE_PX = 3; // of a state, in the map over time
 const NOTES = {
   waiting: "Send something: the map fills while tokens come.",
@@ -175,7 +176,7 @@ function choice(name, options) {
 }
 
 function routeRow(layer, side) {
-  const states = layer[side].slice(0, 4).map(([state, weight]) => `${state} (${weight.toFixed(2)})`);
+  const states = layer[side].slice(0, NUM_STRONGEST).map(([state, weight]) => `${state} (${weight.toFixed(2)})`);
   const spread = side === "write" ? layer.states_per_token.toFixed(1) : "";
   return el(
     "tr",

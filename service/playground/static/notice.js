@@ -10,7 +10,7 @@ export class Notice {
 
   show(error) {
     this.root.replaceChildren(
-      el("p", {}, ...(error.param ? [el("strong", { class: "param" }, error.param), " "] : []), error.message),
+      el("p", {}, ...message(error)),
       el("p", { class: "hint" }, details(error)),
       button("Dismiss", () => this.clear()),
     );
@@ -27,6 +27,13 @@ export class Notice {
     this.root.replaceChildren();
     this.root.hidden = true;
   }
+}
+
+// Most messages begin with the field they are about.
+function message({ param, message: text }) {
+  if (!param) return [text];
+  const field = el("strong", { class: "param" }, param);
+  return text.startsWith(`${param} `) ? [field, text.slice(param.length)] : [field, ": ", text];
 }
 
 function details(error) {

@@ -163,7 +163,7 @@ export class Pane {
   }
 
   create(input) {
-    const title = input.trim().slice(0, MAX_TITLE_CHARS);
+    const title = input.trim().slice(0, MAX_TITLE_CHARS).trim();
     return this.api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
   }
 
@@ -227,7 +227,7 @@ export class Pane {
 
   async afterTurn(turn) {
     this.transcript.update(turn);
-    this.heatmap.refresh(turn);
+    if (this.turns.includes(turn)) this.heatmap.refresh(turn);
     this.showHead();
     this.save();
     announce(spoken(turn));
@@ -312,7 +312,7 @@ export class Pane {
 
   async remove() {
     const { id } = this.session.head;
-    const text = `${titleOf(this.session.head)}: its state, its text and its turns are gone for good.`;
+    const text = `The state, the text and the turns of “${titleOf(this.session.head)}” are gone for good.`;
     if (!(await confirm({ title: "Delete this session?", text, action: "Delete" }))) return;
     await this.attempt(async () => {
       await this.api.request("DELETE", sessionPath(id));

@@ -108,7 +108,7 @@ function turnView(turn, number, on) {
 
 /** Colour and underline by how likely it was; the percentage itself is shown when asked for. */
 function tokenView(piece) {
-  const token = el("span", { class: "token" }, piece.text);
+  const token = el("span", { class: "token", "data-break": piece.text.includes("\n") }, piece.text);
   if (piece.tokens.length > 0) {
     const probability = Math.exp(piece.tokens.reduce((sum, one) => sum + one.logprob, 0));
     token.dataset.level = levelOf(probability);

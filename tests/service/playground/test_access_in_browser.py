@@ -206,3 +206,15 @@ async def test_numbers_show_each_probability_as_text(browser: Browser) -> None:
         assert await token.evaluate(shown) == "none"
         await tab.page.check("#numbers")
         assert await token.evaluate(shown) == '"61"'
+
+
+async def test_lines_break_where_the_text_does(browser: Browser) -> None:
+    backend = FakeBackend(script="One.\nTwo.\n\nThree.")
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="64")
+        await tab.turns_end(1)
+        first, last = tab.pane().locator(".answer .token").first, tab.pane().locator(".answer .token").last
+        for num_lines in (3, 3):
+            (top, bottom) = (await first.bounding_box(), await last.bounding_box())
+            assert top and bottom and bottom["y"] > top["y"] + (num_lines - 0.5) * top["height"]
+            await tab.page.check("#numbers")
