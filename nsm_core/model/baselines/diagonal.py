@@ -27,26 +27,32 @@ class DiagonalSsm(Baseline):
     """x' = A x + B u, y = 2 Re(C x) + D u, discretised by a step of its own (zero-order hold); then GELU and a gated
     linear unit, as both papers have it. Eigenvalues come in conjugate pairs, of which one is kept.
 
-    `dynamics` [..., 2]: the logarithm of minus the real part of an eigenvalue, and its imaginary part. State: `modes`
+    `dynamics`: the logarithms of minus the real parts of all eigenvalues, then the imaginary parts; flat, because
+    stored vectors keep their fp32 in every format of weights, and a phase adds up over the text. State: `modes`
     [..., 2], real and imaginary parts.
     """
 
     def __init__(self, config: ModelConfig, eigenvalues: Tensor) -> None:
         super().__init__()
         d = config.d_model
-        self.dynamics = nn.Parameter(torch.stack(((-eigenvalues.real).log(), eigenvalues.imag), dim=-1).float())
+        self.modes_shape = tuple(eigenvalues.shape)
+        self.dynamics = nn.Parameter(torch.stack(((-eigenvalues.real).log(), eigenvalues.imag)).float().flatten())
         low, high = (math.log(bound) for bound in STEP_RANGE)
         self.log_step = nn.Parameter(torch.linspace(low, high, eigenvalues.shape[0]))
         self.skip = nn.Parameter(torch.ones(d))
         self.out = zero_linear(d, 2 * d)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"modes": tuple(self.dynamics.shape)}
+        return {"modes": (*self.modes_shape, 2)}
+
+    def eigenvalues(self, dtype: torch.dtype) -> Tensor:
+        """A, complex of the shape of the modes; `dtype` of its parts."""
+        log_damping, frequency = self.dynamics.to(dtype).view(2, *self.modes_shape).unbind(0)
+        return torch.complex(-log_damping.exp(), frequency)
 
     def _discretised(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Complex, of the shape of the modes: A * step, and (exp(A * step) - 1) / A, which goes with B."""
-        dynamics = self.dynamics.to(dtype)
-        eigenvalue = torch.complex(-dynamics[..., 0].exp(), dynamics[..., 1])
+        eigenvalue = self.eigenvalues(dtype)
         step = self.log_step.to(dtype).exp()
         exponent = eigenvalue * step.view(-1, *[1] * (eigenvalue.dim() - 1))
         return exponent, (exponent.exp() - 1.0) / eigenvalue

@@ -51,8 +51,7 @@ def test_the_lstm_is_torchs() -> None:
 
 def recurrence(mixer: DiagonalSsm, given: Tensor) -> Tensor:
     """x[t] = exp(A step) x[t-1] + (exp(A step) - 1) / A * given[t], one token after the other; complex [B,T,...]."""
-    dynamics = mixer.dynamics
-    eigenvalue = torch.complex(-dynamics[..., 0].exp(), dynamics[..., 1])
+    eigenvalue = mixer.eigenvalues(torch.float32)
     decay = (eigenvalue * mixer.log_step.exp().view(-1, *[1] * (eigenvalue.dim() - 1))).exp()
     x, found = torch.zeros_like(given[:, 0]), []
     for t in range(given.shape[1]):
