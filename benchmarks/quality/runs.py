@@ -49,6 +49,7 @@ RUNS: dict[str, str] = {
     "pulse": f"--preset base {FINAL} {LOW}",
     "hybrid": f"--preset hybrid {FINAL} {LOW}",
     "transformer": f"--preset transformer {NO_CARRY} {FINAL} {HIGH}",
+    "transformer-2048": f"--preset transformer --max-context 2048 --seq-len 2048 {NO_CARRY} {FINAL} --rows 64 {HIGH}",
     "sliding-window": f"--preset sliding-window {FINAL} {LOW}",
     # For tests and demonstrations
     "small": f"--preset small --steps 3050 --rows 64 --eval-every 500 --save-every 3050 {LOW}",
@@ -64,7 +65,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
     if options.wide:
         num_gpus = len(options.gpus.split(","))
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
-        rows = flags.index("--rows") + 1
+        rows = len(flags) - flags[::-1].index("--rows")  # after the last one, which is the one that counts
         flags[rows] = str(int(flags[rows]) // num_gpus)
     return [*launcher, "-m", "nsm_core.training", *common, *flags]
 
