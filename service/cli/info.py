@@ -49,6 +49,10 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         "vocabulary": loaded.tokenizer.vocab_size,
         "chat_template": loaded.config.chat_template,
         "state_bytes": spec.num_bytes,
+        "num_states": loaded.info.num_states,
+        "state_tiers": {
+            str(size): loaded.at_tier(size).model.state_spec.num_bytes for size in loaded.config.state_tiers
+        },
         "state_layout": spec.layout(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -63,7 +67,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {version}" for name, version in value.items())
+        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
     if isinstance(value, list):
         return "\n".join(_tensor_line(tensor) for tensor in value)
     return str(value)
