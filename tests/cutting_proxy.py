@@ -22,6 +22,10 @@ class CuttingProxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
+    def lead_to(self, port: int) -> None:
+        """Where new connections go from now on."""
+        self._server_port = port
+
     def cut(self) -> None:
         """Every connection that is open ends now, without a word."""
         for writer in tuple(self._writers):

@@ -1,6 +1,6 @@
 // One conversation on the screen: its session, its turns, and what can be done with them.
 
-import { ApiError, sessionPath } from "./api.js";
+import { sessionPath } from "./api.js";
 import { Composer } from "./composer.js";
 import { confirm } from "./dialogs.js";
 import { announce, button, el } from "./dom.js";
@@ -9,7 +9,7 @@ import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
 import { factsOf, loadSession, placeOf, titleOf, turnsUpTo } from "./session.js";
 import { Transcript, spoken } from "./transcript.js";
-import { followTurn, newTurn } from "./turn_stream.js";
+import { followTurn, isPassing, newTurn } from "./turn_stream.js";
 import { Utilisation, sampleOf } from "./utilisation.js";
 
 const SAVE_EVERY_MS = 1000;
@@ -210,8 +210,8 @@ export class Pane {
   }
 
   endBadly(turn, error) {
-    const isLost = error instanceof ApiError && error.status === 0;
-    turn.status = error.code === "turn_cancelled" ? "stopped" : isLost && turn.streamId !== null ? "cut" : "failed";
+    const isCut = turn.streamId !== null && isPassing(error, turn);
+    turn.status = error.code === "turn_cancelled" ? "stopped" : isCut ? "cut" : "failed";
     turn.error = error.message;
     if (turn.status !== "cut") this.composer.giveBack(turn.input);
     if (turn.pieces.length === 0 && turn.status === "failed") this.discard(turn);

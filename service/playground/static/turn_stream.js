@@ -121,7 +121,8 @@ function measure(turn, clock) {
   }
 }
 
-function isPassing(error, turn) {
+/** Whether the turn may go on for all that: another try, later or elsewhere, can bring the rest. */
+export function isPassing(error, turn) {
   if (!(error instanceof ApiError)) return false;
   if (error.status === 200) return error.code === "server_stopping";
   // A first refusal is for the person to see; a stream that had begun is there to be read on.

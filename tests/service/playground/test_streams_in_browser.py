@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.async_api import Browser, expect
 
 from nsm_core.errors import NumericalError
+from service.sessions.sqlite import SqliteSessionStore
 from tests.browsers import Playground, playground
 from tests.cutting_proxy import CuttingProxy
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend
@@ -96,6 +99,27 @@ async def test_a_cut_connection_is_read_on(browser: Browser) -> None:
         await tab.turns_end(1)
         assert await tab.answers() == [DEFAULT_SCRIPT]
         assert len(backend.requests) == 1
+
+
+async def test_another_replica_goes_on_with_a_turn_whose_server_stops(browser: Browser, tmp_path: Path) -> None:
+    stopping, other = FakeBackend(hold=True), FakeBackend()
+    stores = [SqliteSessionStore(tmp_path / "sessions.db") for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        first_life = await stack.enter_async_context(contextlib.AsyncExitStack())
+        first = await first_life.enter_async_context(gateway(stopping, is_live=True, store=stores[0], lease_s=1.0))
+        second = await stack.enter_async_context(gateway(other, is_live=True, store=stores[1], lease_s=1.0))
+        proxy = await stack.enter_async_context(proxy_to(first))
+        tab = await stack.enter_async_context(playground(browser, proxy.url))
+        await tab.send("Hello", max_tokens="64")
+        stopping.release(3)
+        await tokens_are(tab, 3)
+        proxy.lead_to(urlsplit(second.url).port or 0)
+        await first.services.turns.drain(0.0)  # as on SIGTERM, when the grace time is over
+        proxy.cut()  # those that the browser kept for later too, as a server closes them
+        await tab.turns_end(1)
+        await first_life.aclose()
+        assert await tab.answers() == [DEFAULT_SCRIPT]
+        assert second.metric("nsm_turn_takeover_total") == 1
 
 
 async def test_a_turn_that_fails_says_why_and_gives_the_text_back(browser: Browser) -> None:
