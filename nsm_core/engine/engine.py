@@ -87,6 +87,7 @@ class Engine:
         self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
         self._running: dict[int, RunningSequence] = {}  # by slot
         self._cancelled: set[str] = set()
+        self._with_deadline: set[str] = set()  # those of `_sequences` that have one
         self._failures = StepFailures()
         self._watched = WatchedRequests(probe)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
@@ -114,6 +115,8 @@ class Engine:
         sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival)
         self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), borders=request.keep_states_at)
         self._sequences[request.request_id] = sequence
+        if request.deadline is not None:
+            self._with_deadline.add(request.request_id)
 
     def cancel(self, request_id: str) -> None:
         """The request ends with `abort` before the next step; one that is over already is left alone."""
@@ -155,6 +158,8 @@ class Engine:
     def _end_early(self) -> Events:
         """Between steps: what was cancelled, and whose deadline passed."""
         events: Events = []
+        if not self._cancelled and not self._with_deadline:
+            return events
         now = self._clock()
         for request_id, sequence in list(self._sequences.items()):
             deadline = sequence.request.deadline
@@ -205,7 +210,7 @@ class Engine:
             self._keep_prompt_state(chunk)
         for slot, sampled in result.sampled.items():
             if isinstance(sampled, SampledToken):
-                events += self._take(slot, sampled, routing.get(slot))
+                self._take(slot, sampled, routing.get(slot), events)
             else:
                 events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
 
@@ -217,9 +222,8 @@ class Engine:
             state = self._runner.slots.pool(chunk.slot).pack(chunk.slot)
             sequence.prompt_states.append(PromptState(position=position, state=state))
 
-    def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None) -> Events:
+    def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None, events: Events) -> None:
         """One more token of a request, and its end if that was the last."""
-        events: Events = []
         sequence = self._running[slot]
         request = sequence.request
         self._accounts.counted.tokens_generated += 1
@@ -227,8 +231,9 @@ class Engine:
             sequence.timeline.first_token = self._clock()
         if request.prompt_logprobs is not None and not sequence.sampled:
             events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
-        events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
-        given_id = sequence.given_id
+        if sequence.prompt_states:
+            events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
+        given_id = sequence.given_id if request.sampled_ids else None
         step = sequence.take(sampled.token_id if given_id is None else given_id)
         index = len(sequence.sampled)
         if given_id is None:
@@ -248,7 +253,6 @@ class Engine:
                 holding_since=step.holding_since,
                 copy=lambda: self._runner.slots.pool(slot).copy(slot),
             )
-        return events
 
     def _finish(
         self,
@@ -276,6 +280,7 @@ class Engine:
         )
         self._scheduler.remove(request.request_id)
         del self._sequences[request.request_id]
+        self._with_deadline.discard(request.request_id)
         if sequence.slot is not None:
             self._watched.remove(sequence.slot)
             self._runner.close(sequence.slot)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import NamedTuple
 
-from nsm_core.engine.stop_strings import StopStrings
+from nsm_core.engine.stop_strings import ROOT, StopStrings
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -25,8 +26,10 @@ class StopMatch:
     tail: bytes = b""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+NO_STOPS = StopStrings(())
+
+
+class Step(NamedTuple):
     """What one token brought.
 
     `text`: newly visible. `stop`: set when the output ends here; then `text` is the last of it. `holding_since`: index
@@ -64,7 +67,7 @@ class OutputStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer)
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop) if params.stop else NO_STOPS
         self._has_stops = bool(params.stop)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._ignores_eos = params.ignore_eos
@@ -100,6 +103,9 @@ class OutputStream:
 
     def _feed_bytes(self, raw: bytes) -> Step:
         if not self._has_stops:  # then nothing is ever held back
+            return Step(text=self._decoder.feed_bytes(raw))
+        if self._place == ROOT and self._stops.starts.isdisjoint(raw):  # nothing is held, and nothing will be
+            self._num_bytes += len(raw)
             return Step(text=self._decoder.feed_bytes(raw))
         if raw:
             self._pieces.append(_Piece(index=self._num_tokens, start=self._num_bytes, raw=raw))

@@ -18,7 +18,7 @@ from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
-from nsm_core.sampling.sampler import Sampler, SamplingRow
+from nsm_core.sampling.sampler import Sampler
 from nsm_core.state.spec import State
 
 
@@ -156,15 +156,9 @@ class Runner:
         if not slots:
             return
         logits = self._executor.logits(hidden.last(slots))
-        rows = [_sampling_row(sequences[slot]) for slot in slots]
+        rows = [sequences[slot] for slot in slots]
         result.sampled.update(zip(slots, self._sampler.sample(logits, rows), strict=True))
 
 
 def _is_last(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:
     return chunk.start + chunk.length == len(sequences[chunk.slot].read_ids)
-
-
-def _sampling_row(sequence: RunningSequence) -> SamplingRow:
-    return SamplingRow(
-        params=sequence.request.sampling, position=sequence.sample_position, generated_counts=sequence.counts
-    )

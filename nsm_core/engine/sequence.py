@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from nsm_core.engine.output import OutputStream, Step
 from nsm_core.engine.request import GenerationRequest, PromptState
@@ -12,13 +13,19 @@ from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 
+NO_COUNTS: Mapping[int, int] = MappingProxyType({})
+
 
 class RunningSequence:
-    """A request from the moment it is queued; its state lives in the slot of the pool that it gets later."""
+    """A request from the moment it is queued; its state lives in the slot of the pool that it gets later.
+
+    It is a `SampledRow` as well: steps of hundreds of rows make no values of their own for the sampler.
+    """
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float) -> None:
         """`arrival`: in seconds, by the clock that the timeline is kept by."""
         self.request = request
+        self.params = request.sampling
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
@@ -26,7 +33,10 @@ class RunningSequence:
         self.prompt_states: list[PromptState] = []
         self.output = OutputStream(tokenizer, request.sampling)
         self.rewind_points = RewindPoints()
-        self.counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts)
+        # All tokens of context the request stands on, resumed ones included
+        self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
+        # What penalties look at, and nobody else: an array as long as the vocabulary
+        self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
         reread = _settled(request, tokenizer)
         for token_id in reread:
             self.take(token_id)
@@ -44,14 +54,14 @@ class RunningSequence:
         return 0 if self.request.resume is None else self.request.resume.position
 
     @property
-    def prompt_tokens(self) -> int:
-        """All tokens of context the request stands on, resumed ones included."""
-        return self.resumed_position + len(self.request.prompt_ids)
-
-    @property
-    def sample_position(self) -> int:
+    def position(self) -> int:
         """Absolute position of the next token to sample: the number of tokens fed before it."""
         return self.prompt_tokens + len(self.sampled)
+
+    @property
+    def generated_counts(self) -> Mapping[int, int]:
+        """How often each token was sampled; empty where no penalty looks at it."""
+        return NO_COUNTS if self._counts is None else self._counts
 
     @property
     def may_be_taken_back(self) -> bool:
@@ -72,7 +82,8 @@ class RunningSequence:
     def take(self, token_id: int) -> Step:
         """One more sampled token."""
         self.sampled.append(token_id)
-        self.counts.add(token_id)
+        if self._counts is not None:
+            self._counts.add(token_id)
         return self.output.feed(token_id)
 
 
@@ -82,6 +93,8 @@ def _settled(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...
     What follows, one token at least, is sampled again and comes out as given, so that stops, the state to go back to
     and the end are found as in a request that was never interrupted.
     """
+    if not request.sampled_ids:
+        return ()
     output, num_settled = OutputStream(tokenizer, request.sampling), 0
     for number, token_id in enumerate(request.sampled_ids[: request.sampling.max_tokens][:-1], start=1):
         step = output.feed(token_id)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-_ROOT = 0
+ROOT = 0
 
 
 class StopStrings:
-    """The automaton over the stop strings' UTF-8 bytes. Immutable; a place in it is a plain int, 0 at the start.
+    """The automaton over the stop strings' UTF-8 bytes. Immutable; a place in it is a plain int, ROOT at the start.
 
     Bytes and not characters, because tokens end inside characters. UTF-8 finds its own borders again, so a stop
     string's bytes match where its characters do.
@@ -21,14 +21,15 @@ class StopStrings:
         self._match: list[str | None] = [None]
         for stop in stops:
             self._add(stop)
-        self._fallback: list[int] = [_ROOT] * len(self._next)
+        self.starts = frozenset(self._next[ROOT])  # bytes that lead away from ROOT
+        self._fallback: list[int] = [ROOT] * len(self._next)
         self._link()
 
     def advance(self, place: int, byte: int) -> int:
         """The place after one more byte. Amortised constant time."""
         while byte not in self._next[place]:
-            if place == _ROOT:
-                return _ROOT
+            if place == ROOT:
+                return ROOT
             place = self._fallback[place]
         return self._next[place][byte]
 
@@ -41,7 +42,7 @@ class StopStrings:
         return self._match[place]
 
     def _add(self, stop: str) -> None:
-        place = _ROOT
+        place = ROOT
         for byte in stop.encode("utf-8"):
             if byte not in self._next[place]:
                 self._next[place][byte] = len(self._next)
@@ -53,7 +54,7 @@ class StopStrings:
 
     def _link(self) -> None:
         """Breadth first: `fallback` is the place of the longest proper suffix that begins a stop string."""
-        places = deque(self._next[_ROOT].values())
+        places = deque(self._next[ROOT].values())
         while places:
             place = places.popleft()
             for byte, child in self._next[place].items():

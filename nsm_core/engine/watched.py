@@ -51,6 +51,6 @@ class WatchedRequests:
         slots = sorted(ids)
         layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
         return {
-            slot: TokenRouting(position=running[slot].sample_position, layers=found)
+            slot: TokenRouting(position=running[slot].position, layers=found)
             for slot, found in zip(slots, layers, strict=True)
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One row's choice; `logprob` is set when the row's params ask for it."""
 
     token_id: int

@@ -23,13 +23,26 @@ from nsm_core.sampling.rng import uniforms
 Logits = npt.NDArray[np.float32]
 
 
+class SampledRow(Protocol):
+    """What the sampler must know of one row."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token to sample, i.e. the number of tokens fed before it in the whole session."""
+        ...
+
+    @property
+    def generated_counts(self) -> Mapping[int, int]:
+        """How often the session sampled each token, where penalties look at it; a `TokenCounts` is read as it is."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """What the sampler must know of one row.
-
-    `position`: absolute position of the token to sample, i.e. the number of tokens fed before it in the whole session.
-    `generated_counts`: how often the session sampled each token; a `TokenCounts` is read without conversion.
-    """
+    """A SampledRow by itself."""
 
     params: SamplingParams
     position: int
@@ -43,7 +56,7 @@ class Draw(Protocol):
     within rounding of the border between two.
     """
 
-    def __call__(self, logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    def __call__(self, logits: Logits, indices: Sequence[int], rows: Sequence[SampledRow]) -> npt.NDArray[np.int64]:
         """logits [B, V], not modified; indices [R]: which of its rows `rows` [R] stand for. Returns ids [R]."""
         ...
 
@@ -71,7 +84,7 @@ class Sampler:
         """`draw`: that of the executor, which knows the machine; None: the reference."""
         self._draw = draw or draw_reference
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
+    def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
         """logits [B, V], one row of it for each of `rows`; not modified.
 
         A row with NaN or infinite logits gives a NumericalError in its place (returned, not raised: the other rows have
@@ -93,7 +106,7 @@ class Sampler:
                     chosen[index] = token
         return chosen
 
-    def _sample_on_host(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
+    def _sample_on_host(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
         raw = to_numpy(logits)
         is_finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(raw).all(axis=-1))
         good = [index for index in range(len(rows)) if is_finite[index]]
@@ -102,24 +115,27 @@ class Sampler:
         drawn = [index for index in good if not rows[index].params.is_greedy]
         if drawn:
             token_ids[drawn] = self._draw(adjusted, drawn, [rows[index] for index in drawn])
+        ids: list[int] = token_ids.tolist()
+        if len(good) == len(rows) and all(row.params.logprobs is None for row in rows):
+            return [SampledToken(token_id) for token_id in ids]
         return [
-            _report(raw[index], int(token_ids[index]), row.params) if is_finite[index] else _failure(row.position)
-            for index, row in enumerate(rows)
+            _report(raw[index], ids[index], row.params) if finite else _failure(row.position)
+            for index, (row, finite) in enumerate(zip(rows, is_finite.tolist(), strict=True))
         ]
 
 
-def _is_plain(row: SamplingRow) -> bool:
+def _is_plain(row: SampledRow) -> bool:
     return row.params.logprobs is None and not needs_adjustment(row.params, row.generated_counts)
 
 
-def _sample_plain(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NumericalError]:
+def _sample_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
     return [
         _failure(row.position) if token_id is None else SampledToken(token_id=token_id)
         for token_id, row in zip(sample_on_device(logits, rows), rows, strict=True)
     ]
 
 
-def _adjust(raw: Logits, rows: Sequence[SamplingRow], good: Sequence[int]) -> Logits:
+def _adjust(raw: Logits, rows: Sequence[SampledRow], good: Sequence[int]) -> Logits:
     wanted = [index for index in good if needs_adjustment(rows[index].params, rows[index].generated_counts)]
     if not wanted:
         return raw
@@ -129,7 +145,7 @@ def _adjust(raw: Logits, rows: Sequence[SamplingRow], good: Sequence[int]) -> Lo
     return adjusted
 
 
-def draw_reference(logits: Logits, indices: Sequence[int], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def draw_reference(logits: Logits, indices: Sequence[int], rows: Sequence[SampledRow]) -> npt.NDArray[np.int64]:
     """A `Draw` in numpy, on any machine."""
     weights = logits[indices]  # a copy
     to_weights(weights, np.array([row.params.temperature for row in rows], dtype=np.float32))
