@@ -113,6 +113,19 @@ class Router(nn.Module, abc.ABC):
         """After a training step: slots that are hardly ever chosen get a better chance."""
 
 
+def _places(config: ModelConfig) -> Tensor:
+    """[M]: where each slot stands in the range of time scales, from 0 to M - 1.
+
+    In order; in a model that may be read with its first slots only, so that these span the range too: bits reversed.
+    """
+    index = torch.arange(config.num_memory_slots)
+    if not config.state_tiers:
+        return index
+    num_bits = (config.num_memory_slots - 1).bit_length()
+    turned = sum(((index >> bit) & 1) << (num_bits - 1 - bit) for bit in range(num_bits))
+    return torch.as_tensor(turned).argsort().argsort()
+
+
 def _inverse_softplus(x: Tensor) -> Tensor:
     return x + torch.log(-torch.expm1(-x))
 
@@ -131,7 +144,7 @@ class SoftmaxRouter(Router):
         low, high = (math.log(bound) for bound in WRITE_STRENGTH_RANGE)
         with torch.no_grad():
             self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
-        groups = torch.arange(self.slots) * config.timescale_groups // self.slots
+        groups = _places(config) * config.timescale_groups // self.slots
         self.log_timescale = nn.Parameter((-math.log(TIMESCALE_BASE) * groups).repeat(self.heads, 1))
         self.register_buffer("selection_bias", torch.zeros(self.heads, self.slots))
         self.register_buffer("slot_load", torch.empty(self.heads, self.slots), persistent=False)
@@ -179,7 +192,7 @@ class SigmoidRouter(Router):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         low, high = (math.log(bound) for bound in WRITE_RATE_RANGE)
-        rates = torch.linspace(low, high, self.slots).exp()
+        rates = torch.linspace(low, high, self.slots).exp()[_places(config)]
         with torch.no_grad():
             self.logits.bias.copy_(torch.logit(rates).repeat(self.heads))
 

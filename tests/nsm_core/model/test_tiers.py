@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.router import SoftmaxRouter, build_router
 from nsm_core.model.tiers import tier_model
 from nsm_core.state.spec import State
 
@@ -82,3 +83,20 @@ def test_states_shrink_with_the_slots_and_weights_are_shared() -> None:
         assert ours[name].data_ptr() == theirs[name].data_ptr()
     assert small.config.num_memory_slots == 4
     assert not any(weight.requires_grad for weight in ours.values())
+
+
+@pytest.mark.parametrize("num_slots", [8, 24, 64])
+def test_the_first_slots_of_a_model_with_tiers_span_its_time_scales(num_slots: int) -> None:
+    """From the start: training moves them only so far."""
+    config = ModelConfig(num_memory_slots=num_slots, write_top_k=num_slots, router="sigmoid", state_tiers=(4,))
+    with_tiers, without = (
+        build_router(dataclasses.replace(config, state_tiers=tiers)).logits.bias.view(8, num_slots)[0].sigmoid()
+        for tiers in ((4,), ())
+    )
+    torch.testing.assert_close(with_tiers.sort().values, without)
+    first = with_tiers[:4].sort().values
+    assert first[0] == without[0]
+    assert (first[1:] / first[:-1]).min() > (without[-1] / without[0]) ** 0.15
+    groups = build_router(dataclasses.replace(config, router="softmax", write_top_k=4, timescale_groups=4))
+    assert isinstance(groups, SoftmaxRouter)
+    assert len(groups.log_timescale[0, :4].unique()) == 4
