@@ -37,6 +37,11 @@ class Look:
     seen: Tensor | None = None
 
 
+def has_states(layer: WatchedLayer) -> bool:
+    """Whether its tokens are routed to states."""
+    return isinstance(layer.mixer, PulseMixer | GatedMixer)
+
+
 def look(layer: WatchedLayer, before: State, positions: Tensor) -> Look | None:
     """At the token at `positions` [B] that `model.step` has just read on top of the layer's state `before`.
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nsm_core.errors import ConfigError
 from nsm_core.inspection.figures import write_of
 from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection
 from nsm_core.inspection.trace import trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MAX_LABELS = 60  # token texts under the picture; of longer texts every few
 INCHES_PER_LAYER = 2.2
@@ -51,7 +48,8 @@ def draw_inspection(
     figure.savefig(path, dpi=DPI, format="png")
 
 
-def _draw_trace(axes: Axes, inspection: Inspection, labels: Sequence[str], token: int) -> None:
+def _draw_trace(axes: Any, inspection: Inspection, labels: Sequence[str], token: int) -> None:
+    """`axes`: of matplotlib, which is there only where somebody installed it."""
     for one in trace(inspection, token):
         axes.plot(range(token + 1), one.tokens.numpy(), marker=".", linewidth=0.8, label=f"{one.layer} {one.kind}")
     step = -(-len(labels) // MAX_LABELS)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.inspection.looks import STATES, Look, look
+from nsm_core.inspection.looks import Look, has_states, look
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.inspection.watching import forget, layers_of, watching
 from nsm_core.model.nsm import NsmModel
@@ -23,7 +23,7 @@ class RoutingProbe:
 
     def __init__(self, model: NsmModel) -> None:
         self._model = model
-        self._layers = layers_of(model)
+        self._layers = [layer for layer in layers_of(model) if has_states(layer)]
 
     @torch.inference_mode()
     def look(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
@@ -40,7 +40,7 @@ class RoutingProbe:
             self._model.step(torch.tensor([tokens[-1] for tokens in ids], device=device), state)
         found = [(layer.name, look(layer, layer.state_of(state), state[POSITION])) for layer in self._layers]
         forget(self._layers)
-        shown = [(name, seen) for name, seen in found if seen is not None and seen.kind in STATES]
+        shown = [(name, seen) for name, seen in found if seen is not None]
         return [tuple(_describe(name, seen, row) for name, seen in shown) for row in range(len(ids))]
 
     def _read(self, state: State, row: int, ids: Tensor) -> State:
@@ -79,8 +79,9 @@ def write_entropy(write: Tensor) -> Tensor:
 
 def _largest(weights: Tensor) -> tuple[tuple[int, float], ...]:
     """Of weights [M], without those that round to nothing; the lower number first among equals."""
-    rounded = [(state, _rounded(weight)) for state, weight in enumerate(weights.tolist())]
-    return tuple(sorted((pair for pair in rounded if pair[1] > 0), key=lambda pair: -pair[1])[:TOP_STATES])
+    largest, states = weights.sort(descending=True, stable=True)
+    pairs = zip(states[:TOP_STATES].tolist(), map(_rounded, largest[:TOP_STATES].tolist()), strict=True)
+    return tuple(pair for pair in pairs if pair[1] > 0)
 
 
 def _rounded(value: float) -> float:
