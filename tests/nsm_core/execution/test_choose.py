@@ -104,3 +104,31 @@ def test_a_model_without_kernels_runs_eagerly(tiny_tokenizer: Tokenizer, caplog:
     assert "not RandomModel" in caplog.text
     with pytest.raises(ConfigError, match="not RandomModel"):
         choose_executor(loaded, "native")
+
+
+@needs_native
+def test_a_smaller_form_runs_on_the_native_one_too(tiny_tokenizer: Tokenizer) -> None:
+    config = small_config(tiny_tokenizer.vocab_size, router="sigmoid", write_top_k=8, state_tiers=(4,))
+    whole = dataclasses.replace(as_loaded(random_model(config), tiny_tokenizer), weight_format="int8")
+    chosen = choose_executor(whole.at_tier(4))
+    assert chosen.name == "native"
+    hidden = []
+    for factory, model in ((chosen.factory, chosen.model), (EagerExecutor, whole.at_tier(4).model)):
+        executor = factory(model, num_rows=1, poison=True)
+        executor.pool.lease(0)
+        executor.pool.write(0, executor.initial)
+        executor.read((0,), (list(range(1, 40)),))
+        hidden.append(executor.step((0,), (5,)))
+    assert (hidden[0] - hidden[1]).norm() < 0.05 * hidden[1].norm()  # int8
+
+
+@needs_native
+def test_layers_that_allocate_run_eagerly_and_say_why(
+    tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(tiny_tokenizer.vocab_size, allocation=True)
+    loaded = dataclasses.replace(as_loaded(random_model(config), tiny_tokenizer), weight_format="int8")
+    assert choose_executor(loaded).name == "eager"
+    assert "no layers of the kind AllocatingMixer" in caplog.text
+    with pytest.raises(ConfigError, match="AllocatingMixer"):
+        choose_executor(loaded, "native")
