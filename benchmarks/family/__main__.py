@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.family.cells import Plan, is_done, read_cells, run_cell, set_up
 from benchmarks.family.models import ENTRIES, SIZES, known_models
+from benchmarks.family.page import put_on_page
 from benchmarks.family.quality import TEXT
 from benchmarks.family.report import write_report
 from nsm_core.evaluation.provenance import command_line, source_commit
@@ -77,6 +78,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quality-s", type=float, default=60.0, help="the limit of a training run")
     parser.add_argument("--note", default="", help="a line for the head of the table")
     parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--page", type=Path, help="a page of the documentation to put the tables on")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
@@ -157,6 +159,8 @@ def main() -> int:
         for cell in (cell for cell in plan.timed() if not is_done(plan.output, *cell)):
             say(*cell, run_cell(plan, *cell), started)
     write_report(options.output, json.loads(head.read_text("utf-8")), read_cells(options.output))
+    if options.page:
+        put_on_page(options.page, options.device, options.output)
     missing = sorted(set(ENTRIES) - set(known_models()))
     print(
         f"{options.output / 'table.md'} written" + (f"; not in this version: {', '.join(missing)}" if missing else "")

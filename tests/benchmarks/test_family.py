@@ -15,6 +15,7 @@ from benchmarks.family.cells import LATE, Plan, cell_path, is_done, read_cells, 
 from benchmarks.family.counting import LiveBytes, count_model, counted
 from benchmarks.family.fit import fit_exponent
 from benchmarks.family.models import ENTRIES, SIZES, config_of, count_parameters, known_models
+from benchmarks.family.page import put_on_page
 from benchmarks.family.quality import TEXT, read_text, train_and_measure
 from benchmarks.family.report import write_report
 from nsm_core.model.registry import MIXERS
@@ -141,4 +142,15 @@ def test_the_report_shows_what_is_there(tmp_path: Path) -> None:
     assert "- Linear recurrence (minGRU), train-128: out of memory" in text
     assert (tmp_path / "prefill-recurrent.svg").read_text("utf-8").startswith("<svg")
     assert not (tmp_path / "prefill-ours.svg").exists()
+    page = tmp_path / "page.md"
+    page.write_text("A\n\n<!-- cpu -->\nold\n<!-- /cpu -->\n\nB\n")
+    put_on_page(page, "cpu", tmp_path)
+    shown = page.read_text("utf-8")
+    assert shown.startswith("A\n\n<!-- cpu -->\n\nx, torch x")
+    assert "#### Sizes and operations" in shown
+    assert "[prefill-recurrent](./prefill-recurrent.svg)" in shown
+    assert shown.endswith("<!-- /cpu -->\n\nB\n")
+    assert "old" not in shown
+    with pytest.raises(ValueError, match="has no place for cuda"):
+        put_on_page(page, "cuda", tmp_path)
     assert json.loads((tmp_path / "table.json").read_text("utf-8"))["models"]["linear-recurrence"]["size"]["parameters"]
