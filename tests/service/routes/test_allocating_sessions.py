@@ -1,0 +1,61 @@
+"""Sessions of a model whose slots come and go: what is stored is what the log makes it, wherever turns ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nsm_core.config import EngineConfig
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
+from service.backends.local import LocalBackend
+from service.moving import SessionName
+from service.sessions.sqlite import SqliteSessionStore
+from service.verification import verify
+from tests.gateway import Gateway, gateway
+from tests.models import RandomModel, as_loaded
+
+ALLOCATING: dict[str, Any] = {
+    "router": "sigmoid", "write_top_k": 8, "allocation": True, "start_slots": 6, "min_slots": 2, "state_tiers": (4,),
+    "communication_interval": 64, "prune_age": 1, "prune_share": 0.8, "allocate_pressure": 0.003,
+}  # fmt: skip
+SESSIONS = {"whole": None, "small": 4, "rewound": None}
+
+
+async def say(house: Gateway, session_id: str, text: str, max_tokens: int) -> str:
+    body = {"input": text, "max_tokens": max_tokens, "temperature": 1.0, "seed": 3}
+    response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=body)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+async def active_slots(house: Gateway, model: RandomModel, session_id: str) -> list[int]:
+    """Of each layer, in all heads together."""
+    stored = await house.store.load(tenant="default", session_id=session_id)
+    assert stored.snapshot is not None
+    state = model.state_spec.unpack(Snapshot.decode(stored.snapshot).state)
+    return [int(state[f"layers.{layer}.active"].sum()) for layer in range(2)]
+
+
+async def test_turns_restarts_and_rewinds_leave_the_slots_of_one_run(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = RandomModel(tiny_tokenizer.vocab_size, layer_pattern="NC", **ALLOCATING).eval()
+
+    def server() -> Any:
+        backend = LocalBackend(as_loaded(model, tiny_tokenizer), EngineConfig(max_slots=3, token_budget=40))
+        return gateway(backend, store=SqliteSessionStore(tmp_path / "sessions.db"))
+
+    async with server() as house:
+        for name, size in SESSIONS.items():
+            await house.client.post("/v1/sessions", json={"id": name, **({"num_states": size} if size else {})})
+            for text, length in (("The night was long and dark. " * 4, 30), ("", 50)):
+                await say(house, name, text, length)
+        wanted = await say(house, "rewound", " And", 40)
+    async with server() as house:
+        await house.client.post("/v1/sessions/rewound/rewind", json={"to_version": 2})
+        assert await say(house, "rewound", " And", 40) == wanted
+        for name in ("whole", "small"):
+            await say(house, name, " So", 60)
+        names = [SessionName("default", name) for name in SESSIONS]
+        results = [result async for result in verify(house.store, house.services.backend, names)]
+        assert [result.verdict for result in results] == ["same"] * 3
+        assert await active_slots(house, model, "whole") != [12, 12]
