@@ -19,11 +19,12 @@ ALLOCATING: dict[str, Any] = {
     "router": "sigmoid", "write_top_k": 8, "allocation": True, "start_slots": 6, "min_slots": 2, "state_tiers": (4,),
     "communication_interval": 64, "prune_age": 1, "prune_share": 0.8, "allocate_pressure": 0.003,
 }  # fmt: skip
+STORY = "The night was long and dark. " * 6  # past a boundary
 SESSIONS = {"whole": None, "small": 4, "rewound": None}
 
 
-async def say(house: Gateway, session_id: str, text: str, max_tokens: int) -> str:
-    body = {"input": text, "max_tokens": max_tokens, "temperature": 1.0, "seed": 3}
+async def say(house: Gateway, session_id: str, text: str) -> str:
+    body = {"input": text, "max_tokens": 7, "temperature": 1.0, "seed": 3}
     response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=body)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
@@ -47,14 +48,14 @@ async def test_turns_restarts_and_rewinds_leave_the_slots_of_one_run(tiny_tokeni
     async with server() as house:
         for name, size in SESSIONS.items():
             await house.client.post("/v1/sessions", json={"id": name, **({"num_states": size} if size else {})})
-            for text, length in (("The night was long and dark. " * 4, 30), ("", 50)):
-                await say(house, name, text, length)
-        wanted = await say(house, "rewound", " And", 40)
+            for text in (STORY, "", STORY):
+                await say(house, name, text)
+        wanted = await say(house, "rewound", STORY)
     async with server() as house:
-        await house.client.post("/v1/sessions/rewound/rewind", json={"to_version": 2})
-        assert await say(house, "rewound", " And", 40) == wanted
+        await house.client.post("/v1/sessions/rewound/rewind", json={"to_version": 3})
+        assert await say(house, "rewound", STORY) == wanted
         for name in ("whole", "small"):
-            await say(house, name, " So", 60)
+            await say(house, name, STORY)
         names = [SessionName("default", name) for name in SESSIONS]
         results = [result async for result in verify(house.store, house.services.backend, names)]
         assert [result.verdict for result in results] == ["same"] * 3
