@@ -88,14 +88,14 @@ def _states() -> tuple[Panel, ...]:
             "Allocations",
             {LAYER: rate("nsm_state_allocations_total", by="layer")},
             unit="ops",
-            about="Slots that left their start, as seen in samples.",
+            about="Slots that came into use, as seen in samples.",
             is_stacked=True,
         ),
         series(
             "Prunings",
             {LAYER: rate("nsm_state_prunings_total", by="layer")},
             unit="ops",
-            about="Slots that were put back to their start, as seen in samples.",
+            about="Slots that went out of use, as seen in samples.",
             is_stacked=True,
         ),
         series(
