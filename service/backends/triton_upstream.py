@@ -144,6 +144,8 @@ class Upstream:
             self._admit(self.url, description)
             self._description, self._is_described = description, True
         status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
+        if not self._is_described:  # a stream broke meanwhile, after this was said: it is asked anew at once
+            return
         if self._status is not None and status.engine.num_steps < self._status.engine.num_steps:
             self._is_described = False  # it began anew between two heartbeats
             raise EngineDead("it was started again")

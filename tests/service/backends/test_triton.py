@@ -22,6 +22,7 @@ from nsm_core.errors import (
     SnapshotCorrupt,
 )
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.wire.calls import DescribeCall, StatusCall
 from service.backends import triton_generation, triton_upstream
 from service.backends.triton import TritonBackend
 from tests.nsm_core.engine.harness import TOLERANCE, Outcome, assert_same_state, make_request, random_ids, small_model
@@ -114,6 +115,27 @@ async def test_S1_every_place_of_a_turn_may_be_the_break(house: House) -> None:
     places = {len(options.get("sampled_ids", ())) for server in house.servers for options in server.options}
     assert len(places) > len(want.ids) // 2  # an answer may hold several tokens
     assert house.backend.upstream_stats().num_failovers > len(want.ids)
+
+
+async def test_a_heartbeat_on_its_way_does_not_clear_a_server_whose_stream_broke_meanwhile(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = next(iter(house.backend.upstreams))
+    ask, described = one.ask, asyncio.Event()
+
+    async def answer(call: Any, **options: Any) -> Any:
+        got = await ask(call, **options)
+        if isinstance(call, StatusCall) and not described.is_set():
+            one.suspect()
+        if isinstance(call, DescribeCall):
+            assert not one.is_up
+            described.set()
+        return got
+
+    monkeypatch.setattr(one, "ask", answer)
+    await asyncio.wait_for(described.wait(), 10)
+    await eventually(lambda: is_up(house.backend, 2))
+    assert one.max_slots == MAX_SLOTS
 
 
 async def test_what_was_told_of_the_prompt_is_not_told_again(house: House) -> None:
