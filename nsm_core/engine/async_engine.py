@@ -53,9 +53,9 @@ class GenerationHandle:
         """Each event once, in order; for one consumer."""
         return self._events.events()
 
-    def batches(self) -> AsyncIterator[list[Event]]:
-        """The same events, together all that are there when the consumer comes for more."""
-        return self._events.batches()
+    def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
+        """The same events, together all that are there when the consumer comes for more. `hold_s`: see EventQueue."""
+        return self._events.batches(hold_s=hold_s)
 
     def cancel(self) -> None:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""

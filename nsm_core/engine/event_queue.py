@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from nsm_core.engine.request import Event, Finished
+from nsm_core.engine.request import Event, Finished, TokenEvent
 
 
 class EventQueue:
@@ -14,12 +14,13 @@ class EventQueue:
     def __init__(self) -> None:
         self._ready: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._is_holding = False  # tokens do not wake the reader
 
     def put(self, event: Event) -> None:
         """On the reader's event loop."""
         self._ready.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if not (self._is_holding and isinstance(event, TokenEvent)):
+            self._wake()
 
     async def events(self) -> AsyncIterator[Event]:
         """Each event once, in order."""
@@ -27,10 +28,12 @@ class EventQueue:
             for event in batch:
                 yield event
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
+    async def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
         """The same events, together all that are there when the reader comes for more.
 
         Before each batch others get the event loop once: a reader that is behind then finds more at the next try.
+        `hold_s` is asked when the reader is done with tokens: others that come within so many seconds wait for each
+        other, until something comes that is no token.
         """
         is_over = False
         while not is_over:
@@ -38,6 +41,23 @@ class EventQueue:
             batch, self._ready = self._ready, []
             is_over = isinstance(batch[-1], Finished)
             yield batch
+            if isinstance(batch[-1], TokenEvent) and all(isinstance(event, TokenEvent) for event in self._ready):
+                await self._hold(hold_s())
+
+    async def _hold(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+        self._is_holding = True
+        try:
+            await self._wait()
+        finally:
+            self._is_holding = False
+            timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.inspection import inspect_state
 from nsm_core.triton.config import MIB, WorkerConfig
-from nsm_core.triton.forwarding import forward_stream, forward_whole
+from nsm_core.triton.forwarding import Pacing, forward_stream, forward_whole
 from nsm_core.triton.limits import CallLimits
 from nsm_core.triton.responder import Responder
 from nsm_core.triton.state_cache import StateCache
@@ -77,6 +77,7 @@ class Worker:
         self._open: dict[str, _Open] = {}  # the loop's
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._pacing = Pacing()
         self._is_draining = False
         self._drained: concurrent.futures.Future[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -203,8 +204,10 @@ class Worker:
         handle = self._engine.submit(request)
         self._open[request.request_id] = _Open(handle, responder)
         try:
-            forward = forward_stream if call.stream else forward_whole
-            await forward(handle, encoder, responder)
+            if call.stream:
+                await forward_stream(handle, encoder, responder, self._pacing)
+            else:
+                await forward_whole(handle, encoder, responder)
         finally:
             handle.cancel()  # of no effect unless sending failed
             del self._open[request.request_id]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsm_core.engine.event_queue import EventQueue
-from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
+from nsm_core.engine.request import Event, Finished, FinishReason, PromptScored, TokenEvent
 
 Item = TypeVar("Item")
 END = Finished(reason=FinishReason.LENGTH)
@@ -89,3 +89,42 @@ async def test_a_cancelled_reader_leaves_the_events_to_the_next() -> None:
         await task
     queue.put(END)
     assert [batch async for batch in queue.batches()] == [[END]]
+
+
+async def test_a_first_token_is_not_held_and_the_next_are_until_something_else_comes() -> None:
+    queue, scored = EventQueue(), PromptScored(logprobs=())
+    batches = queue.batches(hold_s=lambda: 3600.0)
+    for event in (scored, token(1)):  # what comes before the tokens holds none of them up
+        queue.put(event)
+        assert await asyncio.wait_for(anext(batches), 10) == [event]
+    task = await until_it_waits(batches)
+    for index in (2, 3):
+        queue.put(token(index))
+    await asyncio.sleep(0)
+    assert not task.done()
+    queue.put(END)
+    assert await task == [token(2), token(3), END]
+
+
+async def test_nothing_is_held_longer_than_told() -> None:
+    queue = EventQueue()
+    batches = queue.batches(hold_s=lambda: 0.001)
+    queue.put(token(1))
+    await anext(batches)
+    task = await until_it_waits(batches)
+    queue.put(token(2))
+    assert await asyncio.wait_for(task, 10) == [token(2)]
+    task = await until_it_waits(batches)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_end_that_is_there_ends_the_holding_before_it_begins() -> None:
+    queue = EventQueue()
+    batches = queue.batches(hold_s=lambda: 3600.0)
+    queue.put(token(1))
+    assert await anext(batches) == [token(1)]
+    queue.put(token(2))
+    queue.put(END)
+    assert await asyncio.wait_for(anext(batches), 10) == [token(2), END]
