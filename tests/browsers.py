@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Locator, Page, Request, async_playwright
+from playwright.async_api import Browser, Locator, Page, Request, async_playwright, expect
 
 TIMEOUT_MS = 30_000.0
 ARGS = ("--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu")  # as root, and in a container
@@ -21,6 +21,7 @@ async def chromium() -> AsyncIterator[Browser]:
     program = shutil.which("chromium")
     if program is None:
         raise RuntimeError("there is no chromium; Debian has it in the package chromium")
+    expect.set_options(timeout=TIMEOUT_MS)
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program, args=ARGS)
         try:

@@ -1,6 +1,9 @@
 // Server-sent events from a body that fetch reads: EventSource can neither POST nor send a key.
 
-/** Yields {id, data} for each complete event; a half one at the end is left out. */
+/** The connection was lost. */
+export class StreamCut extends Error {}
+
+/** Yields {id, data} for each complete event; a half one at the end is left out. Raises StreamCut. */
 export async function* readEvents(body) {
   const decoder = new TextDecoder();
   let rest = "";
@@ -24,13 +27,17 @@ async function* chunksOf(body) {
   const reader = body.getReader();
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(asCut);
       if (done) return;
       yield value;
     }
   } finally {
     reader.cancel().catch(() => {}); // of a connection that is already lost
   }
+}
+
+function asCut(error) {
+  throw error.name === "AbortError" ? error : new StreamCut(error.message);
 }
 
 function fresh() {

@@ -128,7 +128,7 @@ export class Pane {
   showHead() {
     const head = this.session?.head ?? null;
     this.title.textContent = head === null ? "New session" : titleOf(head);
-    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head);
+    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head, this.turns);
     this.facts.replaceChildren(...facts.map((fact) => el("li", {}, fact)));
     this.facts.title = head?.id ?? "";
     this.tools.hidden = head === null;
@@ -195,7 +195,8 @@ export class Pane {
     if (piece.routing?.length > 0) turn.hadRouting = true;
     this.notice.clear();
     this.transcript.addPiece(turn, piece);
-    this.heatmap.show(turn, turn.pieces.length - 1);
+    const { current } = this.transcript; // a token that was chosen stays so
+    this.heatmap.show(turn, current?.turn === turn ? current.index : turn.pieces.length - 1);
     this.saveTimer ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
   }
 

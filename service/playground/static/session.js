@@ -1,7 +1,7 @@
 // A session as this page holds it: {head, turns, states}; where it can be taken back to.
 
 import { sessionPath } from "./api.js";
-import { bytes, count } from "./format.js";
+import { bytes, count, joules } from "./format.js";
 import { turnsFromLog } from "./session_log.js";
 
 /** From this tab's memory as far as that is the server's newest version, else from the server's log. */
@@ -19,8 +19,11 @@ export function titleOf(head) {
   return head.metadata.title ?? head.id;
 }
 
-export function factsOf(head) {
+/** In short words, beside its title. */
+export function factsOf(head, turns) {
   const facts = [shortened(head.id), `version ${head.version}`, `${count(head.position, "token")} read`, `${bytes(head.snapshot_bytes)} stored`];
+  const spent = turns.at(-1)?.session?.energy_joules;
+  if (spent !== undefined && spent !== null) facts.push(`${joules(spent)} in all`);
   if (head.forked_from !== null) {
     const [origin, position] = head.forked_from.split("@");
     facts.push(`forked from ${shortened(origin)} after ${position}`);
@@ -40,6 +43,7 @@ export function placeOf(turn, piece) {
 /** Up to a place; the last turn then ends at `version`. */
 export function turnsUpTo(turns, turn, piece, version) {
   const kept = turns.slice(0, turns.indexOf(turn));
-  const pieces = piece === null ? turn.pieces : turn.pieces.slice(0, turn.pieces.indexOf(piece) + 1);
-  return [...kept, { ...turn, pieces, version, finish: piece === null ? turn.finish : "rewound" }];
+  if (piece === null) return [...kept, { ...turn, version }];
+  const pieces = turn.pieces.slice(0, turn.pieces.indexOf(piece) + 1);
+  return [...kept, { ...turn, pieces, version, finish: "rewound", session: null }];
 }

@@ -18,7 +18,8 @@ export class Transcript {
     this.on = on;
     this.views = new Map();
     this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": `Turns of the ${name} conversation` });
-    this.selected = null;
+    this.selected = null; // its element
+    this.current = null; // {turn, index} of it
     this.isAtEnd = true;
     this.root.addEventListener("scroll", () => {
       this.isAtEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 48;
@@ -29,6 +30,7 @@ export class Transcript {
   show(turns) {
     this.views.clear();
     this.selected = null;
+    this.current = null;
     this.root.replaceChildren();
     if (turns.length === 0) this.root.append(emptyNote());
     turns.forEach((turn, index) => this.add(turn, index + 1));

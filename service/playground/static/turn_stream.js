@@ -4,7 +4,7 @@
 // `lastId` (how far its frames were read), `pieces`, `status`, and at the end `finish`, `session` and `usage`.
 
 import { ApiError, sessionPath } from "./api.js";
-import { readEvents } from "./event_stream.js";
+import { StreamCut, readEvents } from "./event_stream.js";
 
 const FIRST_PAUSE_S = 0.25;
 const LONGEST_PAUSE_S = 4;
@@ -64,7 +64,7 @@ async function readOnce(api, turn, clock, { onPiece, signal }) {
       takeFrame(turn, JSON.parse(event.data), event.id, clock, onPiece);
     }
   } catch (error) {
-    if (error instanceof ApiError || error.name === "AbortError") throw error;
+    if (!(error instanceof StreamCut)) throw error;
     throw new ApiError(0, { message: "the connection was lost", code: "cut" });
   }
   return false;

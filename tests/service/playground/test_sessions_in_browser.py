@@ -62,6 +62,7 @@ async def test_a_turn_shows_probabilities_routing_states_energy_and_times(
         )
         (head,) = await heads(server)
         assert (head["version"], head["metadata"]) == (1, {"title": "It was"})
+        await expect(pane.locator(".pane-head")).to_contain_text("J in all")
 
         await pane.locator(".answer").focus()
         await tab.page.keyboard.press("End")
