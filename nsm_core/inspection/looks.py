@@ -67,9 +67,10 @@ def _tokens(layer: WatchedLayer) -> dict[str, Tensor]:
 
 
 def _write(layer: WatchedLayer, states: Tensor) -> Tensor:
-    """[B,H,M], of states [B,H,M,...]."""
-    log_decay: Tensor = layer.made["router"]
-    return -torch.expm1(log_decay.float().reshape(states.shape[:3]))
+    """[B,H,M], of states [B,H,M,...]; no token writes to those of an upper level, the last ones."""
+    batch, heads, num_states = states.shape[:3]
+    log_decay = layer.made["router"].float().reshape(batch, heads, -1)
+    return -torch.expm1(F.pad(log_decay, (0, num_states - log_decay.shape[-1])))
 
 
 def _look_at_slots(mixer: PulseMixer, layer: WatchedLayer, before: State) -> Look:

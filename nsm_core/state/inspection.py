@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from nsm_core.state.spec import POSITION, State, StateSpec
 
 # A slot that moved by less than this share of its start's length counts as untouched: rounding moves it by less.
 UNTOUCHED = 1e-4
-_PREFIX, _SLOTS, _CACHE = "layers.", "slots", "kv"
+_PREFIX, _GATED, _CACHE, _TAIL = "layers.", "gated", "kv", "conv_tail"
 
 
 def inspect_state(
@@ -30,12 +31,12 @@ def inspect_state(
     state = dict(initial) if raw is None else spec.unpack(raw)
     numbers = sorted({_layer_of(tensor.name) for tensor in spec.tensors if tensor.name.startswith(_PREFIX)})
     _check_wish(numbers, detail, layer)
-    position = int(state[POSITION][0])
     wanted = numbers if layer is None else [layer]
-    described = (_describe(spec, number, state, initial, detail, position) for number in wanted)
-    return StateReport(
-        position=position, num_bytes=spec.num_bytes, layers=tuple(use for use in described if use is not None)
+    described = (
+        _describe(spec, number, part, state, initial, detail) for number in wanted for part in _parts(spec, number)
     )
+    layers = tuple(use for use in described if use is not None)
+    return StateReport(position=int(state[POSITION][0]), num_bytes=spec.num_bytes, layers=layers)
 
 
 def _layer_of(name: str) -> int:
@@ -49,34 +50,50 @@ def _check_wish(numbers: list[int], detail: Detail, layer: int | None) -> None:
         raise InvalidRequest("layer is required with detail=slot: slots are shown of one layer", param="layer")
 
 
-def _describe(
-    spec: StateSpec, layer: int, state: Mapping[str, Tensor], initial: State, detail: Detail, position: int
-) -> LayerUse | None:
-    """None for a layer that is neither a slot memory nor attention."""
+def _parts(spec: StateSpec, layer: int) -> list[int | None]:
+    """The numbers of those in one layer that have states of their own; None: the layer is one."""
     prefix = f"{_PREFIX}{layer}."
+    names = [tensor.name.removeprefix(prefix) for tensor in spec.tensors if tensor.name.startswith(prefix)]
+    found = {int(name.partition(".")[0]) if "." in name else None for name in names}
+    return sorted(found, key=lambda part: -1 if part is None else part)
+
+
+def _describe(
+    spec: StateSpec,
+    layer: int,
+    part: int | None,
+    state: Mapping[str, Tensor],
+    initial: State,
+    detail: Detail,
+) -> LayerUse | None:
+    """None for what is neither a slot memory nor attention."""
+    prefix = f"{_PREFIX}{layer}." if part is None else f"{_PREFIX}{layer}.{part}."
     num_bytes = sum(tensor.num_bytes for tensor in spec.tensors if tensor.name.startswith(prefix))
     if prefix + _CACHE in state:
         window = state[prefix + _CACHE].shape[3]
-        filled = min(position, window)
-        return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled)
-    name = prefix + _SLOTS
+        filled = min(int(state[POSITION][0]), window)
+        return LayerUse(layer=layer, kind="attention", num_bytes=num_bytes, window=window, filled=filled, part=part)
+    kind: Literal["slots", "gated"] = "gated" if prefix + _GATED in state else "slots"
+    name = prefix + kind
     if name not in state:
         return None
     now, start = (value[name][0].detach().to("cpu", torch.float64) for value in (state, initial))
-    heads = tuple(_use(now[head, None], start[head, None], detail) for head in range(len(now)))
+    has_keys = kind == "slots" and state[prefix + _TAIL].shape[-1] != start.shape[0] * start.shape[2]
+    heads = tuple(_use(now[head, None], start[head, None], detail, has_keys) for head in range(len(now)))
     return LayerUse(
         layer=layer,
-        kind="slots",
+        kind=kind,
         num_bytes=num_bytes,
-        use=_use(now, start, Detail.LAYER),
+        use=_use(now, start, Detail.LAYER, has_keys),
         heads=None if detail is Detail.LAYER else heads,
+        part=part,
     )
 
 
-def _use(now: Tensor, start: Tensor, detail: Detail) -> SlotUse:
-    """now, start: [H, M, 2 K], key before value."""
+def _use(now: Tensor, start: Tensor, detail: Detail, has_keys: bool) -> SlotUse:
+    """now, start: [H, M, 2 K], key before value, or without keys [H, M, K]."""
     distance, length = (now - start).norm(dim=-1), start.norm(dim=-1)
-    keys, values = now.chunk(2, dim=-1)
+    keys, values = now.chunk(2, dim=-1) if has_keys else (torch.full_like(now, torch.nan), now)
     figures = torch.stack(
         (
             keys.norm(dim=-1),

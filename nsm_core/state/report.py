@@ -19,7 +19,7 @@ class Detail(enum.StrEnum):
 class SlotFigures:
     """One slot, or the mean over several. `moved`: distance from the learned start over the start's length.
 
-    None where a figure is not defined: a start of length zero, or numbers that are not finite.
+    None where a figure is not defined: a start of length zero, numbers that are not finite, slots without keys.
     """
 
     key_norm: float | None
@@ -43,15 +43,19 @@ class SlotUse:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerUse:
-    """One layer: `use` (and `heads`, if asked for) of slot memories, `window` and `filled` of attention, in tokens."""
+    """One layer: `use` (and `heads`, if asked for) of slot memories, `window` and `filled` of attention, in tokens.
+
+    `part`: of several in one layer, which.
+    """
 
     layer: int
-    kind: Literal["slots", "attention"]
+    kind: Literal["slots", "gated", "attention"]
     num_bytes: int
     use: SlotUse | None = None
     heads: tuple[SlotUse, ...] | None = None
     window: int | None = None
     filled: int | None = None
+    part: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

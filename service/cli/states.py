@@ -69,7 +69,7 @@ def _print_table(answer: dict[str, Any]) -> None:
 
 
 def _rows(layer: dict[str, Any]) -> list[tuple[str, ...]]:
-    name = f"layer {layer['layer']}"
+    name = f"layer {layer['layer']}" + (f".{layer['part']}" if "part" in layer else "")
     if layer["kind"] == "attention":
         return [(name, f"{layer['filled']}/{layer['window']} tokens")]
     rows = [_use_row(name, layer["use"])]

@@ -62,17 +62,21 @@ def gated_output(step: Step, read: Tensor) -> Tensor:
         {"router": "sigmoid", "write_top_k": 8},
         {"router": "softmax"},
         {"layer_pattern": "C", "communication_interval": 64},
+        {"layer_pattern": "C", "upper_slots": 2},
+        {"projector": "hybrid"},
+        {"projector": "direct"},
+        {"allocation": True, "start_slots": 4, "write_top_k": 2},
     ],
-    ids=["sigmoid", "softmax", "communicating"],
+    ids=["sigmoid", "softmax", "communicating", "two-levels", "hybrid", "direct", "allocating"],
 )
 def test_weights_of_slots_give_the_layers_output(changes: dict[str, object], num_tokens: int) -> None:
     step = step_after(random_model(small_config(64, **changes)), num_tokens)
     write, read = step.look.write, step.look.read
     assert step.look.kind == "slots"
     torch.testing.assert_close(read.sum(-1), torch.ones(2, 2))
-    value = step.layer.made["conv"][2][:, 0]
-    values = torch.lerp(step.before["slots"][..., 16:], value[:, :, None].expand(2, 2, 8, 16), write[..., None])
-    torch.testing.assert_close(values, step.after["slots"][..., 16:], rtol=1e-5, atol=1e-6)
+    value = step.layer.made["conv"][-2][:, 0]
+    values = torch.lerp(step.before["slots"][..., -16:], value[:, :, None].expand(2, 2, 8, 16), write[..., None])
+    torch.testing.assert_close(values, step.after["slots"][..., -16:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gated_output(step, torch.einsum("bhm,bhmk->bhk", read, values)), step.given_to_out)
 
 

@@ -62,6 +62,8 @@ def trace_of(model: NsmModel, token: int) -> LayerTrace:
 CASES: dict[str, dict[str, Any]] = {
     "sigmoid": {"router": "sigmoid", "write_top_k": 8},
     "softmax": {"router": "softmax", "write_top_k": 3},
+    "two-levels": {"layer_pattern": "C", "communication_interval": 64, "upper_slots": 2},
+    "allocating": {"layer_pattern": "C", "communication_interval": 64, "allocation": True, "start_slots": 4},
     "communicating": {"layer_pattern": "C", "communication_interval": 64, "router": "sigmoid", "write_top_k": 8},
 }
 

@@ -79,3 +79,39 @@ def test_a_wrong_layer_is_refused(hybrid: NsmModel, detail: Detail, layer: int |
 def test_bytes_of_another_length_are_refused(hybrid: NsmModel) -> None:
     with pytest.raises(SnapshotCorrupt):
         inspect_state(hybrid.state_spec, b"short", hybrid.initial_state(1))
+
+
+@pytest.mark.parametrize("gate", ["gru", "lstm"])
+def test_gated_slots_are_described_without_keys(tiny_tokenizer: Tokenizer, gate: str) -> None:
+    config = small_config(tiny_tokenizer, layer_pattern="G", gate=gate, gate_chunk=8)
+    model = random_model(config).eval().requires_grad_(False)
+    _, state = model.forward(torch.arange(20)[None], model.initial_state(1))
+    report = inspect_state(model.state_spec, model.state_spec.pack(state), model.initial_state(1), detail=Detail.HEAD)
+    for layer in report.layers:
+        assert (layer.kind, layer.part) == ("gated", None)
+        assert layer.use is not None
+        assert (layer.use.num_slots, layer.use.mean.key_norm) == (8, None)
+        norm = state[f"layers.{layer.layer}.gated"].norm(dim=-1).mean()
+        assert layer.use.mean.value_norm == pytest.approx(float(norm), rel=1e-5)
+        assert layer.use.mean.moved is not None
+        assert layer.use.mean.moved > 0
+
+
+def test_slots_that_are_read_without_keys_have_none(tiny_tokenizer: Tokenizer) -> None:
+    model = random_model(small_config(tiny_tokenizer, projector="direct")).eval().requires_grad_(False)
+    _, state = model.forward(torch.arange(5)[None], model.initial_state(1))
+    use = inspect_state(model.state_spec, model.state_spec.pack(state), model.initial_state(1)).layers[0].use
+    assert use is not None
+    assert use.mean.key_norm is None
+    assert use.mean.value_norm == pytest.approx(float(state["layers.0.slots"].norm(dim=-1).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["(WNL)", "[GW]"])
+def test_several_in_one_layer_are_told_apart(tiny_tokenizer: Tokenizer, pattern: str) -> None:
+    model = random_model(small_config(tiny_tokenizer, layer_pattern=pattern)).eval().requires_grad_(False)
+    report = inspect_state(model.state_spec, None, model.initial_state(1), layer=1)
+    kinds = {"W": "attention", "N": "slots", "G": "gated"}
+    letters = [(part, kinds[letter]) for part, letter in enumerate(pattern[1:-1]) if letter in kinds]
+    assert [(use.part, use.kind) for use in report.layers] == letters
+    whole = sum(tensor.num_bytes for tensor in model.state_spec.tensors if tensor.name.startswith("layers.1."))
+    assert 0 < sum(use.num_bytes for use in report.layers) <= whole
