@@ -59,9 +59,7 @@ def test_a_batch_of_several_forms_says_what_each_says_alone(engine: Engine, tiny
         want = run_all(alone, [request])[str(number)]
         assert got[str(number)].ids == want.ids
         assert got[str(number)].end_state.position == want.end_state.position
-        assert (
-            len(got[str(number)].end_state.state) == model.state_spec.num_bytes
-        )
+        assert len(got[str(number)].end_state.state) == model.state_spec.num_bytes
 
 
 def test_a_state_goes_on_in_its_own_form_alone(engine: Engine) -> None:
