@@ -1,7 +1,7 @@
 // The page: two panes, the list of sessions, the model's facts. Everything the server does is in its HTTP API.
 
 import { Api } from "./api.js";
-import { compareBranches } from "./branches.js";
+import { compareBranches, partingOf } from "./branches.js";
 import { Keyring, bindDialogs, confirm } from "./dialogs.js";
 import { announce } from "./dom.js";
 import { bytes, millions } from "./format.js";
@@ -61,7 +61,10 @@ function changed() {
   memory.write("comparing", !panes[1].root.hidden);
   const isComparing = panes.every((pane) => pane.session !== null) && !panes[1].root.hidden;
   byId("branches").hidden = !isComparing;
-  if (isComparing) byId("branches").textContent = compareBranches(panes[0].turns, panes[1].turns);
+  const [left, right] = panes.map((pane) => pane.turns);
+  if (isComparing) byId("branches").textContent = compareBranches(left, right);
+  const parting = isComparing ? partingOf(left, right) : null;
+  panes.forEach((pane) => pane.transcript.mark(pane.turns[parting?.turn], parting));
   sessions.refresh();
 }
 

@@ -1,6 +1,6 @@
 // The turns of a conversation: what was read, the tokens that were sampled, and what each turn took.
 
-import { textOf } from "./branches.js";
+import { pieceAt, textOf } from "./branches.js";
 import { el, button } from "./dom.js";
 import { count, joules, levelOf, percent, seconds, visible } from "./format.js";
 
@@ -74,6 +74,15 @@ export class Transcript {
     this.selected?.classList.add("selected");
     this.selected?.scrollIntoView({ block: "nearest" });
     this.current = { turn, index };
+  }
+
+  /** Shows where another branch parts from this one; null: nowhere. `parting`: as of `partingOf`. */
+  mark(turn, parting) {
+    this.root.querySelector(".parting")?.classList.remove("parting");
+    const view = this.views.get(turn);
+    if (parting === null || view === undefined) return;
+    const place = parting.chars === null ? view.root.querySelector(".input") : view.answer.children[pieceAt(turn, parting.chars)];
+    place?.classList.add("parting");
   }
 
   onClick(turn, event) {

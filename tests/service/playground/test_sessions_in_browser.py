@@ -161,7 +161,22 @@ async def test_fork_beside_and_compare(browser: Browser) -> None:
         await tab.send("Thus")
         await tab.turns_end(3)
         await expect(tab.page.locator("#branches")).to_contain_text("they part at the input of turn 3")
+        await expect(tab.page.locator(".input.parting")).to_have_text(["Thus", "Otherwise"])
         assert [head["version"] for head in await heads(server)] == [3, 3]
+
+
+async def test_where_two_answers_part_is_marked(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.page.click("#compare")
+        await tab.send("It was", max_tokens="12", seed="1")
+        await tab.send("It was", pane="right", max_tokens="12", seed="2")
+        await tab.turns_end(1)
+        await tab.turns_end(1, pane="right")
+        await expect(tab.page.locator("#branches")).to_contain_text("They part in the answer of turn 1, after")
+        places = tab.page.locator(".answer .parting")
+        await expect(places).to_have_count(2)
+        left, right = await places.all_text_contents()
+        assert left != right
 
 
 async def test_fork_from_an_earlier_turn_leaves_the_session_alone(browser: Browser) -> None:
