@@ -116,7 +116,7 @@ def _measure(plan: Plan, model: str, cell: str) -> Row:
         return _facts(plan, model)
     if kind == "quality":
         left = min(plan.quality_limit_s, plan.ends_at - time.time())
-        return train_and_measure(
+        row = train_and_measure(
             model,
             size,
             lr=float(value),
@@ -127,6 +127,8 @@ def _measure(plan: Plan, model: str, cell: str) -> Row:
             device=timer.device,
             limit_s=left,
         )
+        # cut short by the end of the run and not by its own limit: the next run tries again
+        return {"reason": LATE} if "reason" in row and left < plan.quality_limit_s else row
     if kind == "step":
         return time_training(model, size, plan.rows, size.train_len, timer)
     if kind == "decode":

@@ -64,8 +64,8 @@ def train_and_measure(
         optimizer.step()
         if step % 20 == 19:
             norms = [torch.as_tensor(float(norm)) for norm in norms]  # waits for the device
-            if time.monotonic() - started > limit_s:
-                return {"reason": f"{step + 1} of {steps} steps in {limit_s:g} s", "lr": lr}
+            if time.monotonic() - started > limit_s and step + 1 < steps:
+                return {"reason": f"{step + 1} of {steps} steps in {limit_s:.0f} s", "lr": lr}
     trained_s = time.monotonic() - started
     latest = [float(norm) for norm in norms[-max(2, steps // 10) :]]
     return {

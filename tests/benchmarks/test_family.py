@@ -115,6 +115,8 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     model, cell = "linear-recurrence", "prefill-64"
     assert run_cell(make_plan(tmp_path, ends_at=0.0), model, cell) == {"reason": LATE}
     assert not is_done(tmp_path, model, cell)
+    cut_short = make_plan(tmp_path, ends_at=time.time() + 0.01, steps=21)
+    assert run_cell(cut_short, model, "quality-0.001") == {"reason": LATE}
     assert run_cell(make_plan(tmp_path), model, cell)["tok_per_s"] > 0
     assert is_done(tmp_path, model, cell)
 
