@@ -52,7 +52,11 @@ class ParallelMixer(CompositeMixer):
 
     def __init__(self, config: ModelConfig, mixers: Sequence[Mixer]) -> None:
         super().__init__(config, mixers)
-        self.weights = nn.Parameter(torch.zeros(len(mixers), config.d_model))  # nothing at the start, like `out`
+        self.weights = nn.Parameter(torch.zeros(len(mixers), config.d_model))  # nothing at the start
+        # A mixer by itself says nothing at the start. Between two zeros no gradient would ever pass.
+        for module in (module for mixer in mixers for name, module in mixer.named_modules() if name == "out"):
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
     def _combine(self, x: Tensor, state: State, run: _Run) -> tuple[Tensor, State]:
         total, states = torch.zeros_like(x), []
