@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest
@@ -11,6 +12,8 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.state.pool import StatePool
+
+logger = logging.getLogger("nsm.engine")
 
 
 class WatchedRequests:
@@ -38,7 +41,10 @@ class WatchedRequests:
         self._slots.discard(slot)
 
     def look(self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool) -> dict[int, TokenRouting]:
-        """Before a step: what will be done by the last token that each watched slot reads before it samples one."""
+        """Before a step: what will be done by the last token that each watched slot reads before it samples one.
+
+        Empty where that fails.
+        """
         if self._probe is None or not self._slots:
             return {}
         ids = {slot: running[slot].sampled[-1:] for slot in plan.decode if slot in self._slots}
@@ -49,7 +55,11 @@ class WatchedRequests:
         if not ids:
             return {}
         slots = sorted(ids)
-        layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+        try:
+            layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+        except Exception as error:  # the step itself does without: nobody's tokens are lost for a look at them
+            logger.error("what the states do could not be told", exc_info=error)
+            return {}
         return {
             slot: TokenRouting(position=running[slot].position, layers=found)
             for slot, found in zip(slots, layers, strict=True)

@@ -110,3 +110,18 @@ def test_a_request_on_fewer_states_is_not_told(model: NsmModel) -> None:
     request = dataclasses.replace(watched(make_request("a")), num_states=4)
     with pytest.raises(InvalidRequest, match="by the model with 4 states"):
         WatchedRequests(RoutingProbe(model)).check(request)
+
+
+def test_a_look_that_fails_costs_no_token(
+    model: NsmModel, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = run_one(engine_of(model, tiny_tokenizer), make_request("a", random_ids(1, 9)))
+
+    def fail(*_given: object) -> None:
+        raise MemoryError("no room to look")
+
+    monkeypatch.setattr(RoutingProbe, "look", fail)
+    outcome = run_one(engine_of(model, tiny_tokenizer), watched(make_request("a", random_ids(1, 9))))
+    assert outcome.ids == wanted.ids
+    assert told(outcome.tokens) == []
+    assert "what the states do could not be told" in caplog.text
