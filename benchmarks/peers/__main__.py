@@ -24,6 +24,7 @@ from benchmarks.peers.engine import OurKernels, Ours
 from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
 from benchmarks.peers.llama import Llama
 from benchmarks.peers.report import report
+from nsm_core.errors import NsmError
 from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
 from service.bench.machine import machine, versions
 
@@ -68,8 +69,11 @@ def measure_servers(build: LlamaBuild, args: argparse.Namespace) -> Taken:
             merge(taken, asyncio.run(sessions.measure_ours(Path(directory), **sizes)))
             tell(f"a session of {args.session} tokens: {OURS}")
             for name in args.session_peers:
-                merge(taken, asyncio.run(sessions.measure_llama(build, name, Path(directory), **sizes)))
-                tell(f"a session of {args.session} tokens: {name}")
+                try:
+                    merge(taken, asyncio.run(sessions.measure_llama(build, name, Path(directory), **sizes)))
+                    tell(f"a session of {args.session} tokens: {name}")
+                except NsmError as error:  # the last and longest of all: what was taken before is still reported
+                    tell(f"a session of {args.session} tokens: {name} failed: {error}")
     return taken
 
 
