@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import tarfile
@@ -15,6 +16,7 @@ from nsm_core.training.data_files import Split, read_documents
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 BOOKS_DIR = DATA_DIR / "books-sample"
 TRICKY_DIR = DATA_DIR / "tricky"
+TASKS_DIR = DATA_DIR / "public-tasks"
 
 
 def sample_texts(split: Split) -> list[str]:
@@ -53,6 +55,22 @@ def json_parsing_cases() -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(_unpacked("json_test_parsing.tar.zst"))) as archive:
         members = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
     return {name: file.read() for name, file in members.items() if file is not None}
+
+
+def listops_lines() -> list[tuple[str, str]]:
+    """100 published ListOps expressions: answer and source."""
+    lines = (TASKS_DIR / "listops-part.tsv").read_text("utf-8").splitlines()
+    return [(answer, source) for answer, source in (line.split("\t") for line in lines)]
+
+
+def babi_text(task: int) -> str:
+    """The first stories of bAbI's test file of task 1 or 2."""
+    return (TASKS_DIR / f"babi-qa{task}-part.txt").read_text("utf-8")
+
+
+def shakespeare_text() -> str:
+    """All of Tiny Shakespeare."""
+    return gzip.decompress((DATA_DIR / "tinyshakespeare" / "input.txt.gz").read_bytes()).decode("utf-8")
 
 
 def _characters(cluster: str) -> str:

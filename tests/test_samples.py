@@ -12,6 +12,9 @@ def test_the_bundled_data_are_whole() -> None:
     assert len(samples.multilingual_texts()) == 50
     assert len(samples.grapheme_strings()) == 602
     assert len(samples.json_parsing_cases()) == 318
+    assert len(samples.listops_lines()) == 100
+    assert [samples.babi_text(task).count("?") for task in (1, 2)] == [100, 60]
+    assert len(samples.shakespeare_text()) == 1_115_394
 
 
 def test_byte_cases_decode_as_they_say() -> None:
