@@ -41,7 +41,7 @@ def measure(model: Path | None, executor: str, max_slots: int) -> dict[str, Any]
     from nsm_core.model.storage import WEIGHTS_FILE
     from service.backends.local import LocalBackend
 
-    stages["modules"] = memory_mib("Rss")
+    stages["modules"], private_before = memory_mib("Rss"), memory_mib("RssAnon")
     started = time.perf_counter()
     loaded = load_checkpoint(model)
     backend = LocalBackend(loaded, EngineConfig(max_slots=max_slots), executor=executor)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def measure(model: Path | None, executor: str, max_slots: int) -> dict[str, Any]
         "executor": executor,
         "rss_mib": stages,
         "peak_mib": memory_mib("VmHWM"),
-        "anonymous_mib": memory_mib("Anonymous"),
+        "private_mib": memory_mib("RssAnon") - private_before,
         "load_s": load_s,
         "weights_mib": (find_checkpoint(model) / WEIGHTS_FILE).stat().st_size / MIB,
         "pool_mib": backend.stats().state_pool_bytes / MIB,
@@ -93,6 +93,7 @@ def show(run: dict[str, Any]) -> None:
     print(f"  interpreter + torch + modules   {fixed} + {stages['modules'] - stages['torch']:.0f} MiB")
     print(f"  ready to serve after {run['load_s']:.1f} s      {stages['ready'] - stages['modules']:.0f} MiB more")
     print(f"  all rows used                   {run['model_mib']:.0f} MiB more: {run['ratio']:.2f} of weights and pool")
+    print(f"    without code of libraries     {run['private_mib']:.0f} MiB: {run['private_mib'] / needed:.2f}")
     print(f"  resident in all, at the peak    {stages['all rows used']:.0f}, {run['peak_mib']:.0f} MiB")
 
 
