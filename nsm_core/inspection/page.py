@@ -18,6 +18,7 @@ from nsm_core.inspection.trace import LayerTrace, trace
 
 NUM_SHOWN_STATES = 8
 NUM_SHOWN_TOKENS = 5
+NUM_TRACED_STATES = 3
 NUM_CLUSTERS = 4
 CELL_PX = 8
 MAX_WIDTH_PX = 1600
@@ -75,13 +76,26 @@ def _trace_section(traces: Sequence[LayerTrace], labels: Sequence[str], token: i
         title = html.escape(f"{index}: {told}")
         spans.append(f'<span{name} style="{style}" title="{title}">{_text(label)}</span>')
     yield f'<div class="tokens">{"".join(spans)}</div>'
-    yield "<table><tr><th>layer</th><th class=text>kind</th><th>before the text</th><th class=text>most from</th></tr>"
+    yield "<table><tr><th>layer</th><th class=text>kind</th><th>before the text</th><th class=text>tokens</th>"
+    yield "<th class=text>states that it read, and the tokens that had written to them</th></tr>"
     for one in traces:
-        most = ", ".join(f"{_code(labels[index])} {weight:.1%}" for index, weight in _largest(one.tokens))
         kind = one.kind if one.is_exact else f"{one.kind} (by what was routed)"
-        before = f"{float(one.before.mean()):.1%}"
-        yield f"<tr><td>{one.layer}</td><td class=text>{kind}</td><td>{before}</td><td class=text>{most}</td></tr>"
+        yield f"<tr><td>{one.layer}</td><td class=text>{kind}</td><td>{float(one.before.mean()):.1%}</td>"
+        yield f"<td class=text>{_shares(one.tokens, labels)}</td><td class=text>{_states_read(one, labels)}</td></tr>"
     yield "</table>"
+
+
+def _states_read(one: LayerTrace, labels: Sequence[str]) -> str:
+    if one.states is None or one.by_state is None:
+        return ""
+    found = _largest(one.states, NUM_TRACED_STATES)
+    parts = (f"state {state} {share:.1%}: {_shares(one.by_state[state], labels, 2)}" for state, share in found)
+    return "<br>".join(parts)
+
+
+def _shares(shares: Tensor, labels: Sequence[str], count: int = NUM_SHOWN_TOKENS) -> str:
+    """The tokens with the largest of shares [T]."""
+    return ", ".join(f"{_code(labels[index])} {share:.1%}" for index, share in _largest(shares, count))
 
 
 def _layer_table(inspection: Inspection) -> Iterator[str]:

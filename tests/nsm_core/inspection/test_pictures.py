@@ -17,6 +17,7 @@ from nsm_core.inspection.heatmap import data_uri, heatmap_png
 from nsm_core.inspection.page import inspection_page
 from nsm_core.inspection.plots import draw_inspection
 from nsm_core.inspection.reading import Inspection, inspect
+from nsm_core.inspection.trace import trace
 from tests.models import random_model, small_config
 
 NASTY = [
@@ -100,6 +101,15 @@ def test_a_page_has_the_layers_and_the_traced_token(inspection: Inspection) -> N
         assert name in page
     assert page.count('class="here"') == 1
     assert 'title="3: layer 0:' in page.split('class="here"')[1]
+
+
+def test_a_trace_names_the_states_that_were_read_and_who_wrote_to_them(inspection: Inspection) -> None:
+    page = inspection_page(inspection, [f"token {index}" for index in range(66)], title="t", token=40)
+    one = trace(inspection, 40)[0]
+    state = int(one.states.argmax())
+    writer = int(one.by_state[state].argmax())
+    read, written = float(one.states[state]), float(one.by_state[state, writer])
+    assert f"state {state} {read:.1%}: <code>token {writer}</code> {written:.1%}" in page
 
 
 def test_Q4_a_token_that_is_not_there_is_refused(inspection: Inspection, tmp_path: Path) -> None:
