@@ -17,6 +17,8 @@ from nsm_core.model.attention import rotary, rotate
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.registry import MIXERS
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+from nsm_core.state.layout import TensorLayout
+from nsm_core.state.quantize import StateFormat, rounded_state
 from nsm_core.state.spec import State
 from tests.counts import scaled
 
@@ -194,6 +196,22 @@ def test_R10_resume_from_packed_bytes_goes_on_exactly(model: NsmModel) -> None:
     got = read(model, [ids[1:2, 60:]], unpacked)
     assert torch.equal(got[0], want[0])
     assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+@pytest.mark.parametrize(("form", "tolerance"), [(StateFormat.FP16, 0.002), (StateFormat.INT8, 0.1)])
+def test_a_state_that_was_parked_goes_on_about_as_before(model: NsmModel, form: StateFormat, tolerance: float) -> None:
+    """Half precision and int8 are for states at rest: rounded once, and not again by being stored again."""
+    ids = random_ids(1, 90)
+    _, state = model(ids[:, :60], model.initial_state(1))
+    spec = model.state_spec
+    layout = [TensorLayout(one.name, one.shape, str(one.dtype).removeprefix("torch.")) for one in spec.tensors]
+    raw = spec.pack(state)
+    parked = rounded_state(layout, raw, form)
+    assert rounded_state(layout, parked, form) == parked
+    want, _ = model(ids[:, 60:], state)
+    got, after = model(ids[:, 60:], spec.unpack(parked))
+    assert after["position"].tolist() == [90]
+    assert (got - want).norm() < tolerance * want.norm()
 
 
 def test_long_prompts_are_read_in_pieces(model: NsmModel, monkeypatch: pytest.MonkeyPatch) -> None:
