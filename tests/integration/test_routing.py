@@ -110,7 +110,7 @@ async def test_a_token_that_a_stop_string_took_has_no_entry(server: Gateway) -> 
     assert len(cut["routing"]) < 12
 
 
-async def test_Q4_wishes_above_the_limits_are_refused_by_name(server: Gateway) -> None:
+async def test_P10_wishes_above_the_limits_are_refused_by_name(server: Gateway) -> None:
     path, wish = COMPLETION
     for body, param in (
         ({"max_tokens": MAX_ROUTED_TOKENS + 1}, "max_tokens"),
@@ -142,7 +142,7 @@ async def test_a_stream_of_the_past_has_tokens_without_entries(server: Gateway) 
 
 
 @pytest.mark.triton
-async def test_servers_of_triton_are_not_asked(triton: RunningTriton) -> None:
+async def test_P10_servers_of_triton_are_not_asked(triton: RunningTriton) -> None:
     backend = triton_backend(triton)
     await backend.start()
     try:

@@ -97,7 +97,7 @@ def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: 
             assert 0 <= layer.entropy <= 1 <= layer.states_per_token <= layer.num_states
 
 
-def test_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
     engine = Engine(model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config)
     with pytest.raises(InvalidRequest, match="include_routing is not supported") as refused:

@@ -45,7 +45,7 @@ def test_states_of_a_layer_are_grouped(by: str) -> None:
     assert set(found.labels.tolist()) <= {0, 1, 2}
 
 
-def test_Q4_a_number_of_clusters_that_cannot_be_is_refused() -> None:
+def test_a_number_of_clusters_that_cannot_be_is_refused() -> None:
     for count in (0, 6):
         with pytest.raises(InvalidRequest, match=r"num_clusters must be in \[1, 5\]"):
             cluster(torch.eye(5), count)

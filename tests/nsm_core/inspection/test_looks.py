@@ -55,7 +55,7 @@ def gated_output(step: Step, read: Tensor) -> Tensor:
     return F.rms_norm(read, read.shape[-1:], eps=mixer.eps).flatten(1) * mixer.out_norm * F.silu(gate)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 70])
+@pytest.mark.parametrize("num_tokens", [0, 70])
 @pytest.mark.parametrize(
     "changes",
     [

@@ -112,7 +112,7 @@ def test_a_trace_names_the_states_that_were_read_and_who_wrote_to_them(inspectio
     assert f"state {state} {read:.1%}: <code>token {writer}</code> {written:.1%}" in page
 
 
-def test_Q4_a_token_that_is_not_there_is_refused(inspection: Inspection, tmp_path: Path) -> None:
+def test_a_token_that_is_not_there_is_refused(inspection: Inspection, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         inspection_page(inspection, labels_of(inspection), title="t", token=66)
     with pytest.raises(InvalidRequest):

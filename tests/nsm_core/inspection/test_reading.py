@@ -92,7 +92,7 @@ def test_figures_of_an_untouched_state_are_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_TOKENS + 1])
-def test_Q4_a_text_of_no_tokens_or_too_many_is_refused(num_tokens: int) -> None:
+def test_a_text_of_no_tokens_or_too_many_is_refused(num_tokens: int) -> None:
     with pytest.raises(InvalidRequest, match=f"1 to {MAX_TOKENS} tokens"):
         inspect(random_model(small_config(64)), [0] * num_tokens)
 

@@ -12,28 +12,23 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.trace import LayerTrace, trace
 from nsm_core.model.nsm import NsmModel
-from nsm_core.state.spec import State
 from tests.models import random_model, small_config
 
 IDS = torch.randint(64, (72,), generator=torch.Generator().manual_seed(6)).tolist()
 HEAD_DIM = 16
 
 
-def read_of(model: NsmModel, ids: list[int], token: int, state: State | None = None) -> Tensor:
+def read_of(model: NsmModel, ids: list[int], token: int) -> Tensor:
     """What the only layer reads at the token, [H,K]: its states' weights, and what they held when they were read."""
-    (layer,) = inspect(model, ids[: token + 1], state, paths_of=["0"]).layers
-    before = layer.lives.path[token - 1] if token else layer.lives.begin
-    value = layer.write[token][..., None] * value_of(model, ids, token, state)[:, None]
-    values = (1 - layer.write[token][..., None]) * before[..., HEAD_DIM:] + value
-    return torch.einsum("hm,hmk->hk", layer.read[token], values)
-
-
-def value_of(model: NsmModel, ids: list[int], token: int, state: State | None) -> Tensor:
-    caught: list[Tensor] = []
-    handle = model.layers[0].mixer.conv.register_forward_hook(lambda _m, _g, made: caught.append(made[2][0, 0]))
-    inspect(model, ids[: token + 1], state)
+    values: list[Tensor] = []
+    handle = model.layers[0].mixer.conv.register_forward_hook(lambda _m, _g, made: values.append(made[2][0, 0]))
+    (layer,) = inspect(model, ids[: token + 1], paths_of=["0"]).layers
     handle.remove()
-    return caught[token]
+    before = layer.lives.path[token - 1] if token else layer.lives.begin
+    held = torch.lerp(
+        before[..., HEAD_DIM:], values[token][:, None].expand(2, 8, HEAD_DIM), layer.write[token][..., None]
+    )
+    return torch.einsum("hm,hmk->hk", layer.read[token], held)
 
 
 def read_with_another_value(model: NsmModel, at: int, token: int, change: Tensor) -> Tensor:
@@ -69,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("at", "token"), [(0, 0), (3, 9), (60, 70), (63, 64), (64, 64)])
+@pytest.mark.parametrize(("at", "token"), [(3, 9), (60, 70), (63, 64)])
 def test_a_share_is_how_much_of_a_change_to_a_value_arrives(case: str, at: int, token: int) -> None:
     model = random_model(small_config(64, num_layers=1, **CASES[case]))
     change = torch.randn(2, HEAD_DIM, generator=torch.Generator().manual_seed(7))
@@ -120,7 +115,7 @@ def test_tokens_in_the_window_are_read_themselves() -> None:
     assert float(found.before.sum()) == 0
 
 
-def test_Q4_a_token_that_the_text_does_not_have_is_refused() -> None:
+def test_a_token_that_the_text_does_not_have_is_refused() -> None:
     inspection = inspect(random_model(small_config(64)), [1, 2, 3])
     with pytest.raises(InvalidRequest, match=r"token must be in \[0, 2\]"):
         trace(inspection, 3)

@@ -50,7 +50,7 @@ def test_the_last_tokens_of_a_session(nsm: Nsm) -> None:
     assert (whole["position"], whole["num_tokens"]) == (0, position)
 
 
-def test_Q4_wrong_wishes_are_one_line(nsm: Nsm) -> None:
+def test_wrong_wishes_are_one_line(nsm: Nsm) -> None:
     assert "give one of a text, --file and --session" in nsm("inspect").stderr
     assert nsm("inspect", "a", "--session", "s").exit_code == 2
     assert_one_line(nsm("inspect", "--session", "nobody"), "session 'nobody' does not exist")

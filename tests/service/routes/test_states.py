@@ -111,6 +111,6 @@ async def test_an_empty_session_has_no_last_tokens(served: Gateway) -> None:
 
 
 @pytest.mark.parametrize("recent", [-1, 513, "all"])
-async def test_Q4_a_wrong_number_of_last_tokens_names_the_field(served: Gateway, recent: int | str) -> None:
+async def test_a_wrong_number_of_last_tokens_names_the_field(served: Gateway, recent: int | str) -> None:
     response = await served.client.get("/v1/sessions/s1/states", params={"recent": recent})
     assert (response.status_code, error_of(response)["param"]) == (400, "recent")
