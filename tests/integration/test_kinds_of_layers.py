@@ -68,4 +68,7 @@ async def test_P4_replicas_continue_each_others_turns(tiny_tokenizer: Tokenizer,
     ):
         await create(first)
         assert [await say((first, second)[turn % 2], turn) for turn in range(3)] == texts
+        told = await second.client.get("/v1/sessions/s1/states")
+        assert told.status_code == 200, told.text
+        assert {layer["layer"] for layer in told.json()["layers"]} == {0, 1}
     assert len(set(texts)) > 1
