@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -10,6 +11,8 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
+
+Responses = dict[int | str, dict[str, Any]]
 
 ASSETS_URL = "/docs/assets"
 # The page's own inline script and style, the assets beside it, and nothing from any other host.
@@ -33,20 +36,35 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+ERROR_RESPONSES: Responses = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong; `message` names field, limit and given value."},
     "5XX": {"model": ErrorBody, "description": "The server cannot do it now; `Retry-After` says when to try again."},
 }
-GENERATION_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "One object, or with `stream: true` a stream of chunks.",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
-        },
+EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+    "type": "object",
+    "properties": {
+        "data": {"type": "string", "description": "a JSON object, or [DONE]"},
+        "event": {"type": "string"},
+        "id": {"type": "string", "description": "for Last-Event-ID"},
     },
+    "required": ["data"],
+}
+STREAM_CONTENT = {"text/event-stream": {"schema": EVENT}}
+STREAM_RESPONSES: Responses = {
+    200: {"description": "A stream of frames.", "content": STREAM_CONTENT},
     **ERROR_RESPONSES,
 }
+
+
+def answers(model: type[BaseModel], *, status: int = 200) -> Responses:
+    """`responses=` of a route: its good answer is of this model."""
+    return {status: {"model": model, "description": inspect.getdoc(model) or ""}}
+
+
+def generation_responses(model: type[BaseModel]) -> Responses:
+    """The same for one that streams if it is asked to."""
+    description = "One object, or with `stream: true` a stream of chunks."
+    return {200: {"model": model, "description": description, "content": STREAM_CONTENT}, **ERROR_RESPONSES}
 
 
 def add_docs_page(app: FastAPI) -> None:

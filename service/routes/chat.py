@@ -8,14 +8,15 @@ from starlette.responses import Response
 from service.answers import send
 from service.chat import open_chat
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import GENERATION_RESPONSES
+from service.documentation import generation_responses
 from service.json_body import JsonRoute
+from service.schemas.answers import ChatAnswer
 from service.schemas.chat import ChatBody
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=GENERATION_RESPONSES)
+@router.post("/v1/chat/completions", response_class=Response, responses=generation_responses(ChatAnswer))
 async def create_chat_completion(
     body: ChatBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
 ) -> Response:

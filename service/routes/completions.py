@@ -8,14 +8,15 @@ from starlette.responses import Response
 from service.answers import send
 from service.completions import open_completion
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import GENERATION_RESPONSES
+from service.documentation import generation_responses
 from service.json_body import JsonRoute
+from service.schemas.answers import CompletionAnswer
 from service.schemas.completions import CompletionBody
 
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post("/v1/completions", response_class=Response, responses=GENERATION_RESPONSES)
+@router.post("/v1/completions", response_class=Response, responses=generation_responses(CompletionAnswer))
 async def create_completion(
     body: CompletionBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
 ) -> Response:

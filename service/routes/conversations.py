@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from service.deps import ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers
 from service.items import list_object, page_of
 from service.json_body import JsonRoute, json_response
 from service.responses.conversations import (
@@ -21,6 +21,7 @@ from service.responses.conversations import (
     read_items,
     set_metadata,
 )
+from service.schemas.answers import ConversationAnswer, DeletedAnswer, ItemAnswer, ItemPage
 from service.schemas.conversations import CreateConversationBody, ItemsBody, UpdateConversationBody
 
 MAX_PAGE = 100
@@ -31,7 +32,7 @@ ConversationId = Annotated[str, Path()]
 ItemId = Annotated[str, Path()]
 
 
-@router.post("/v1/conversations", response_class=Response)
+@router.post("/v1/conversations", response_class=Response, responses=answers(ConversationAnswer))
 async def create(services: ServicesDep, tenant: TenantDep, body: CreateConversationBody | None = None) -> Response:
     """A conversation, empty or with items that its first response will read. The body may be left out."""
     body = body or CreateConversationBody()
@@ -39,12 +40,12 @@ async def create(services: ServicesDep, tenant: TenantDep, body: CreateConversat
     return json_response(conversation.to_object())
 
 
-@router.get("/v1/conversations/{conversation_id}", response_class=Response)
+@router.get("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(ConversationAnswer))
 async def get_conversation(conversation_id: ConversationId, services: ServicesDep, tenant: TenantDep) -> Response:
     return json_response((await load_conversation(services, tenant, conversation_id)).to_object())
 
 
-@router.post("/v1/conversations/{conversation_id}", response_class=Response)
+@router.post("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(ConversationAnswer))
 async def update_conversation(
     conversation_id: ConversationId, body: UpdateConversationBody, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -52,14 +53,14 @@ async def update_conversation(
     return json_response((await set_metadata(services, tenant, conversation_id, body.metadata)).to_object())
 
 
-@router.delete("/v1/conversations/{conversation_id}", response_class=Response)
+@router.delete("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(DeletedAnswer))
 async def remove_conversation(conversation_id: ConversationId, services: ServicesDep, tenant: TenantDep) -> Response:
     """The conversation, its items and, when no response needs it, its session. Its responses stay."""
     await delete_conversation(services, tenant, conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@router.post("/v1/conversations/{conversation_id}/items", response_class=Response)
+@router.post("/v1/conversations/{conversation_id}/items", response_class=Response, responses=answers(ItemPage))
 async def create_items(
     conversation_id: ConversationId, body: ItemsBody, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -69,7 +70,7 @@ async def create_items(
     return json_response(list_object(items, has_more=False))
 
 
-@router.get("/v1/conversations/{conversation_id}/items", response_class=Response)
+@router.get("/v1/conversations/{conversation_id}/items", response_class=Response, responses=answers(ItemPage))
 async def list_items(
     conversation_id: ConversationId,
     services: ServicesDep,
@@ -87,7 +88,9 @@ async def list_items(
     return json_response(list_object(await read_items(services, tenant, conversation_id, ids), has_more=has_more))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}", response_class=Response)
+@router.get(
+    "/v1/conversations/{conversation_id}/items/{item_id}", response_class=Response, responses=answers(ItemAnswer)
+)
 async def get_item(
     conversation_id: ConversationId, item_id: ItemId, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -98,7 +101,11 @@ async def get_item(
     return json_response(found[0])
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", response_class=Response)
+@router.delete(
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    response_class=Response,
+    responses=answers(ConversationAnswer),
+)
 async def remove_item(
     conversation_id: ConversationId, item_id: ItemId, services: ServicesDep, tenant: TenantDep
 ) -> Response:

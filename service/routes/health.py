@@ -9,21 +9,25 @@ from starlette.responses import Response
 
 from nsm_core.errors import NsmError
 from service.deps import Services, ServicesDep
+from service.documentation import answers
 from service.json_body import json_response
+from service.schemas.answers import LiveAnswer, ReadyAnswer
 
 STORE_PROBE_TIMEOUT_S = 2.0
+
+READINESS = {**answers(ReadyAnswer), **answers(ReadyAnswer, status=503)}
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/health/live", response_class=Response)
+@router.get("/health/live", response_class=Response, responses=answers(LiveAnswer))
 async def live() -> Response:
     """The process answers; nothing else is asked."""
     return json_response({"status": "live"})
 
 
-@router.get("/health", response_class=Response, responses={503: {"description": "not ready"}})
-@router.get("/health/ready", response_class=Response, responses={503: {"description": "not ready"}})
+@router.get("/health", response_class=Response, responses=READINESS)
+@router.get("/health/ready", response_class=Response, responses=READINESS)
 async def ready(services: ServicesDep) -> Response:
     """New work is welcome: the engine's loop is alive, the store takes writes, and the server is not stopping."""
     checks = {

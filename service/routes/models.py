@@ -9,19 +9,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from service.deps import Services, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers
 from service.json_body import JsonRoute, json_response
+from service.schemas.answers import ModelAnswer, ModelPage
 
 router = APIRouter(route_class=JsonRoute, tags=["models"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/models", response_class=Response)
+@router.get("/v1/models", response_class=Response, responses=answers(ModelPage))
 async def list_models(services: ServicesDep, tenant: TenantDep) -> Response:
     """The one model this server serves."""
     return json_response({"object": "list", "data": [model_object(services, tenant)]})
 
 
-@router.get("/v1/models/{model_id:path}", response_class=Response)
+@router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelAnswer))
 async def get_model(model_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """One model; 404 when it is not served here."""
     if not model_id:  # a slash too many

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest, NotFound
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers, generation_responses
 from service.errors import shown
 from service.items import list_object, page_of
 from service.json_body import JsonRoute, json_response
@@ -20,6 +20,7 @@ from service.responses.records import load_response
 from service.responses.removal import cancel_response, delete_response
 from service.responses.running import settled
 from service.routes.streams import MAX_ID_DIGITS, MAX_NUMBER
+from service.schemas.answers import DeletedAnswer, InputTokens, ItemPage, ResponseObject
 from service.schemas.responses import CountTokensBody, CreateResponseBody
 from service.session_turns import IDEMPOTENCY_KEY
 from service.sse import EventStream
@@ -32,7 +33,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"], responses=ERROR_RE
 ResponseId = Annotated[str, Path()]
 
 
-@router.post("/v1/responses", response_class=Response, responses=GENERATION_RESPONSES)
+@router.post("/v1/responses", response_class=Response, responses=generation_responses(ResponseObject))
 async def create_response(
     body: CreateResponseBody,
     services: ServicesDep,
@@ -52,14 +53,14 @@ async def create_response(
     return await _send(answer, is_stream=body.stream, request_id=arrival.request_id)
 
 
-@router.post("/v1/responses/input_tokens", response_class=Response)
+@router.post("/v1/responses/input_tokens", response_class=Response, responses=answers(InputTokens))
 async def count_tokens(body: CountTokensBody, services: ServicesDep, tenant: TenantDep) -> Response:
     """How many tokens a response with this input would stand on."""
     num_tokens = await count_input_tokens(services, tenant, body)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-@router.get("/v1/responses/{response_id}", response_class=Response, responses=GENERATION_RESPONSES)
+@router.get("/v1/responses/{response_id}", response_class=Response, responses=generation_responses(ResponseObject))
 async def get_response(
     response_id: ResponseId,
     services: ServicesDep,
@@ -80,20 +81,20 @@ async def get_response(
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
 
 
-@router.delete("/v1/responses/{response_id}", response_class=Response)
+@router.delete("/v1/responses/{response_id}", response_class=Response, responses=answers(DeletedAnswer))
 async def remove_response(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
     """Stops it if it runs. The session behind it goes with the last response that needs it."""
     await delete_response(services, tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_class=Response)
+@router.post("/v1/responses/{response_id}/cancel", response_class=Response, responses=answers(ResponseObject))
 async def cancel(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
     """Stops it, wherever it runs; the response as it ended. One that has ended stays as it is."""
     return json_response((await cancel_response(services, tenant, response_id)).response)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_class=Response)
+@router.get("/v1/responses/{response_id}/input_items", response_class=Response, responses=answers(ItemPage))
 async def list_input_items(
     response_id: ResponseId,
     services: ServicesDep,

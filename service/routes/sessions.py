@@ -16,10 +16,11 @@ from starlette.responses import Response
 from nsm_core.model_info import tier_size
 from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers, generation_responses
 from service.imports import ImportRequest, import_session
 from service.json_body import JsonRoute, json_response
 from service.rewinds import RewindRequest, rewind_session
+from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
     SESSION_ID,
     CreateSessionBody,
@@ -52,7 +53,7 @@ async def get_session_id(session_id: Annotated[str, Path()]) -> str:
 SessionIdDep = Annotated[str, Depends(get_session_id)]
 
 
-@router.post("/v1/sessions", response_class=Response)
+@router.post("/v1/sessions", response_class=Response, responses=answers(SessionAnswer))
 async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateSessionBody | None = None) -> Response:
     """A new, empty session; 409 when the id is taken. The body may be left out. Answers 200, like OpenAI's."""
     body = body or CreateSessionBody()
@@ -67,7 +68,7 @@ async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateS
     return json_response(session_object(services, head))
 
 
-@router.get("/v1/sessions", response_class=Response)
+@router.get("/v1/sessions", response_class=Response, responses=answers(SessionPage))
 async def list_sessions(
     services: ServicesDep,
     tenant: TenantDep,
@@ -81,13 +82,13 @@ async def list_sessions(
     return json_response({"object": "list", "data": data, "has_more": has_more, "next_cursor": page.next_cursor})
 
 
-@router.get("/v1/sessions/{session_id}", response_class=Response)
+@router.get("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
 async def get_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """Where the session is: its version and its position, the number of tokens read so far."""
     return json_response(session_object(services, await services.store.get(tenant=tenant, session_id=session_id)))
 
 
-@router.patch("/v1/sessions/{session_id}", response_class=Response)
+@router.patch("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
 async def update_session(
     session_id: SessionIdDep, body: UpdateSessionBody, services: ServicesDep, tenant: TenantDep
 ) -> Response:
@@ -101,14 +102,16 @@ async def update_session(
     return json_response(session_object(services, head))
 
 
-@router.delete("/v1/sessions/{session_id}", response_class=Response)
+@router.delete("/v1/sessions/{session_id}", response_class=Response, responses=answers(DeletedAnswer))
 async def delete_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """Stops a running turn; head, state and token log are gone when this answers."""
     await services.turns.delete(tenant=tenant, session_id=session_id)
     return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
-@router.post("/v1/sessions/{session_id}/generate", response_class=Response, responses=GENERATION_RESPONSES)
+@router.post(
+    "/v1/sessions/{session_id}/generate", response_class=Response, responses=generation_responses(CompletionAnswer)
+)
 async def generate(
     session_id: SessionIdDep,
     body: GenerateBody,
@@ -128,7 +131,7 @@ async def generate(
     return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
 
 
-@router.post("/v1/sessions/{session_id}/cancel", response_class=Response)
+@router.post("/v1/sessions/{session_id}/cancel", response_class=Response, responses=answers(SessionAnswer))
 async def cancel(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """Stops the running turn, if there is one; `cancelled` tells. The session stays at its last commit."""
     was_cancelled = await services.turns.cancel(tenant=tenant, session_id=session_id)
@@ -136,7 +139,7 @@ async def cancel(session_id: SessionIdDep, services: ServicesDep, tenant: Tenant
     return json_response({**session_object(services, head), "cancelled": was_cancelled})
 
 
-@router.post("/v1/sessions/{session_id}/fork", response_class=Response)
+@router.post("/v1/sessions/{session_id}/fork", response_class=Response, responses=answers(SessionAnswer))
 async def fork(
     session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep, body: ForkBody | None = None
 ) -> Response:
@@ -158,7 +161,7 @@ async def fork(
     return json_response(session_object(services, head))
 
 
-@router.post("/v1/sessions/{session_id}/rewind", response_class=Response)
+@router.post("/v1/sessions/{session_id}/rewind", response_class=Response, responses=answers(SessionAnswer))
 async def rewind(
     session_id: SessionIdDep, body: RewindBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
 ) -> Response:
@@ -189,7 +192,7 @@ async def export_session(session_id: SessionIdDep, services: ServicesDep, tenant
     return Response(raw, media_type=FILE_TYPE, headers=headers)
 
 
-@router.post("/v1/sessions/import", response_class=Response, openapi_extra=FILE_BODY)
+@router.post("/v1/sessions/import", response_class=Response, openapi_extra=FILE_BODY, responses=answers(SessionAnswer))
 async def import_file(
     request: Request,
     services: ServicesDep,

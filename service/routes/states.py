@@ -10,15 +10,16 @@ from starlette.responses import Response
 from nsm_core.inspection.report import MAX_RECENT_TOKENS
 from nsm_core.state.report import Detail
 from service.deps import ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers
 from service.json_body import JsonRoute, json_response
 from service.routes.sessions import SessionIdDep
+from service.schemas.answers import StatesAnswer
 from service.states import describe_states
 
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/sessions/{session_id}/states", response_class=Response)
+@router.get("/v1/sessions/{session_id}/states", response_class=Response, responses=answers(StatesAnswer))
 async def get_states(
     session_id: SessionIdDep,
     services: ServicesDep,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, GENERATION_RESPONSES
+from service.documentation import ERROR_RESPONSES, STREAM_RESPONSES
 from service.errors import shown
 from service.json_body import JsonRoute
 from service.session_turns import open_stream, send_turn
@@ -20,7 +20,7 @@ MAX_NUMBER = 10**MAX_ID_DIGITS - 1  # of a frame
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/streams/{stream_id}", response_class=Response, responses=GENERATION_RESPONSES)
+@router.get("/v1/streams/{stream_id}", response_class=Response, responses=STREAM_RESPONSES)
 async def read_stream(
     stream_id: Annotated[str, Path()],
     services: ServicesDep,

@@ -9,16 +9,17 @@ from starlette.responses import Response
 
 from nsm_core.chat_template import get_template
 from service.deps import ServicesDep
-from service.documentation import ERROR_RESPONSES
+from service.documentation import ERROR_RESPONSES, answers
 from service.json_body import JsonRoute, json_response
 from service.openai_format import token_text
+from service.schemas.answers import TextAnswer, TokensAnswer
 from service.schemas.chat import render_chat
 from service.schemas.tokenize import DetokenizeBody, TokenizeBody
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=ERROR_RESPONSES)
 
 
-@router.post("/tokenize", response_class=Response)
+@router.post("/tokenize", response_class=Response, responses=answers(TokensAnswer))
 async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     """The ids a prompt or a chat is read as; `count` equals `usage.prompt_tokens` of a completion on it."""
     services.check_model(body.model)
@@ -33,7 +34,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     return json_response(answer)
 
 
-@router.post("/detokenize", response_class=Response)
+@router.post("/detokenize", response_class=Response, responses=answers(TextAnswer))
 async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
     """The text of ids; bytes that are not valid UTF-8 become U+FFFD, special tokens nothing."""
     services.check_model(body.model)

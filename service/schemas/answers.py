@@ -1,0 +1,288 @@
+"""What /openapi.json says of answers. They are made elsewhere, as plain values; tests hold them against this.
+
+A field with a default may be absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Object = dict[str, Any]
+
+
+class EnergyAnswer(BaseModel):
+    """Of all choices together."""
+
+    joules: float
+    joules_per_token: float | None
+    sources: list[Object]
+
+
+class PromptTokens(BaseModel):
+    """Tokens of the prompt that a stored state covered."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(BaseModel):
+    """`energy`: with `include_energy`; null where nothing measures it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    energy: EnergyAnswer | None = None
+
+
+class SessionPlace(BaseModel):
+    """Where a turn left its session."""
+
+    id: str
+    version: int
+    position: int
+    taken_over_from: str | None = None
+    rebuilt: str | None = None
+    energy_joules: float | None = None
+
+
+class TextChoice(BaseModel):
+    """`routing`: with `include_routing`."""
+
+    index: int
+    text: str
+    logprobs: Object | None
+    finish_reason: Literal["stop", "length"] | None
+    routing: list[Object] | None = None
+
+
+class CompletionAnswer(BaseModel):
+    """A completion; that of a session's turn has `session`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: UsageAnswer
+    session: SessionPlace | None = None
+
+
+class AnswerMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """`routing`: with `include_routing`."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: Object | None
+    finish_reason: Literal["stop", "length"]
+    routing: list[Object] | None = None
+
+
+class ChatAnswer(BaseModel):
+    """A chat completion."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+
+
+class ItemAnswer(BaseModel):
+    """A message of a response or a conversation."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[Object]
+
+
+class ItemPage(BaseModel):
+    """A page of messages; the ids of an empty one are empty."""
+
+    object: Literal["list"]
+    data: list[ItemAnswer]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ResponseObject(BaseModel):
+    """A response of the Responses API, as it is now. `include_energy`: if it was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    conversation: Object | None
+    error: Object | None
+    incomplete_details: Object | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[ItemAnswer]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Object
+    service_tier: str
+    store: bool
+    temperature: float
+    text: Object
+    tool_choice: str
+    tools: list[Object]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: Object | None
+    include_energy: bool | None = None
+
+
+class InputTokens(BaseModel):
+    """How many tokens a response would stand on."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ConversationAnswer(BaseModel):
+    """A list of messages that responses read and add to."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class SessionAnswer(BaseModel):
+    """A session at its newest commit; `model` is null for a session of a model that is not served here.
+
+    `cancelled`: after a cancel, whether there was a turn. `rebuilt`: after an import, why its log was read.
+    """
+
+    id: str
+    object: Literal["session"]
+    version: int
+    position: int
+    created_at: int
+    updated_at: int
+    model: str | None
+    model_fingerprint: str
+    num_states: int | None
+    state_bytes: int | None
+    snapshot_bytes: int
+    metadata: dict[str, str]
+    ttl_s: float | None
+    expires_at: int | None
+    forked_from: str | None
+    cancelled: bool | None = None
+    rebuilt: str | None = None
+
+
+class SessionPage(BaseModel):
+    """Newest first."""
+
+    object: Literal["list"]
+    data: list[SessionAnswer]
+    has_more: bool
+    next_cursor: str | None
+
+
+class DeletedAnswer(BaseModel):
+    """What is gone."""
+
+    id: str
+    object: Literal["session.deleted", "response", "conversation.deleted"]
+    deleted: Literal[True]
+
+
+class StatesAnswer(BaseModel):
+    """What a session's states hold; `recent`: what its last tokens did, if that was asked for."""
+
+    object: Literal["session.states"]
+    session_id: str
+    version: int
+    model_fingerprint: str
+    numerics: str
+    dtype: str | None
+    rounded_to: str | None
+    position: int
+    state_bytes: int
+    detail: Literal["layer", "head", "slot"]
+    layers: list[Object]
+    recent: Object | None = None
+
+
+class ModelAnswer(BaseModel):
+    """The model, and what is special here: a state of constant size, no longest context."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: None
+    fingerprint: str
+    system_fingerprint: str
+    numerics: str
+    state_bytes: int
+    num_states: int | None
+    state_tiers: list[Object]
+    state_dtype: str
+    vocab_size: int
+    num_parameters: int
+    chat_template: str
+    prefix_cache: bool
+    kept_snapshots: int
+    limits: dict[str, int]
+
+
+class ModelPage(BaseModel):
+    """The one model."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class TokensAnswer(BaseModel):
+    """`token_strs`: with `return_token_strs`."""
+
+    count: int
+    max_model_len: None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TextAnswer(BaseModel):
+    """The text of ids."""
+
+    prompt: str
+
+
+class LiveAnswer(BaseModel):
+    """The process answers."""
+
+    status: Literal["live"]
+
+
+class ReadyAnswer(BaseModel):
+    """Whether new work is welcome, and what says so."""
+
+    status: Literal["ready", "not ready"]
+    checks: dict[str, bool]

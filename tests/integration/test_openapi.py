@@ -1,0 +1,225 @@
+"""The API held against its own description at /openapi.json: requests out of it, right and wrong ones, and answers that
+must be as it says. The engine is real and small, and the server is on a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from schemathesis.checks import CHECKS
+from schemathesis.generation import GenerationMode
+
+from nsm_core.tokenizer import Tokenizer
+from service.app import create_app
+from service.schemas import answers
+from service.sessions.memory import MemorySessionStore
+from service.settings import Settings
+from tests.counts import scaled
+from tests.live_server import serving
+from tests.models import local_backend
+
+# Not among them: whether all that the description allows is accepted. What a field may hold depends on the model and on
+# other fields, and null stands for a field that is left out.
+NAMES = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+)
+EXPECTED = {200, 400, 404, 409, 413, 415, 422, 429}  # of docs/api.md: what one client alone can bring about
+SESSION = "/v1/sessions/{session_id}"
+RESPONSE = "/v1/responses/{response_id}"
+CONVERSATION = "/v1/conversations/{conversation_id}"
+ITEM = f"{CONVERSATION}/items/{{item_id}}"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+DETAILS = {"include_energy": True, "include_routing": True, "max_tokens": 2}
+# One request of each operation, or several, that must succeed: body, then query. FILE is an exported session.
+FILE = "FILE"
+GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
+    ("POST", "/v1/completions"): [
+        ({"prompt": "Hi", "logprobs": 2, "echo": True, "n": 2, **DETAILS}, {}),
+        ({"prompt": "Hi", "max_tokens": 2, "stream": True}, {}),
+    ],
+    ("POST", "/v1/chat/completions"): [
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **DETAILS}, {}),
+        ({"messages": MESSAGES, "max_tokens": 2, "stream": True}, {}),
+    ],
+    ("POST", "/v1/responses"): [
+        ({"input": "Hi", "max_output_tokens": 16, "include_energy": True, "instructions": "Be brief"}, {}),
+        ({"input": MESSAGES, "max_output_tokens": 16, "stream": True}, {}),
+    ],
+    ("POST", "/v1/responses/input_tokens"): [({"input": "Hi"}, {})],
+    ("GET", RESPONSE): [(None, {}), (None, {"stream": "true", "starting_after": "2"})],
+    ("DELETE", RESPONSE): [(None, {})],
+    ("POST", f"{RESPONSE}/cancel"): [(None, {})],
+    ("GET", f"{RESPONSE}/input_items"): [(None, {"order": "asc"})],
+    ("POST", "/v1/conversations"): [({"items": MESSAGES}, {}), (None, {})],
+    ("GET", CONVERSATION): [(None, {})],
+    ("POST", CONVERSATION): [({"metadata": {"a": "b"}}, {})],
+    ("DELETE", CONVERSATION): [(None, {})],
+    ("POST", f"{CONVERSATION}/items"): [({"items": MESSAGES}, {})],
+    ("GET", f"{CONVERSATION}/items"): [(None, {})],
+    ("GET", ITEM): [(None, {})],
+    ("DELETE", ITEM): [(None, {})],
+    ("POST", "/v1/sessions"): [(None, {}), ({"ttl_s": 60, "metadata": {"a": "b"}}, {})],
+    ("GET", "/v1/sessions"): [(None, {"limit": "1"})],
+    ("GET", SESSION): [(None, {})],
+    ("PATCH", SESSION): [({"metadata": {"a": "b"}, "ttl_s": None}, {})],
+    ("DELETE", SESSION): [(None, {})],
+    ("POST", f"{SESSION}/generate"): [
+        ({"input": "Hi", "logprobs": 1, **DETAILS}, {}),
+        ({"input": "Hi", "max_tokens": 2, "stream": True}, {}),
+    ],
+    ("POST", f"{SESSION}/cancel"): [(None, {})],
+    ("POST", f"{SESSION}/fork"): [(None, {}), ({"metadata": {"a": "b"}}, {})],
+    ("POST", f"{SESSION}/rewind"): [({"to_position": 1}, {})],
+    ("GET", f"{SESSION}/export"): [(None, {})],
+    ("POST", "/v1/sessions/import"): [(FILE, {"id": "imported"})],
+    ("GET", f"{SESSION}/states"): [(None, {}), (None, {"detail": "slot", "layer": "0"}), (None, {"recent": "2"})],
+    ("GET", "/v1/streams/{stream_id}"): [(None, {"starting_after": "1"})],
+    ("GET", "/v1/models"): [(None, {})],
+    ("GET", "/v1/models/{model_id}"): [(None, {})],
+    ("POST", "/tokenize"): [({"prompt": "Hi", "return_token_strs": True}, {}), ({"messages": MESSAGES}, {})],
+    ("POST", "/detokenize"): [({"tokens": [1, 2]}, {})],
+    ("GET", "/health/live"): [(None, {})],
+    ("GET", "/health/ready"): [(None, {})],
+    ("GET", "/health"): [(None, {})],
+    ("GET", "/metrics"): [(None, {})],
+}
+
+
+@contextlib.contextmanager
+def in_a_thread(app: FastAPI) -> Iterator[str]:
+    """The URL of `app`, served beside the test: what makes the requests is not asynchronous."""
+    is_up, is_over, urls = threading.Event(), threading.Event(), []
+
+    async def serve() -> None:
+        async with serving(app) as url:
+            urls.append(url)
+            is_up.set()
+            await asyncio.to_thread(is_over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert is_up.wait(60)
+        yield urls[0]
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """`schema`: the description, read as if answers had no fields but those in it."""
+
+    schema: schemathesis.BaseSchema
+    client: httpx.Client
+
+    def operation(self, method: str, path: str) -> schemathesis.APIOperation:
+        return self.schema[path][method]
+
+    def made(self, path: str, **body: Any) -> dict[str, Any]:
+        response = self.client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def ids(self, path: str) -> dict[str, str]:
+        """Of things that are there, for the parameters in a path."""
+        ids = {}
+        if "session_id" in path or "stream_id" in path:
+            ids["session_id"] = self.made("/v1/sessions")["id"]
+            turn = self.made(f"/v1/sessions/{ids['session_id']}/generate", input="Hi there", max_tokens=2)
+            ids["stream_id"] = turn["id"]
+        if "response_id" in path:
+            ids["response_id"] = self.made("/v1/responses", input="Hi", max_output_tokens=16)["id"]
+        if "conversation_id" in path:
+            ids["conversation_id"] = self.made("/v1/conversations", items=MESSAGES)["id"]
+            items = self.client.get(f"/v1/conversations/{ids['conversation_id']}/items").json()
+            ids["item_id"] = items["first_id"]
+        if "model_id" in path:
+            ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]
+        return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
+
+    def send(self, case: schemathesis.Case) -> int:
+        """The status of an answer that is as the description says."""
+        response = case.call(base_url=str(self.client.base_url))
+        case.validate_response(response, checks=[CHECKS.get_one(name) for name in NAMES])
+        return response.status_code
+
+
+def described(app: FastAPI) -> dict[str, Any]:
+    document = dict(app.openapi())
+    models = [name for name, value in vars(answers).items() if inspect.isclass(value) and issubclass(value, BaseModel)]
+    for name in models:
+        if name != "BaseModel":
+            document["components"]["schemas"][name]["additionalProperties"] = False
+    return document
+
+
+@pytest.fixture(scope="module")
+def api(tiny_tokenizer: Tokenizer) -> Iterator[Api]:
+    wanted = Settings(
+        data_dir=Path("unused"), max_tokens_limit=32, max_prompt_tokens=512, max_body_bytes=100_000, kept_snapshots=2
+    )
+    app = create_app(wanted, local_backend(tiny_tokenizer, queue_limit=512), MemorySessionStore())
+    schema = schemathesis.openapi.from_dict(described(app))
+    with in_a_thread(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield Api(schema, client)
+
+
+@st.composite
+def requests(draw: st.DrawFn, operation: schemathesis.APIOperation, ids: dict[str, str]) -> schemathesis.Case:
+    """Right or wrong by the description, of things that are there or not. Bodies with few fields are there as well: what
+    a body with all of them says is almost never allowed as a whole.
+    """
+    mode = draw(st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE]))
+    case = draw(operation.as_strategy(generation_mode=mode))
+    if ids and draw(st.integers(0, 3)):
+        case.path_parameters = dict(ids)
+    if isinstance(case.body, dict) and draw(st.booleans()):
+        kept = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3)) if case.body else set()
+        case.body = {name: value for name, value in case.body.items() if name in kept}
+    return case
+
+
+@pytest.mark.parametrize(("method", "path"), GOOD, ids=[" ".join(key) for key in GOOD])
+def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -> None:
+    operation = api.operation(method, path)
+    for body, query in GOOD[method, path]:
+        fields: dict[str, Any] = {"path_parameters": api.ids(path), "query": query}
+        if body == FILE:
+            (session_id,) = api.ids(SESSION).values()
+            fields["body"] = api.client.get(f"/v1/sessions/{session_id}/export").content
+        elif body is not None:
+            fields |= {"body": body, "media_type": "application/json"}
+        assert api.send(operation.Case(**fields)) == 200
+
+    ids = api.ids(path)
+
+    @settings(max_examples=scaled(12, 1000), suppress_health_check=list(HealthCheck))
+    @given(case=requests(operation, ids))
+    def whatever_is_sent(case: schemathesis.Case) -> None:
+        assert api.send(case) in EXPECTED
+
+    whatever_is_sent()
+
+
+def test_every_operation_is_tried(api: Api) -> None:
+    operations = [result.ok() for result in api.schema.get_all_operations()]
+    assert {(operation.method.upper(), operation.path) for operation in operations} == set(GOOD)
