@@ -185,8 +185,8 @@ def api(tiny_tokenizer: Tokenizer) -> Iterator[Api]:
 
 @st.composite
 def requests(draw: st.DrawFn, operation: schemathesis.APIOperation, ids: dict[str, str]) -> schemathesis.Case:
-    """Right or wrong by the description, of things that are there or not. Bodies with few fields are there as well: what
-    a body with all of them says is almost never allowed as a whole.
+    """Right or wrong by the description, of things that are there or not. Some bodies keep few fields: what one
+    with all of them says is almost never allowed as a whole.
     """
     mode = draw(st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE]))
     case = draw(operation.as_strategy(generation_mode=mode))
