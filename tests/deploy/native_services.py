@@ -150,7 +150,7 @@ def proxy_service(directory: Path, gateways: Sequence[str]) -> Iterator[Proxy]:
     variables = {
         "NGINX_LISTEN": f"127.0.0.1:{port}",
         "NGINX_DIR": str(directory),
-        "NGINX_UPSTREAM": " ".join(f"server {address};" for address in gateways),
+        "NGINX_UPSTREAM": " ".join(f"server {address} fail_timeout=1s;" for address in gateways),
     }
     config = directory / "nginx.conf"
     config.write_text(filled_in(NGINX.read_text(), variables))
