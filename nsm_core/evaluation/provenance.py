@@ -51,7 +51,8 @@ def source_commit() -> str | None:
 
 def _git(*arguments: str) -> str:
     directory = Path(__file__).parent
-    done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True, text=True, timeout=10)
+    command = ["git", *arguments]  # whichever one has in the path
+    done = subprocess.run(command, cwd=directory, capture_output=True, check=True, text=True, timeout=10)
     return done.stdout.strip()
 
 

@@ -184,7 +184,8 @@ class Trainer:
         self._routers = self._loss_module.routers
 
     def _batches(self, split: str) -> PackedBatches:
-        assert split in ("train", "val")
+        if split not in ("train", "val"):
+            raise ValueError(f"the split must be train or val, got {split}")
         cache = self.config.cache or self.config.out / "cache"
         tokenized = tokenize_split(self.config.data, split, self.tokenizer, cache)  # type: ignore[arg-type]
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
@@ -297,7 +298,8 @@ class Trainer:
     @property
     def _loss_module(self) -> LossModule:
         inner = self.module.module if isinstance(self.module, nn.parallel.DistributedDataParallel) else self.module
-        assert isinstance(inner, LossModule)
+        if not isinstance(inner, LossModule):
+            raise TypeError(f"the trained module must be a LossModule, got {type(inner).__name__}")
         return inner
 
     def _save(self, step: int) -> None:

@@ -24,7 +24,7 @@ from nsm_core.triton.claim import Claimed, claim
 from nsm_core.triton.preflight import check_command
 from nsm_core.triton.stop_signal import STOP_SIGNAL
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Triton itself has it
 DEFAULT_PREFIX = "nsm_triton_"
 STUB = "triton_python_backend_stub"[:15]  # as much as the kernel keeps of a name
 WATCH_S = 0.5
