@@ -1,20 +1,32 @@
-"""Connections that ask nothing: uvicorn itself waits for ever for the rest of a request's head."""
+"""Connections that ask nothing, or have no end of a head: uvicorn itself takes any number of bytes, for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; nginx's own limit is 32 KiB
 
-class HeadDeadline(HttpToolsProtocol):
+
+class HeadTooLarge(Exception):
+    """Raised through the parser, which then reads no further."""
+
+
+class BoundedHead(HttpToolsProtocol):
     """Closes a connection whose next request's head is not there `head_s` seconds after it was opened, or after the
     head's first bytes. Between requests uvicorn's keep-alive counts, while one is answered nothing does.
+
+    A head of more than MAX_HEAD_BYTES is refused before more of it is read. So are trailers, which come after a body.
     """
 
     head_s: float
     _deadline: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0  # of this request
+    _num_kept_bytes = 0  # by the parser: a header whose end has not come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -23,15 +35,63 @@ class HeadDeadline(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if getattr(self.cycle, "response_complete", True):  # there is none before the first request
             self._begin()
+        self._num_kept_bytes += len(data)
         super().data_received(data)
+        if self._num_kept_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE, "head_too_large")
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)  # ": " and the end of the line
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._num_kept_bytes = 0
         self._end()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_kept_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_kept_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE, "head_too_large")
+        else:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the request is not valid HTTP", "invalid_http")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         super().connection_lost(exc)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_kept_bytes = 0
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise HeadTooLarge
+
+    def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
+        """The standard error body, without the application."""
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\ncache-control: no-store\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def _begin(self) -> None:
         if self._deadline is None:
@@ -43,7 +103,10 @@ class HeadDeadline(HttpToolsProtocol):
             self._deadline = None
 
 
-def with_head_deadline(head_s: float) -> type[HeadDeadline]:
+_TOO_LARGE = f"the request line and the headers must have at most {MAX_HEAD_BYTES} bytes"
+
+
+def bounded_head(head_s: float) -> type[BoundedHead]:
     """A protocol for `uvicorn.Config(http=…)`."""
     fields: dict[str, Any] = {"head_s": head_s}
-    return type("HeadDeadline", (HeadDeadline,), fields)
+    return type("BoundedHead", (BoundedHead,), fields)

@@ -18,7 +18,7 @@ from nsm_core.errors import ConfigError
 from nsm_core.heap import limit_arenas
 from service.app import create_app
 from service.backends.base import InferenceBackend
-from service.connections import with_head_deadline
+from service.connections import bounded_head
 from service.deps import Services
 from service.logs import configure_logging
 from service.prefixes.factory import make_prefix_store
@@ -151,7 +151,7 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     services: Services = app.state.services
     return uvicorn.Config(
         app,
-        http=with_head_deadline(services.settings.receive_timeout_s),
+        http=bounded_head(services.settings.receive_timeout_s),
         ws="none",
         lifespan="off",  # `serve` runs it
         log_config=None,

@@ -1,15 +1,16 @@
-"""Connections on which no request comes to be."""
+"""Connections on which no request comes to be, or one that has no end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from service.connections import with_head_deadline
+from service.connections import MAX_HEAD_BYTES, bounded_head
 from tests.live_server import serving
 from tests.raw_http import RawClient, connect, head
 
@@ -37,7 +38,7 @@ def application() -> Application:
 
 @pytest.fixture
 async def client(application: Application) -> AsyncIterator[RawClient]:
-    async with serving(application, http=with_head_deadline(HEAD_S), lifespan="off") as url, connect(url) as opened:
+    async with serving(application, http=bounded_head(HEAD_S), lifespan="off") as url, connect(url) as opened:
         yield opened
 
 
@@ -88,3 +89,55 @@ async def test_an_answer_may_take_longer(client: RawClient, application: Applica
     await asyncio.sleep(3 * HEAD_S)
     application.may_answer.set()
     await asking
+
+
+# ---- heads that are too large --------------------------------------------------------------------------------------
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+
+
+async def refusal(client: RawClient) -> dict[str, object]:
+    """The error of an answer after which the connection is closed."""
+    raw = await closed(client)
+    first, _, rest = raw.partition(b"\r\n")
+    fields, _, body = rest.partition(b"\r\n\r\n")
+    assert b"connection: close" in fields
+    assert b"x-content-type-options: nosniff" in fields
+    return {"status": int(first.split()[1]), **json.loads(body)["error"]}
+
+
+@pytest.fixture
+async def patient_client(application: Application) -> AsyncIterator[RawClient]:
+    """Of a server that waits long enough for this file's largest heads."""
+    async with serving(application, http=bounded_head(LATE), lifespan="off") as url, connect(url) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET /", b"GET / HTTP/1.1\r\nx-one: ", b"GET / HTTP/1.1\r\n", CHUNKED + b"x-trailer: "], ids=str
+)
+@pytest.mark.parametrize("piece", [b"y" * 1000, b"y: z\r\n" * 100])
+async def test_a_head_without_end_closes_the_connection(patient_client: RawClient, start: bytes, piece: bytes) -> None:
+    """As one endless line or as endless lines, in the request line, the headers or the trailers."""
+    await patient_client.send(start)
+    with contextlib.suppress(ConnectionError):  # what had not been read when it was closed
+        for _ in range(2 * MAX_HEAD_BYTES // len(piece)):
+            await patient_client.send(piece)
+        await closed(patient_client)
+
+
+async def test_a_head_may_have_so_many_bytes_and_no_more(patient_client: RawClient) -> None:
+    lines = {"host": "a", "x-padding": "x" * (MAX_HEAD_BYTES - 100)}
+    await patient_client.send(head("GET", "/", lines))
+    assert await patient_client.status() == 200
+    assert await patient_client.reader.readexactly(2) == b"ok"
+    await patient_client.send(head("GET", "/", {**lines, "x-more": "x" * 100}))
+    error = await refusal(patient_client)
+    assert (error["status"], error["code"]) == (431, "head_too_large")
+    assert str(MAX_HEAD_BYTES) in str(error["message"])
+
+
+async def test_what_is_no_http_is_refused_like_anything_else(patient_client: RawClient) -> None:
+    await patient_client.send(b"\x16\x03\x01 this is TLS\r\n\r\n")
+    error = await refusal(patient_client)
+    assert (error["status"], error["code"]) == (400, "invalid_http")
