@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, loaded: LoadedModel, executor: ChosenExecutor, *, max_slots: int, token_budget: int) -> None:
         self._vocab_size = loaded.tokenizer.vocab_size
         self._fingerprint = loaded.fingerprint
-        config = EngineConfig(max_slots=max_slots, token_budget=token_budget)
+        config = EngineConfig(max_slots=max_slots, token_budget=token_budget, speculation="off")
         self._engine = Engine(
             loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=config, executor=executor.factory
         )

@@ -53,6 +53,7 @@ class NoExecutor:
     """Returns at once. `width` of the logits: small, so that choosing a token from them costs little."""
 
     draw = staticmethod(draw_reference)
+    savepoint = None
 
     def __init__(self, model: NoModel, *, num_rows: int, poison: bool) -> None:
         self.initial = model.initial_state(1)

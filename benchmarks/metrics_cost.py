@@ -77,7 +77,7 @@ def make_engine(
         loaded.model,
         loaded.tokenizer,
         fingerprint=loaded.fingerprint,
-        config=EngineConfig(max_slots=batch, token_budget=max(256, batch)),
+        config=EngineConfig(max_slots=batch, token_budget=max(256, batch), speculation="off"),
         executor=chosen.factory,
         meter=None if clock is None else meter_of(loaded.model),
         observer=None if clock is None else ModelObserver(loaded.model, clock=clock),
@@ -217,7 +217,8 @@ def main() -> None:
     loaded = load_checkpoint(args.model)
     chosen = choose_executor(loaded, args.executor)
     rows = [] if args.clocks_only else compare_engines(loaded, chosen, args)
-    backend = LocalBackend(loaded, EngineConfig(), executor=args.executor, meter=meter_of(loaded.model))
+    config = EngineConfig(speculation="off")
+    backend = LocalBackend(loaded, config, executor=args.executor, meter=meter_of(loaded.model))
     alone = parts(loaded, backend)
     for name, value in alone.items():
         print(f"{name:<44} {value:>10.1f} us")

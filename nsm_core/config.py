@@ -270,19 +270,29 @@ class ModelConfig:
         return cls.from_dict(fields)
 
 
+# How an engine drafts tokens, see EngineConfig
+SPECULATIONS = ("off", "lookup")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Limits of one engine.
 
     `max_slots` rows of state, i.e. requests that run at once; `token_budget` most tokens one step may process;
-    `queue_limit` most requests that may wait.
+    `queue_limit` most requests that may wait; `speculation`: where the executor allows it, `lookup` drafts tokens of
+    greedy requests from their own text (the tokens stay the same), `off` none.
     """
 
     max_slots: int = 16
     token_budget: int = 256
     queue_limit: int = 256
+    speculation: str = "lookup"
 
     def __post_init__(self) -> None:
+        _require(
+            self.speculation in SPECULATIONS,
+            f"speculation must be {' or '.join(SPECULATIONS)}, got {self.speculation!r}",
+        )
         for name, low in (("max_slots", 1), ("token_budget", 1), ("queue_limit", 0)):
             require_at_least(name, getattr(self, name), low)
         _require(

@@ -60,6 +60,9 @@ class EngineStats:
     tokens_computed: int = 0  # counter: prompt tokens the model read
     tokens_resumed: int = 0  # counter: prompt tokens covered by a resumed state
     tokens_generated: int = 0  # counter
+    num_drafts: int = 0  # counter: times that tokens were drafted for a request
+    num_draft_tokens: int = 0  # counter: tokens of these
+    num_accepted_tokens: int = 0  # counter: of these, what became output
     num_observed: int = 0  # counter: tokens that `layers` was made of
     layers: tuple[LayerStats, ...] = ()
     energy: tuple[EnergyUse, ...] = ()  # counters: since the engine started

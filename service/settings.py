@@ -25,7 +25,10 @@ STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme i
 DATABASE_FILE = "sessions.db"
 TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
 # settings of an engine in this process
-LOCAL_ENGINE = ("executor", "num_threads", "max_slots", "token_budget", "queue_limit", "energy", "energy_core_watts")
+LOCAL_ENGINE = (
+    *("executor", "num_threads", "max_slots", "token_budget", "queue_limit", "speculation"),
+    *("energy", "energy_core_watts"),
+)
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -61,6 +64,7 @@ class Settings(BaseSettings):
     max_slots: PositiveInt = 16  # requests that run at once
     token_budget: PositiveInt = 256  # most tokens in one step
     queue_limit: int = Field(default=256, ge=0)  # requests that may wait
+    speculation: Literal["off", "lookup"] = "lookup"  # drafts of tokens: docs/performance.md
 
     max_body_bytes: PositiveInt = 8 * 1024 * 1024
     max_prompt_tokens: PositiveInt = 131_072
@@ -168,7 +172,12 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
-        return EngineConfig(max_slots=self.max_slots, token_budget=self.token_budget, queue_limit=self.queue_limit)
+        return EngineConfig(
+            max_slots=self.max_slots,
+            token_budget=self.token_budget,
+            queue_limit=self.queue_limit,
+            speculation=self.speculation,
+        )
 
     def triton_urls(self) -> tuple[str, ...]:
         """host:port of each Triton server, in the order given, each once."""

@@ -63,6 +63,7 @@ def nsm_server(directory: Path, *, slots: int) -> Iterator[Server]:
     port = free_port()
     command = [sys.executable, "-c", RUN, "serve", "--host", HOST, "--port", str(port), "--num-threads", "1"]
     command += ["--max-slots", str(slots), "--data-dir", str(directory / "nsm")]
+    command += ["--speculation", "off"]  # llama-server drafts nothing either
     server = Server(command, port=port, log=directory / "nsm.log")
     try:
         yield server

@@ -32,16 +32,26 @@ class Accounts:
         if self._observer is not None and plan.decode and self._observer.is_due:
             self._observe(self._observer, plan, running, pool)
 
-    def charge(self, plan: Plan, running: Mapping[int, RunningSequence], seconds: float) -> None:
-        """After a step of `seconds`, while its requests are still there."""
+    def charge(
+        self, plan: Plan, running: Mapping[int, RunningSequence], seconds: float, num_read: Mapping[int, int]
+    ) -> None:
+        """After a step of `seconds`, while its requests are still there. `num_read`: tokens that decoding slots have
+        read, of those that read more than one.
+        """
         self.counted.num_steps += 1
         self.counted.step_rows += len(plan.decode) + len(plan.prefill)
-        self.counted.step_tokens += plan.num_tokens
+        self.counted.step_tokens += plan.num_tokens + sum(num_read.values()) - len(num_read)
         self.counted.tokens_computed += sum(chunk.length for chunk in plan.prefill)
         if self._ledger is not None:
-            tokens = {running[slot].request.request_id: 1 for slot in plan.decode}
+            tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}
             tokens |= {running[chunk.slot].request.request_id: chunk.length for chunk in plan.prefill}
             self._ledger.work(tokens, seconds, now=time.monotonic())
+
+    def count_drafts(self, *, num_drafted: int, num_accepted: int) -> None:
+        """Of one request in one step."""
+        self.counted.num_drafts += 1
+        self.counted.num_draft_tokens += num_drafted
+        self.counted.num_accepted_tokens += num_accepted
 
     def rest(self) -> None:
         """Nothing is to be done for now."""
@@ -72,7 +82,7 @@ class Accounts:
         observer.observe(
             [sequence.request.request_id for sequence in sequences],
             is_fresh=[sequence.request.resume is None for sequence in sequences],
-            ids=[sequence.sampled[-1] for sequence in sequences],
+            ids=[sequence.unread[0] for sequence in sequences],
             state=state,
         )
         device = next(iter(state.values())).device

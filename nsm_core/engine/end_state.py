@@ -23,7 +23,9 @@ def make_end_state(
     num_whole = num_sampled if stop is None else num_sampled - stop.num_dropped
     tail = tokenizer.encode_bytes(stop.tail) if stop is not None and stop.tail else []
     kept = [*sequence.sampled[:num_whole], *tail]
-    num_fed = num_sampled - 1  # the token sampled last is never fed
+    if stop is not None:
+        runner.take_back(slot, sequence)  # drafts may have been read past the stop
+    num_fed = sequence.num_fed
     earlier = None
     if num_whole < num_fed:
         point = sequence.rewind_points.latest(num_kept=num_whole)

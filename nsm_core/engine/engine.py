@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from nsm_core.config import EngineConfig
@@ -26,9 +26,10 @@ from nsm_core.engine.request import (
 from nsm_core.engine.runner import Runner, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.speculation import Drafts, Speculation
 from nsm_core.engine.tiers import EngineTier
 from nsm_core.engine.watched import WatchedRequests
-from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError, StepFailed
+from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError, NumericalError, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.inspection.probe import RoutingProbe
@@ -90,6 +91,7 @@ class Engine:
         self._with_deadline: set[str] = set()  # those of `_sequences` that have one
         self._failures = StepFailures()
         self._watched = WatchedRequests(probe)
+        self._speculation = Speculation(config)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
 
@@ -177,10 +179,11 @@ class Engine:
         self._accounts.begin(plan, self._running, self._whole_pool)
         started = time.monotonic()
         routing = self._watched.look(plan, self._running, self._whole_pool)
-        result = self._runner.run(plan, self._running)
-        self._accounts.charge(plan, self._running, time.monotonic() - started)
+        drafts = self._speculation.propose(plan, self._running)
+        result = self._runner.run(plan, self._running, drafts)
+        self._accounts.charge(plan, self._running, time.monotonic() - started, result.num_read)
         self._scheduler.apply(plan)
-        self._apply(plan, result, routing, events)
+        self._apply(plan, result, routing, events, drafts)
 
     def _fail(self, plan: Plan, error: StepFailed, events: Events) -> None:
         """Ends all requests of the plan that have not ended in it. Their states may be anything: none is kept."""
@@ -201,18 +204,44 @@ class Engine:
             self._running[admission.slot] = sequence
             sequence.slot = admission.slot
             self._watched.add(admission.slot, sequence)
+            if self._runner.may_be_drafted(admission.slot):
+                self._speculation.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
 
-    def _apply(self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events) -> None:
+    def _apply(
+        self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events, drafts: Drafts
+    ) -> None:
         for slot, scores in result.scored.items():
             self._running[slot].prompt_scores += scores
         for chunk in plan.prefill:
             self._keep_prompt_state(chunk)
         for slot, sampled in result.sampled.items():
-            if isinstance(sampled, SampledToken):
-                self._take(slot, sampled, routing.get(slot), events)
+            if slot in drafts:
+                self._take_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)
             else:
-                events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
+                self._take_or_fail(slot, sampled, routing.get(slot), events)
+
+    def _take_accepted(
+        self, slot: int, sampled: Sequence[SampledToken | NumericalError], num_drafted: int, events: Events
+    ) -> None:
+        """What came before the first draft and after each that was accepted. What ends the request is the last."""
+        sequence = self._running[slot]
+        num_before = len(sequence.sampled)
+        for token in sampled:
+            self._take_or_fail(slot, token, None, events)
+            if slot not in self._running:
+                break
+        num_accepted = min(len(sequence.sampled) - num_before, len(sampled) - 1)
+        self._accounts.count_drafts(num_drafted=num_drafted, num_accepted=num_accepted)
+        self._speculation.tell(slot, num_drafted=num_drafted, num_accepted=num_accepted)
+
+    def _take_or_fail(
+        self, slot: int, sampled: SampledToken | NumericalError, routing: TokenRouting | None, events: Events
+    ) -> None:
+        if isinstance(sampled, SampledToken):
+            self._take(slot, sampled, routing, events)
+        else:
+            events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
 
     def _keep_prompt_state(self, chunk: Chunk) -> None:
         sequence = self._running[chunk.slot]
@@ -248,8 +277,10 @@ class Engine:
         elif index == request.sampling.max_tokens:
             events += self._finish(sequence, FinishReason.LENGTH)
         elif sequence.may_be_taken_back:
+            if step.holding_since is not None:
+                self._runner.take_back(slot, sequence)  # drafts may have been read past where the held text begins
             sequence.rewind_points.update(
-                num_fed=index - 1,  # the token sampled last is not fed yet
+                num_fed=sequence.num_fed,
                 holding_since=step.holding_since,
                 copy=lambda: self._runner.slots.pool(slot).copy(slot),
             )
@@ -283,6 +314,7 @@ class Engine:
         self._with_deadline.discard(request.request_id)
         if sequence.slot is not None:
             self._watched.remove(sequence.slot)
+            self._speculation.remove(sequence.slot)
             self._runner.close(sequence.slot)
             del self._running[sequence.slot]
         return [(request.request_id, finished)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,15 +11,17 @@ import torch
 from torch import Tensor
 
 from nsm_core.engine.batching import group_by_length
+from nsm_core.engine.drafted_states import DraftedStates
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.speculation import NO_DRAFTS, Drafts
 from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
-from nsm_core.sampling.sampler import Sampler
+from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
 from nsm_core.state.spec import State
 
 
@@ -27,11 +30,14 @@ class StepResult:
     """What a step gave, by slot. A slot whose numbers are not finite has a NumericalError; nobody else is touched.
 
     `sampled`: slots that have read all their prompt. `scored`: the log-probabilities of the prompt tokens that follow
-    the ones read in this step, where they were asked for.
+    the ones read in this step, where they were asked for. `further`: what comes after `sampled`, of the slots that had
+    drafts: one for each that was accepted. `num_read`: tokens that decoding slots have read, where it was not one.
     """
 
     sampled: dict[int, SampledToken | NumericalError] = dataclasses.field(default_factory=dict)
     scored: dict[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)
+    further: dict[int, list[SampledToken | NumericalError]] = dataclasses.field(default_factory=dict)
+    num_read: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class _Hidden:
@@ -58,6 +64,10 @@ class _Hidden:
             return self._rows
         return torch.cat([self.chunk(slot)[-1:] for slot in slots])
 
+    def tails(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """[sum of lengths,d]: after each of a slot's last tokens."""
+        return torch.cat([self.chunk(slot)[-length:] for slot, length in zip(slots, lengths, strict=True)])
+
 
 class Runner:
     """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
@@ -67,6 +77,7 @@ class Runner:
         self._executor = executor
         self._sampler = Sampler(executor.draw)
         self.slots = TieredSlots(executor, tiers)
+        self._drafted = DraftedStates()
 
     def open(self, slot: int, resume: Resume | None, num_states: int | None = None) -> None:
         """Lease the slot and put the resumed state, or the learned start, into it."""
@@ -80,15 +91,30 @@ class Runner:
 
     def close(self, slot: int) -> None:
         """Give the slot back."""
+        self._drafted.remove(slot)
         self.slots.remove(slot)
 
+    def may_be_drafted(self, slot: int) -> bool:
+        """Whether the slot's executor can take drafts back."""
+        return self.slots.executor(slot).savepoint is not None
+
+    def take_back(self, slot: int, sequence: RunningSequence) -> None:
+        """If the last step had drafts for the slot, its state is the one before them."""
+        self._drafted.take_back(slot, sequence)
+
     @torch.inference_mode()
-    def run(self, plan: Plan, sequences: Mapping[int, RunningSequence]) -> StepResult:
-        """Every slot of the plan reads its tokens; those that have read everything get a sampled token."""
+    def run(self, plan: Plan, sequences: Mapping[int, RunningSequence], drafts: Drafts = NO_DRAFTS) -> StepResult:
+        """Every slot of the plan reads its tokens; those that have read everything get a sampled token, and one more
+        for each of their `drafts` that was sampled anyway.
+        """
         result = StepResult()
+        self._drafted.begin_step()
         # A chunk of one token is what decoding does: it rides along
         singles = [chunk for chunk in plan.prefill if chunk.length == 1]
-        hidden = self._read_one_each(plan.decode, singles, sequences)
+        if drafts or self._drafted.has_behind:
+            hidden = self._read_drafts(plan.decode, singles, sequences, drafts, result)
+        else:
+            hidden = self._read_one_each(plan.decode, singles, sequences)
         longer = {chunk.slot: chunk for chunk in plan.prefill if chunk.length > 1}
         for executor, slots in self.slots.split(longer):
             for group in group_by_length([longer[slot] for slot in slots]):
@@ -97,7 +123,11 @@ class Runner:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
                 self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
         ready = [*plan.decode, *(chunk.slot for chunk in plan.prefill if _is_last(chunk, sequences))]
-        self._sample([slot for slot in ready if slot not in result.sampled], hidden, sequences, result)
+        ready = [slot for slot in ready if slot not in result.sampled]
+        if drafts:
+            self._sample_after_drafts(ready, drafts, hidden, sequences, result)
+        else:
+            self._sample(ready, hidden, sequences, result)
         return result
 
     @torch.inference_mode()
@@ -122,6 +152,32 @@ class Runner:
                 hidden = _Hidden(slots, rows)
             else:
                 hidden.add(slots, torch.split(rows, 1))
+        return hidden
+
+    def _read_drafts(
+        self,
+        decode: Sequence[int],
+        singles: Sequence[Chunk],
+        sequences: Mapping[int, RunningSequence],
+        drafts: Drafts,
+        result: StepResult,
+    ) -> _Hidden:
+        """Slots that decode read all of their text, and their drafts."""
+        ids = {slot: (*sequences[slot].unread, *drafts.get(slot, ())) for slot in decode}
+        result.num_read.update({slot: len(own) for slot, own in ids.items() if len(own) > 1})
+        for slot in decode:
+            savepoint = self.slots.executor(slot).savepoint
+            if slot in drafts and savepoint is not None:
+                self._drafted.begin(slot, sequences[slot], savepoint(slot, len(ids[slot])))
+            else:
+                self._drafted.catch_up(slot, sequences[slot])
+        ids |= {chunk.slot: (sequences[chunk.slot].read_ids[chunk.start],) for chunk in singles}
+        hidden = _Hidden((), None)
+        for executor, slots in self.slots.split(sorted(ids)):
+            if all(len(ids[slot]) == 1 for slot in slots):
+                hidden.add(slots, torch.split(executor.step(slots, [ids[slot][0] for slot in slots]), 1))
+            else:
+                hidden.add(slots, executor.read(slots, [ids[slot] for slot in slots]))
         return hidden
 
     def _read_group(
@@ -158,6 +214,44 @@ class Runner:
         logits = self._executor.logits(hidden.last(slots))
         rows = [sequences[slot] for slot in slots]
         result.sampled.update(zip(slots, self._sampler.sample(logits, rows), strict=True))
+
+    def _sample_after_drafts(
+        self,
+        slots: list[int],
+        drafts: Drafts,
+        hidden: _Hidden,
+        sequences: Mapping[int, RunningSequence],
+        result: StepResult,
+    ) -> None:
+        """As single steps would have: what is sampled after a draft counts if the draft was sampled before it."""
+        lengths = [1 + len(drafts.get(slot, ())) for slot in slots]
+        rows = [row for slot, length in zip(slots, lengths, strict=True) for row in _rows(sequences[slot], length)]
+        sampled = iter(self._sampler.sample(self._executor.logits(hidden.tails(slots, lengths)), rows))
+        for slot, length in zip(slots, lengths, strict=True):
+            first, *further = _agreed(list(itertools.islice(sampled, length)), drafts.get(slot, ()))
+            result.sampled[slot] = first
+            if slot in drafts:
+                result.further[slot] = further
+            if len(further) + 1 < length:
+                self._drafted.take_back(slot, sequences[slot])
+
+
+def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:
+    """The next `number` places of a text, of which tokens sampled between them change nothing but the position."""
+    params, counts, position = sequence.params, sequence.generated_counts, sequence.position
+    later = [
+        SamplingRow(params=params, position=position + offset, generated_counts=counts) for offset in range(1, number)
+    ]
+    return [sequence, *later]
+
+
+def _agreed(sampled: list[SampledToken | NumericalError], drafts: Sequence[int]) -> list[SampledToken | NumericalError]:
+    """sampled[i + 1] came after drafts[i]: those of `sampled` up to the first that is not the draft in its place."""
+    for index, draft in enumerate(drafts):
+        token = sampled[index]
+        if not isinstance(token, SampledToken) or token.token_id != draft:
+            return sampled[: index + 1]
+    return sampled
 
 
 def _is_last(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:

@@ -29,6 +29,7 @@ class RunningSequence:
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
+        self.num_fed_before_drafts: int | None = None  # set while the state is one from before refused drafts
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
         self.output = OutputStream(tokenizer, request.sampling)
@@ -57,6 +58,16 @@ class RunningSequence:
     def position(self) -> int:
         """Absolute position of the next token to sample: the number of tokens fed before it."""
         return self.prompt_tokens + len(self.sampled)
+
+    @property
+    def num_fed(self) -> int:
+        """Sampled tokens that the state has read; between steps all but the last one, unless drafts were refused."""
+        return len(self.sampled) - 1 if self.num_fed_before_drafts is None else self.num_fed_before_drafts
+
+    @property
+    def unread(self) -> list[int]:
+        """Sampled tokens that the state has yet to read, oldest first."""
+        return self.sampled[self.num_fed :]
 
     @property
     def generated_counts(self) -> Mapping[int, int]:

@@ -35,6 +35,20 @@ class SequenceModel(Protocol):
         ...
 
 
+class Savepoint(Protocol):
+    """What a row of a pool held."""
+
+    def restore(self) -> None:
+        """The row holds it again, to the bit. Once, before anybody else uses the row."""
+        ...
+
+
+class TakeSavepoint(Protocol):
+    def __call__(self, row: int, num_tokens: int, /) -> Savepoint:
+        """Before a leased row reads up to `num_tokens` that may be taken back."""
+        ...
+
+
 class Executor(Protocol):
     """A model on the rows of a pool that it owns: rows advance in place. Not thread-safe; inference only.
 
@@ -66,6 +80,15 @@ class Executor(Protocol):
     @property
     def draw(self) -> Draw:
         """How tokens are drawn from logits that are on the host."""
+        ...
+
+    @property
+    def savepoint(self) -> TakeSavepoint | None:
+        """How drafts of tokens are taken back; None: none may be tried.
+
+        An executor that has it gives hidden, logits and states the same bits however a text is cut into calls: after
+        drafts that come true they are those of single steps.
+        """
         ...
 
 

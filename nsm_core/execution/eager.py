@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import SequenceModel
+from nsm_core.execution.base import SequenceModel, TakeSavepoint
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -24,6 +24,7 @@ class EagerExecutor:
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
 
     draw = staticmethod(draw_reference)
+    savepoint: TakeSavepoint | None = None  # products of other shapes round otherwise
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

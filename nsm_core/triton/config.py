@@ -93,6 +93,7 @@ _whole = _number(int, "a whole number")
 _ENGINE_PARAMETERS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(_ENGINE_PARAMETERS, _whole),
+    "speculation": str,
     "model": _path,
     "device": str,
     "executor": str,

@@ -25,7 +25,9 @@ async def bench_engine(settings: Settings, work: EngineWork, *, tell: Callable[[
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     before_mb = ProcessUse().rss_mb()  # the libraries are loaded, the model is not
-    backend = LocalBackend(load_checkpoint(settings.model), settings.engine_config(), executor=settings.executor)
+    # Greedy texts after random prompts: how often they repeat themselves must not decide how fast a build is
+    config = dataclasses.replace(settings.engine_config(), speculation="off")
+    backend = LocalBackend(load_checkpoint(settings.model), config, executor=settings.executor)
     await backend.start()
     try:
         repeats = await EngineLoad(backend).run(work, tell=tell)

@@ -35,6 +35,7 @@ def serve(
     max_slots: Annotated[int | None, _setting("Requests that run at once.", "16")] = None,
     token_budget: Annotated[int | None, _setting("Most tokens in one step.", "256")] = None,
     queue_limit: Annotated[int | None, _setting("Requests that may wait.", "256")] = None,
+    speculation: Annotated[str | None, _setting("Drafts of tokens at low load: lookup or off.", "lookup")] = None,
     max_body_bytes: Annotated[int | None, _setting("Largest request body.", "8388608")] = None,
     max_prompt_tokens: Annotated[int | None, _setting("Longest prompt.", "131072")] = None,
     max_tokens_limit: Annotated[int | None, _setting("Most new tokens a request may ask for.", "32768")] = None,

@@ -23,6 +23,12 @@ COUNTERS = {
     "nsm_tokens_computed_total": ("Prompt tokens the model read.", "tokens_computed"),
     "nsm_tokens_resumed_total": ("Prompt tokens covered by a resumed state.", "tokens_resumed"),
     "nsm_generation_tokens_total": ("Tokens sampled.", "tokens_generated"),
+    "nsm_spec_decode_num_drafts_total": ("Times that tokens were drafted for a request.", "num_drafts"),
+    "nsm_spec_decode_num_draft_tokens_total": ("Tokens drafted.", "num_draft_tokens"),
+    "nsm_spec_decode_num_accepted_tokens_total": (
+        "Tokens drafted that became output.",
+        "num_accepted_tokens",
+    ),
     "nsm_engine_steps_total": ("Steps of the engine.", "num_steps"),
     "nsm_engine_step_failures_total": ("Steps that failed, and ended their requests.", "num_failed_steps"),
     "nsm_engine_step_seconds_total": ("Time spent in steps.", "step_seconds"),

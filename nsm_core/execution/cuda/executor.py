@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsm_core.execution.base import TakeSavepoint
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import padded, run_linear
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
@@ -48,6 +49,7 @@ class CudaExecutor:
                 self._graphs[bucket] = self._capture(bucket)
 
     draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
+    savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.library import load_library
+from nsm_core.execution.native.savepoint import NativeSavepoint
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.pool import StatePool
@@ -78,6 +79,10 @@ class NativeExecutor:
         out = torch.empty(len(hidden), self._vocab_size)
         self._library.nsm_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
+
+    @torch.inference_mode()
+    def savepoint(self, row: int, num_tokens: int, /) -> NativeSavepoint:
+        return NativeSavepoint(self.pool, row, num_tokens)
 
     def _run(self, rows: Ints, counts: Ints, ids: Ints) -> Tensor:
         hidden = torch.empty(len(ids), self._width)

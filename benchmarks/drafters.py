@@ -1,4 +1,4 @@
-"""Whether drafts pay at batch 1 on a CPU: `python -m benchmarks.speculation`. Tables, then one line of JSON.
+"""Which drafts of tokens pay at batch 1 on a CPU: `python -m benchmarks.drafters`. Tables, then one line of JSON.
 
 Drafts of the next tokens come from the small bundled model, which has the same tokenizer, or from the text itself (what
 followed the last few tokens when they occurred before). The native executor reads drafts in one chunk, which gives the
