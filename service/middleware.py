@@ -23,6 +23,14 @@ from service.metrics.metrics import Metrics
 access_logger = logging.getLogger("nsm.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
+# Of every answer that does not say otherwise. Answers are for who asked, no page of another host may show them in a
+# frame, and what is opened in a browser all the same runs nothing.
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 CLIENT_LEFT = 499  # nginx's number for it: only in logs and metrics
 
 
@@ -52,7 +60,8 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
                 headers["x-request-id"] = request_id
-                headers["x-content-type-options"] = "nosniff"
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         with answering(request_id) as request:

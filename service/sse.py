@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 PING_INTERVAL_S = 15.0
 PARTS_AT_ONCE = 16  # of a body, when they are there at once
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _MARK = uuid.uuid4().hex  # nothing else in a frame is this string
 
 

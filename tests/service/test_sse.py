@@ -66,7 +66,7 @@ async def test_a_stream_has_headers_that_keep_proxies_from_buffering() -> None:
     wire = Wire()
     await EventStream(frames())({}, wire.receive, wire.send)
     headers = dict(wire.messages[0]["headers"])
-    assert headers[b"cache-control"] == b"no-cache"
+    assert headers[b"cache-control"] == b"no-store"
     assert headers[b"x-accel-buffering"] == b"no"
     assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
     assert wire.messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
