@@ -212,7 +212,7 @@ def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -
 
     ids = api.ids(path)
 
-    @settings(max_examples=scaled(12, 1000), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=scaled(12, 300), suppress_health_check=list(HealthCheck))
     @given(case=requests(operation, ids))
     def whatever_is_sent(case: schemathesis.Case) -> None:
         assert api.send(case) in EXPECTED
