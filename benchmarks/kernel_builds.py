@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nsm_core.ops.slot_scan import kernel_backward, kernel_forward, kernel_launch
-from nsm_core.ops.slot_scan.operator import LARGEST_BANK_BYTES, SUPPORTED_HEAD_DIMS, SUPPORTED_SLOTS
+from nsm_core.ops.slot_scan.operator import SUPPORTED_HEAD_DIMS, SUPPORTED_SLOTS, fits_shared_memory
 
 TARGET = GPUTarget("cuda", 90, 32)
 LARGEST_SHARED_BYTES = 227 * 1024
@@ -117,7 +117,7 @@ def main() -> None:
         build(kernel, choice, slots, head_dim, dtype, {**flags, **constants})
         for dtype in dtypes
         for slots, head_dim in sizes
-        if slots * head_dim * dtype.itemsize <= LARGEST_BANK_BYTES
+        if fits_shared_memory(slots=slots, head_dim=head_dim, dtype=dtype)
         for kernel, choice, constants in KERNELS
     ]
     sys.exit(0 if all(built) else 1)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN, slot_scan_chunked
-from nsm_core.ops.slot_scan.operator import slot_scan_kernel
+from nsm_core.ops.slot_scan.operator import fits_shared_memory, slot_scan_kernel
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 Inputs = dict[str, Tensor]
@@ -103,6 +103,12 @@ CHECKS: dict[str, dict[str, Any]] = {
     "128 slots, head of 128": {"rows": 1, "tokens": 300, "slots": 128, "head_dim": 128},
     "32 slots, head of 32": {"rows": 2, "tokens": 300, "slots": 32, "head_dim": 32, "reset": False},
 }
+
+
+def is_possible(name: str, dtype: str) -> bool:
+    """Whether the kernels take the case at all."""
+    slots, head_dim = CHECKS[name].get("slots", SLOTS), CHECKS[name].get("head_dim", HEAD_DIM)
+    return fits_shared_memory(slots=slots, head_dim=head_dim, dtype=getattr(torch, dtype))
 
 
 def check(case: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, float]:
@@ -295,7 +301,8 @@ def run_checks_apart(jobs: int) -> list[dict[str, Any]]:
         return json.loads(lines[-1]) if lines[-1].startswith("{") else {"check": name, "ok": False}
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, ((name, dtype) for dtype in ("bfloat16", "float32") for name in CHECKS)))
+        labels = [(name, dtype) for dtype in ("bfloat16", "float32") for name in CHECKS if is_possible(name, dtype)]
+        return list(pool.map(one, labels))
 
 
 def run_gpu(arguments: argparse.Namespace) -> dict[str, Any]:

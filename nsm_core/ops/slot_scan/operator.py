@@ -25,11 +25,11 @@ _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "scale", "state", "initial", "rea
 # for 16 to 128 slots and 32 to 128 dimensions; what was not checked runs in chunks.
 CHECKED_SIZES = {
     torch.bfloat16: ((16, 32), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128)),
-    torch.float32: ((16, 32), (64, 64)),
+    torch.float32: ((16, 32), (32, 32), (64, 64), (64, 128), (128, 64)),
 }
 SUPPORTED_HEAD_DIMS = (32, 64, 128)
 SUPPORTED_SLOTS = (16, 32, 64, 128)
-LARGEST_BANK_BYTES = 32768  # fp32 with 128 slots of 128 dimensions would need more shared memory than there is
+LARGEST_BANK_BYTES = 32768
 
 
 def _named(args: tuple[Tensor | None, ...]) -> dict[str, Any]:
@@ -113,6 +113,11 @@ def is_supported(q: Tensor, log_decay: Tensor) -> bool:
     return q.dtype != torch.float64 and (log_decay.shape[-1], q.shape[-1]) in sizes
 
 
+def fits_shared_memory(*, slots: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a GPU has room for a bank of this size; an H200 lacks 30 KB for 128 slots of 128 dimensions in fp32."""
+    return slots * head_dim * dtype.itemsize <= LARGEST_BANK_BYTES
+
+
 def slot_scan_kernel(
     *,
     q: Tensor,
@@ -127,8 +132,13 @@ def slot_scan_kernel(
     active: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and result as `slot_scan_reference`; products in bf16 if any of q, k and v is not fp32."""
-    operand = _operand_dtype(q, k, v)
+    """Same arguments and result as `slot_scan_reference`; products in bf16 if any of q, k and v is not fp32.
+
+    Raises ValueError for a bank that is larger than a GPU's shared memory.
+    """
+    operand, slots, head_dim = _operand_dtype(q, k, v), log_decay.shape[-1], q.shape[-1]
+    if not fits_shared_memory(slots=slots, head_dim=head_dim, dtype=operand):
+        raise ValueError(f"the kernels do not hold {slots} slots of {head_dim} dimensions in {operand}")
     q, k, v = (x.to(operand).contiguous() for x in (q, k, v))
     has_reset = reset is not None and initial is not None
     out, final, _, _ = _slot_scan(

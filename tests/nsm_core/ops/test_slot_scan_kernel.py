@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN, slot_scan_chunked
-from nsm_core.ops.slot_scan.operator import slot_scan_kernel
+from nsm_core.ops.slot_scan.operator import CHECKED_SIZES, fits_shared_memory, is_supported, slot_scan_kernel
 from nsm_core.ops.slot_scan.reference import slot_scan_reference
 
 pytest.importorskip("triton", reason="the kernels' compiler is not installed")
@@ -166,12 +166,25 @@ def test_shapes_known_without_running_are_those_of_the_result() -> None:
         torch.library.opcheck(torch.ops.nsm.slot_scan.default, tuple(arguments), test_utils="test_faketensor")
 
 
+def test_a_bank_that_is_larger_than_shared_memory_is_refused_and_left_to_the_chunked_form() -> None:
+    inputs = make_inputs(1, 16, heads=1, slots=128, head_dim=128)
+    assert not is_supported(inputs["q"], inputs["log_decay"])
+    with pytest.raises(ValueError, match=r"128 slots of 128 dimensions in torch\.float32"):
+        slot_scan_kernel(**inputs)
+    halved = inputs["q"].to(torch.bfloat16)
+    assert is_supported(halved, inputs["log_decay"])
+    for dtype, sizes in CHECKED_SIZES.items():
+        assert all(fits_shared_memory(slots=slots, head_dim=head_dim, dtype=dtype) for slots, head_dim in sizes)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
         (torch.float32, (2, 1024, 8, 64, 64)),
         (torch.float32, (1, 2048, 8, 64, 64)),
+        (torch.float32, (1, 300, 2, 128, 64)),
+        (torch.float32, (1, 300, 2, 64, 128)),
         (torch.bfloat16, (2, 1024, 8, 64, 64)),
         (torch.bfloat16, (1, 2048, 8, 64, 64)),
         (torch.bfloat16, (1, 333, 2, 128, 128)),  # in fp32 its banks take more shared memory than there is
