@@ -1,7 +1,7 @@
 """Optimisers and the learning-rate schedule.
 
-Muon for the matrices inside the blocks, AdamW for everything else, without decay: embeddings, router, convolutions,
-gates, norms and learned states (docs/model.md, training recipe).
+Muon for the matrices inside the blocks, AdamW for everything else, without decay: embeddings, routers, convolutions,
+gates of heads, norms and learned states (docs/training.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nsm_core.training.config import TrainConfig
 
-MUON_MATRICES = ("mixer.project.weight", "mixer.out.weight", "mlp.up.weight", "mlp.down.weight")
+# Linear maps whose rows are scores, each of a slot or a head by itself, and no map between features
+SCORES = frozenset({"router", "read_bias", "count"})
 
 
 class Optimizers:
@@ -22,7 +23,7 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         named = dict(model.named_parameters())
-        matrices = [name for name in named if name.endswith(MUON_MATRICES)]
+        matrices = muon_matrices(model)
         self.parameters = list(named.values())
         self._muon = torch.optim.Muon(
             [named[name] for name in matrices], lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95
@@ -68,6 +69,15 @@ class Optimizers:
                 _, index, key = full_name.split(".", 2)
                 state.setdefault(int(index), {})[key] = flat[full_name]
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def muon_matrices(model: nn.Module) -> list[str]:
+    """Names of the weights of linear maps between features, however deep in a layer of several mixers; in order."""
+    return [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not SCORES & set(path.split("."))
+    ]
 
 
 def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
