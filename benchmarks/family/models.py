@@ -44,7 +44,10 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A model of the table: its pattern (repeated over the layers) and settings that differ from the defaults."""
+    """A model of the table: its pattern (repeated over the layers) and settings that differ from the defaults.
+
+    Two of them go by the size: `slots_factor` multiplies its slots, of which one in `upper_part` is of the upper level.
+    """
 
     label: str
     group: str
@@ -62,7 +65,11 @@ ENTRIES = {
     "simple": Entry("Simple (softmax router, top k)", OURS, "N"),
     "pulse": Entry("PULSE (sigmoid router)", OURS, "N", SIGMOID),
     "pulse-wide": Entry("PULSE, twice the slots", OURS, "N", SIGMOID | {"slots_factor": 2}),
+    "direct": Entry("PULSE, direct projector", OURS, "N", SIGMOID | {"projector": "direct"}),
+    "hybrid-projector": Entry("PULSE, hybrid projector", OURS, "N", SIGMOID | {"projector": "hybrid"}),
     "communicating": Entry("Simple, communicating", OURS, "NNNC"),
+    "two-level": Entry("Simple, two levels", OURS, "NNNC", {"upper_part": 4}),
+    "allocation": Entry("PULSE, slots that come and go", OURS, "N", SIGMOID | {"allocation": True, "start_slots": 8}),
     "gru": Entry("Simple, GRU gate", OURS, "G", {"gate": "gru"}),
     "lstm-gate": Entry("Simple, LSTM gate", OURS, "G", {"gate": "lstm"}),
     "free-gate": Entry("Simple, free gates", OURS, "G", {"gate": "free"}),
@@ -107,6 +114,8 @@ def _config(name: str, size: Size, context: int, mlp_hidden: int) -> ModelConfig
     entry = ENTRIES[name]
     fields = dict(entry.fields)
     slots = size.num_memory_slots * fields.pop("slots_factor", 1)
+    if "upper_part" in fields:
+        fields["upper_slots"] = slots // fields.pop("upper_part")
     is_dense = fields.get("router") == "sigmoid"
     return ModelConfig(
         layer_pattern=entry.layer_pattern,

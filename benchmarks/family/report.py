@@ -16,6 +16,7 @@ Cells = dict[str, dict[str, Row]]
 
 FEW_STATES = 4096  # tokens from which a second exponent is fitted: below, calls take as long as their launches
 CHARTS = {
+    "slots": ("pulse", "direct", "hybrid-projector", "allocation", "communicating", "two-level"),
     "ours": ("simple", "gru", "communicating", "hybrid", "advanced-hybrid", "sequential-hybrid", "memory-augmented"),
     "attention": ("pulse", "hybrid", "sliding-window", "transformer", "linformer", "performer"),
     "recurrent": ("pulse", "linear-recurrence", "lstm", "rwkv7", "mamba2", "s4d", "s5"),

@@ -17,7 +17,8 @@ from benchmarks.family.fit import fit_exponent
 from benchmarks.family.models import ENTRIES, SIZES, config_of, count_parameters, known_models
 from benchmarks.family.page import put_on_page
 from benchmarks.family.quality import TEXT, read_text, train_and_measure
-from benchmarks.family.report import write_report
+from benchmarks.family.report import CHARTS, write_report
+from nsm_core.config import GATES, PROJECTORS, ROUTERS
 from nsm_core.model.registry import MIXERS
 
 CPU = torch.device("cpu")
@@ -42,6 +43,17 @@ def test_models_have_nearly_equal_numbers_of_parameters(size: str) -> None:
     wanted = SIZES[size].num_parameters
     counts = {name: count_parameters(config_of(name, SIZES[size], 512)) for name in known_models()}
     assert {name: count for name, count in counts.items() if abs(count - wanted) > 0.03 * wanted} == {}
+
+
+def test_every_way_to_read_and_to_keep_slots_has_its_row() -> None:
+    configs = {name: config_of(name, SIZES["tiny"], 512) for name in known_models()}
+    assert {config.projector for config in configs.values()} == set(PROJECTORS)
+    assert {config.gate for config in configs.values() if "G" in config.layer_pattern} == set(GATES)
+    assert {config.router for config in configs.values()} == set(ROUTERS)
+    assert configs["two-level"].upper_slots == 4  # of 16
+    assert configs["allocation"].allocation
+    slots = {name: set(config.layer_pattern) <= {"N", "C"} for name, config in configs.items()}
+    assert set(CHARTS["slots"]) <= {name for name, has_slots in slots.items() if has_slots}
 
 
 def test_products_are_counted_from_their_shapes() -> None:
