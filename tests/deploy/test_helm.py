@@ -262,7 +262,7 @@ def documented_metrics() -> set[str]:
 def test_gateways_are_scaled_by_metrics_that_exist() -> None:
     scaler = one("external-redis", "HorizontalPodAutoscaler")["spec"]
     targets = {item["pods"]["metric"]["name"]: item["pods"]["target"]["averageValue"] for item in scaler["metrics"]}
-    assert targets == {"nsm_num_requests_waiting": "2", "nsm_num_requests_running": "24000m"}  # 75 % of 32 slots
+    assert targets == {"nsm_num_requests_waiting": "2", "nsm_num_requests_running": "3200m"}  # 10 % of 32 slots
     triggers = one("everything", "ScaledObject")["spec"]["triggers"]
     named = {name for trigger in triggers for name in re.findall(r"nsm_\w+", trigger["metadata"]["query"])}
     assert named == {"nsm_num_requests_waiting", "nsm_num_requests_running", "nsm_max_slots"}

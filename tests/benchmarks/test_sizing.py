@@ -1,0 +1,153 @@
+"""How much so many sessions need: the simulation against queueing theory, the arithmetic against what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sizing
+from benchmarks.sizing import SPEEDS, Wish, find_servers, memory_shards, percentile, session_bytes, store_bytes
+from benchmarks.sizing_fleet import Fleet, Outcome, Speed, TurnSize, conversations_of
+from loadtests.arrivals import TraceRow
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# A processor that serves 100 tokens/s, however many share it
+PLAIN = Speed(slots=1_000, read=100.0, decode=((1, 100.0),), token_s=0.0, turn_s=0.0)
+
+
+def poisson(rate: float, count: int, tokens: int) -> list[TraceRow]:
+    rng = random.Random(1)
+    times = itertools.accumulate(rng.expovariate(rate) for _ in range(count))
+    return [TraceRow(at_s, tokens, tokens, number) for number, at_s in enumerate(times)]
+
+
+def run(speed: Speed, *, servers: int = 1, rate: float = 1.0, seconds: float = 5_000.0, seed: int = 0) -> Outcome:
+    """Turns of half a second of a server, half of it to read."""
+    fleet = Fleet(poisson(1.0, 2_000, 25), speed, servers=servers, turn_rate=rate, seed=seed)
+    return fleet.run(warm_up_s=100.0, measured_s=seconds)
+
+
+def last_line(name: str) -> str:
+    return (RESULTS / name).read_text().splitlines()[-1]
+
+
+def test_a_shared_processor_holds_as_many_requests_as_theory_says() -> None:
+    """M/G/1 with processor sharing: load / (1 - load) on average, whatever the lengths."""
+    outcome = run(PLAIN)
+    assert outcome.turns == pytest.approx(5_000, rel=0.05)
+    assert statistics.fmean(outcome.running) == pytest.approx(1.0, rel=0.15)
+    assert max(outcome.waits_s) == 0.0
+
+
+def test_who_finds_no_slot_waits_in_order_and_the_mean_is_that_of_theory() -> None:
+    """M/D/1 with one slot: load / (1 - load) / 2 turns' time of waiting."""
+    outcome = run(dataclasses.replace(PLAIN, slots=1))
+    assert statistics.fmean(outcome.waits_s) == pytest.approx(0.25, rel=0.15)
+    assert max(outcome.running) == 1
+
+
+def test_more_servers_carry_more_turns_alike() -> None:
+    one, four = run(PLAIN, seconds=2_000), run(PLAIN, servers=4, rate=4.0, seconds=2_000)
+    assert four.turns == pytest.approx(4 * one.turns, rel=0.05)
+    assert statistics.fmean(four.first_tokens_s) < statistics.fmean(one.first_tokens_s)  # a circle evens arrivals out
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
+    first = run(PLAIN, seconds=200)
+    assert run(PLAIN, seconds=200) == first
+    assert run(PLAIN, seconds=200, seed=1) != first
+
+
+def test_a_later_turn_brings_what_is_new_and_comes_after_its_pause() -> None:
+    rows = [TraceRow(0.0, 100, 20, 7), TraceRow(5.0, 30, 10, 8), TraceRow(60.0, 150, 5, 7)]
+    assert conversations_of(rows) == [[TurnSize(100, 20, 0.0), TurnSize(30, 5, 60.0)], [TurnSize(30, 10, 0.0)]]
+    # one conversation at a time, far apart: its second turn is alone on the server too
+    fleet = Fleet([*rows[::2], TraceRow(90.0, 100, 20, 7)], PLAIN, servers=1, turn_rate=0.003, seed=0)
+    outcome = fleet.run(warm_up_s=0.0, measured_s=5_000)
+    assert {round(time_s, 3) for time_s in outcome.first_tokens_s} == {1.0, 0.3, 0.01}
+
+
+def test_speed_is_what_was_measured_and_between_it_a_straight_line() -> None:
+    speed = dataclasses.replace(PLAIN, decode=((1, 100.0), (3, 200.0)))
+    assert [round(n * speed.tokens_per_s(n)) for n in (1, 2, 3, 30)] == [100, 150, 200, 200]
+    slowed = dataclasses.replace(speed, token_s=0.01)
+    assert slowed.tokens_per_s(1) == pytest.approx(50.0)
+    assert slowed.alone_s(TurnSize(50, 10, 0.0)) == pytest.approx(0.5 + 10 * (0.005 + 0.01))
+
+
+def test_percentiles() -> None:
+    assert [percentile([3, 1, 2, 4], p) for p in (25, 50, 99, 100)] == [1, 2, 4, 4]
+
+
+def test_the_fleet_that_is_found_keeps_the_objective_and_is_not_idle() -> None:
+    wish = Wish(min_turns=200, warm_up_s=20.0, measured_s=60.0, max_servers=8)
+    rows = poisson(1.0, 500, 25)
+    tight = find_servers(rows, PLAIN, 4.0, 0.4, wish)
+    loose = find_servers(rows, PLAIN, 4.0, 5.0, wish)
+    assert tight.first_token_p95_s <= 0.4
+    assert tight.servers > loose.servers >= 3  # 2 servers' time and a tenth
+    assert tight.busy == pytest.approx(2.0 / tight.servers)
+
+
+def test_memory_is_sessions_times_what_one_took() -> None:
+    assert session_bytes("fp32", 2) == pytest.approx(3_780_616 * 3.01)
+    assert memory_shards(10_000_000, "fp32", 2, 64) == 2_208
+    assert memory_shards(10_000_000, "int8", 0, 64) == 272
+    assert memory_shards(1, "int8", 0, 64) == 1
+
+
+def test_a_turn_reads_its_snapshot_and_writes_it_with_log_and_older_one() -> None:
+    rows = [TraceRow(0.0, 200, 55, 0), TraceRow(1.0, 200, 56, 1)]  # 255 tokens, and 256
+    read, written = store_bytes(rows, "fp32", 2)
+    assert read == 3_780_616
+    assert written == pytest.approx(3_780_616 * (1 + 0.838 / 2) + 4 * 255.5)
+    assert store_bytes(rows, "fp32", 0)[1] == pytest.approx(3_780_616 + 4 * 255.5)
+
+
+def test_sizes_are_those_that_were_measured() -> None:
+    text = (RESULTS / "state_dtype-cpu.txt").read_text()
+    assert f"a raw state has {sizing.RAW_STATE_BYTES} bytes" in text
+    for dtype in sizing.IN_REDIS:
+        once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+)", text, re.MULTILINE)
+        assert once is not None
+        assert (float(once[1]), float(once[2])) == (sizing.STORED[dtype], sizing.PACKED[dtype])
+        kept = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)
+        assert tuple(map(float, kept)) == sizing.IN_REDIS[dtype]
+
+
+def test_speeds_are_those_that_were_measured() -> None:
+    (native,) = (one for one in json.loads(last_line("engine-cpu.txt"))["runs"] if one["executor"] == "native")
+    rates = {row["what"]: row["tokens"] / row["cpu_ms"] * 1000 for row in native["rows"]}
+    for count, rate in SPEEDS["cpu core"].decode:
+        assert rate == pytest.approx(rates[f"decode 32 tokens, batch {count}"], abs=1.0)
+    assert SPEEDS["cpu core"].read == pytest.approx(rates["read 512 tokens"], abs=1.0)
+    paced = re.search(r"^paced +sessions +this +([\d.]+)", (RESULTS / "gateway_cost-cpu.txt").read_text(), re.MULTILINE)
+    assert paced is not None
+    assert SPEEDS["cpu core"].token_s == pytest.approx(float(paced[1]) * 1e-6)
+    lines = [json.loads(line) for line in (RESULTS / "gpu_decode-h200.txt").read_text().splitlines()]
+    engine = [line for line in lines if line.get("part") == "engine" and line.get("temperature") == 0.0]
+    assert SPEEDS["h200"].decode == tuple((line["batch"], float(line["tokens_per_s"])) for line in engine[-3:])
+
+
+def test_the_results_are_those_of_today() -> None:
+    """Small rows of benchmarks/results/sizing.txt; otherwise write it anew: `python -m benchmarks.sizing`."""
+    kept = json.loads(last_line("sizing.txt"))
+    assert kept["wish"] == dataclasses.asdict(Wish())
+    for row in kept["rows"]:
+        if row["sessions"] <= 100_000 and row["workload"] == "azure":
+            assert sizing.size(row["workload"], row["machine"], row["sessions"], Wish()) == pytest.approx(row)
+
+
+def test_the_page_shows_these_results() -> None:
+    results = (RESULTS / "sizing.txt").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "sizing.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    assert [block for block in blocks if block.strip() not in results] == []
