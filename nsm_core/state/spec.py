@@ -59,7 +59,7 @@ class StateSpec:
         parts = []
         for spec in self.tensors:
             tensor = state[spec.name][row].detach().to(device="cpu", dtype=spec.dtype).contiguous()
-            parts.append(tensor.numpy().astype(_NUMPY_DTYPES[spec.dtype], copy=False).tobytes())
+            parts.append(tensor.numpy().astype(_NUMPY_DTYPES[spec.dtype], copy=False).data)  # `join` copies, once
         return b"".join(parts)
 
     def read_position(self, raw: bytes) -> int:

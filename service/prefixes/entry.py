@@ -51,7 +51,8 @@ def encode_entry(
         parent=0,
         created_at=created_at,
     )
-    return (len(raw_ids) // ID_BYTES).to_bytes(COUNT_BYTES, "little") + raw_ids + Snapshot(header, state).encode()
+    count = (len(raw_ids) // ID_BYTES).to_bytes(COUNT_BYTES, "little")
+    return b"".join((count, raw_ids, *Snapshot(header, state).encode_parts()))
 
 
 def decode_entry(
@@ -66,7 +67,7 @@ def decode_entry(
     count = int.from_bytes(entry[:COUNT_BYTES], "little")
     if count != key.position or entry[COUNT_BYTES:ids_end] != raw_ids:
         raise SnapshotCorrupt("the prefix stored under this digest has other ids")
-    snapshot = Snapshot.decode(entry[ids_end:])
+    snapshot = Snapshot.decode(memoryview(entry)[ids_end:])
     header = snapshot.header
     expected = {
         "tenant": tenant,

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,13 +26,15 @@ from nsm_core.state.snapshot import (
     SnapshotHeader,
     TensorLayout,
     parse_layout,
+    verify,
 )
 
 LAYOUT = (TensorLayout("layers.0.slots", (1, 2, 2), "float32"), TensorLayout("position", (), "int64"))
 STATE = bytes(range(24))
+OLD_FILE = Path(__file__).with_name("old_snapshots.json")  # by format version, in base64
 
 GOLDEN = (
-    b"NSMSNAP\x00\x01\x00\x00\x00\x9a\x01\x00\x00\x18\x00\x00\x00\x00\x00\x00\x00"
+    b"NSMSNAP\x00\x09\x00\x00\x00\x9a\x01\x00\x00\x18\x00\x00\x00\x00\x00\x00\x00"
     b'{"created_at":1700000000.5,"layout":[{"dtype":"float32","name":"layers.0.slots","shape":[1,2,2]},'
     b'{"dtype":"int64","name":"position","shape":[]}],"model_fingerprint":"m1","numerics":"cpu-fp32","parent":2,'
     b'"pending_id":7,"position":41,"sampler":{"generated_counts":[[7,2],[260,1]],"seed":18446744073709551615},'
@@ -56,10 +61,14 @@ def make_header(**changes: Any) -> SnapshotHeader:
     return SnapshotHeader(**{**fields, **changes})
 
 
-def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", version: int = 1) -> bytes:
+def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", version: int = 9) -> bytes:
     """What a faulty writer could have written: any header, with a checksum that fits."""
     body = magic + struct.pack("<IIQ", version, len(header), len(state)) + header + state
-    return body + hashlib.blake2b(body, digest_size=32).digest()
+    return body + (hashlib.blake2b(body, digest_size=32).digest() if version < 9 else xxh3(body))
+
+
+def xxh3(body: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(body) + bytes(16)
 
 
 def header_json(**changes: Any) -> bytes:
@@ -69,7 +78,47 @@ def header_json(**changes: Any) -> bytes:
 
 def test_the_byte_format_is_this_one() -> None:
     encoded = Snapshot(make_header(), STATE).encode()
-    assert encoded == GOLDEN + bytes.fromhex("cf8a5c3e64760441fcb3ee3ea246faab4a438c8b545bf522e549bea9d2c35f0c")
+    assert encoded == GOLDEN + bytes.fromhex("204a2a8f513ad888c76a12698e369767") + bytes(16)
+
+
+OLD = {int(version): base64.b64decode(raw) for version, raw in json.loads(OLD_FILE.read_text()).items()}
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_snapshots_of_older_formats_are_read_by_the_checksum_of_their_own(version: int) -> None:
+    """Bytes of a build from before XXH3: position 41, two slots of sixteen equal numbers each."""
+    raw = OLD[version]
+    snapshot = Snapshot.decode(raw)
+    header, is_rounded = snapshot.header, (version - 1) & 2
+    assert raw[8] == version
+    assert (header.position, header.energy_joules) == (41, 12.25 if (version - 1) & 4 else 0.0)
+    assert header.stored_dtype == header.rounded_to == ("int8" if is_rounded else "float32")
+    numbers = np.frombuffer(snapshot.state, "<f4", offset=8)
+    np.testing.assert_allclose(numbers, np.repeat([1.0, -0.5], 16), atol=1e-3 if is_rounded else 0.0)
+    again = snapshot.encode(is_packed=bool((version - 1) & 1))
+    assert (again[8], again[24:-32]) == (version + 8, raw[24:-32])  # nothing but the checksum is another
+    assert Snapshot.decode(again) == snapshot
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_an_older_snapshot_is_not_helped_by_the_newer_checksum(version: int) -> None:
+    raw = OLD[version]
+    for index in range(len(raw)):
+        with pytest.raises(SnapshotCorrupt):
+            verify(raw[:index] + bytes((raw[index] ^ 1 << index % 8,)) + raw[index + 1 :])
+    for other in (raw[:-32] + xxh3(raw[:-32]), raw[:8] + bytes((version + 8,)) + raw[9:]):
+        with pytest.raises(SnapshotCorrupt, match="checksum"):
+            verify(other)
+
+
+def test_parts_are_the_whole_and_a_view_is_as_good_as_bytes() -> None:
+    snapshot = Snapshot(make_header(), STATE)
+    raw = snapshot.encode()
+    assert b"".join(snapshot.encode_parts()) == raw
+    framed = memoryview(b"before" + raw)[len(b"before") :]
+    decoded = Snapshot.decode(framed)
+    assert decoded == snapshot
+    assert isinstance(decoded.state, bytes)
 
 
 def test_decode_gives_back_what_was_encoded() -> None:
@@ -138,7 +187,7 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=9), "format version 9, this build reads up to 8"),
+        (seal(header_json(), version=17), "format version 17, this build reads up to 16"),
         (seal(header_json(), version=0), "format version 0"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),
@@ -158,21 +207,21 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
             "stored_dtype 'bfloat16', this build reads float32, float16, int8",
         ),
         (seal(header_json(stored_dtype=[])), "stored_dtype"),
-        (seal(header_json(stored_dtype="int8"), version=3), "a state in int8 that was rounded to float32"),
+        (seal(header_json(stored_dtype="int8"), version=11), "a state in int8 that was rounded to float32"),
         (
-            seal(header_json(stored_dtype="int8", rounded_to="float16"), version=3),
+            seal(header_json(stored_dtype="int8", rounded_to="float16"), version=11),
             "in int8 that was rounded to float16",
         ),
         (seal(header_json(rounded_to="float32")), "canonical"),
         (seal(header_json(rounded_to=4)), "rounded_to 4"),
-        (seal(header_json(rounded_to="int8")), "rounded to int8 in format version 1"),
-        (seal(header_json(), version=3), "rounded to float32 in format version 3"),
-        (seal(header_json(), version=5), "cost 0 J in format version 5"),
-        (seal(header_json(energy_joules=2.5)), "cost 2.5 J in format version 1"),
+        (seal(header_json(rounded_to="int8")), "rounded to int8 in format version 9"),
+        (seal(header_json(), version=11), "rounded to float32 in format version 11"),
+        (seal(header_json(), version=13), "cost 0 J in format version 13"),
+        (seal(header_json(energy_joules=2.5)), "cost 2.5 J in format version 9"),
         (seal(header_json(energy_joules=0.0)), "canonical"),
-        (seal(header_json(energy_joules=-1.0), version=5), "energy -1.0"),
-        (seal(header_json(energy_joules=1), version=5), "energy 1"),
-        (seal(header_json(stored_dtype="float16", rounded_to="float16"), version=3), "has 16 bytes, the state 24"),
+        (seal(header_json(energy_joules=-1.0), version=13), "energy -1.0"),
+        (seal(header_json(energy_joules=1), version=13), "energy 1"),
+        (seal(header_json(stored_dtype="float16", rounded_to="float16"), version=11), "has 16 bytes, the state 24"),
         (seal(header_json(created_at=-1.0)), "date"),
         (seal(header_json(layout={})), "layout"),
         (seal(header_json(layout=[["position", [], "int64"]])), "layout"),
@@ -216,7 +265,7 @@ def test_a_packed_snapshot_gives_back_the_same_state_from_fewer_bytes() -> None:
     packed = snapshot.encode(is_packed=True)
     assert len(packed) < 0.8 * len(snapshot.encode())
     assert Snapshot.decode(packed) == snapshot
-    assert packed[8] == 2
+    assert packed[8] == 10
     for index in range(0, len(packed), 97):
         with pytest.raises(SnapshotCorrupt):
             Snapshot.decode(packed[:index] + bytes((packed[index] ^ 1,)) + packed[index + 1 :])
@@ -266,7 +315,7 @@ def rounded_snapshot(dtype: str, *, scale: float = 1.0) -> Snapshot:
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str, is_packed: bool) -> None:
     raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
-    assert raw[8] == (1 if dtype == "float32" else 3) + is_packed
+    assert raw[8] == (9 if dtype == "float32" else 11) + is_packed
     snapshot = Snapshot.decode(raw)
     assert snapshot.header == make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
     assert snapshot.encode(is_packed=is_packed) == raw
@@ -297,14 +346,14 @@ def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str, is_pack
             Snapshot.decode(raw[:length])
 
 
-@given(st.sampled_from(LOSSY), st.integers(1, 4), st.binary(max_size=1200))
+@given(st.sampled_from(LOSSY), st.integers(1, 12), st.binary(max_size=1200))
 def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, version: int, state: bytes) -> None:
     header = make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
     try:
         snapshot = Snapshot.decode(seal(header.to_json(), state, version=version))
     except SnapshotCorrupt:
         return
-    assert version in (3, 4)
+    assert version in (3, 4, 11, 12)
     assert len(snapshot.state) == header.state_bytes
 
 
@@ -320,5 +369,5 @@ def test_a_state_that_was_rounded_once_says_so_in_whatever_dtype_it_is_stored_la
     snapshot = dataclasses.replace(rounded_snapshot("int8"), header=make_header(layout=SLOTS, rounded_to="int8"))
     for is_packed in (False, True):
         raw = snapshot.encode(is_packed=is_packed)
-        assert raw[8] == 3 + is_packed
+        assert raw[8] == 11 + is_packed
         assert Snapshot.decode(raw) == snapshot
