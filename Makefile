@@ -11,6 +11,7 @@ LOCK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+AUDIT := $(BIN)/uv tool run pip-audit==2.10.1 --strict --no-deps --disable-pip
 READY := $(VENV)/.ready-torch-$(TORCH_VERSION)
 NATIVE := $(wildcard nsm_core/execution/native/src/*) nsm_core/execution/native/build.py
 PYTEST := $(BIN)/python -m pytest
@@ -75,6 +76,11 @@ lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LO
 		--custom-compile-command 'make lock' --quiet --output-file requirements.lock $(LOCK_ARGS)
 	@sed -i.old "s/^\(triton==[^ ]*\) /\1 ; sys_platform == 'linux' /" requirements.lock && rm requirements.lock.old
 	@deploy/image/lock $(BIN)/uv "$(TORCH_VERSION)"
+
+.PHONY: audit
+audit: $(READY)  ## hold the locked packages against known advisories; asks pypi.org
+	$(AUDIT) --requirement requirements.lock --require-hashes
+	echo 'torch==$(TORCH_VERSION)' | $(AUDIT) --requirement /dev/stdin
 
 .PHONY: triton
 triton: $(READY)  ## install the Triton server of `nsm triton serve` into .venv/triton
