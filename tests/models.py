@@ -59,9 +59,9 @@ class RandomModel(NsmModel):
         return torch.nn.functional.linear(hidden, self.head)
 
 
-def save_small_model(directory: Path, tokenizer: Tokenizer, *, seed: int = 0) -> Path:
+def save_small_model(directory: Path, tokenizer: Tokenizer, *, seed: int = 0, **changes: Any) -> Path:
     """A model directory, as servers load it."""
-    model = random_model(small_config(tokenizer.vocab_size), seed=seed)
+    model = random_model(small_config(tokenizer.vocab_size, **changes), seed=seed)
     save_model(model, tokenizer, directory, WeightFormat.FP32)
     return directory
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.allocation import AllocationRule, SlotUse, Tokens, follow
-from nsm_core.model.boundaries import Piece, pieces
+from nsm_core.model.boundaries import Piece, may_be_any, pieces
 from nsm_core.model.communicating import Communication
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.segments import Segments, first_tokens
@@ -111,10 +111,10 @@ class AllocatingMixer(PulseMixer):
         write = -torch.expm1(self.router(x, active=use.mask))
         token["read_bias"] = _masked(token.get("read_bias"), use.mask, write)
         out, slots, read = slot_step_with_reads(**token, write=write, scale=self.scale, state=state["slots"])
-        counted = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+        counted = torch.ones(x.shape[0], 1, dtype=torch.bool, device=x.device)
         use = follow(use, Tokens(write[:, None], read[:, None], counted), use.mask)
         is_boundary = (positions + 1) % self.interval == 0
-        if is_boundary.is_cuda or bool(is_boundary.any()):
+        if may_be_any(is_boundary):
             slots, use = self._cross(slots, use, is_boundary, Segments(positions[:, None]))
         return self._output(out, gate[:, 0]), {"slots": slots, "conv_tail": tail, **use._asdict()}
 

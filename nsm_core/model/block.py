@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.segments import Segments
+from nsm_core.spans import span, spanned
 from nsm_core.state.spec import State
 
 
@@ -21,6 +22,7 @@ class SwiGlu(nn.Module):
         nn.init.normal_(self.up.weight, std=d_model**-0.5)
         nn.init.zeros_(self.down.weight)
 
+    @spanned("feed_forward")
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, dim=-1)
         out: Tensor = self.down(F.silu(gate) * value)
@@ -39,11 +41,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        mixed, state = self.mixer(self.mixer_norm(x), state, segments)
+        with span("mixer"):
+            mixed, state = self.mixer(self.mixer_norm(x), state, segments)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
-        mixed, state = self.mixer.step(self.mixer_norm(x), state, positions)
+        with span("mixer"):
+            mixed, state = self.mixer.step(self.mixer_norm(x), state, positions)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state

@@ -12,6 +12,11 @@ from nsm_core.model.segments import Segments
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 
+def may_be_any(rows: Tensor) -> bool:
+    """Whether any of rows [B] bool may be set; on a GPU nobody waits for the answer, and an exported graph has none."""
+    return rows.is_cuda or torch.compiler.is_exporting() or bool(rows.any())
+
+
 class Piece(NamedTuple):
     """Some tokens of a batch, with at most one boundary in each row.
 
@@ -26,8 +31,8 @@ class Piece(NamedTuple):
 
     @property
     def may_have_boundary(self) -> bool:
-        """Whether any row may have one; on a GPU nobody waits for the answer."""
-        return self.has_boundary.is_cuda or bool(self.has_boundary.any())
+        """See `may_be_any`."""
+        return may_be_any(self.has_boundary)
 
     def starts(self, mask: Tensor) -> Tensor | None:
         """[B, T/CHUNK_LEN] bool: texts that start at a token of the mask [B,T]; None where none starts."""

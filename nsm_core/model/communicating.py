@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.boundaries import Piece, pieces
+from nsm_core.model.boundaries import Piece, may_be_any, pieces
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import NEVER, build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
+from nsm_core.spans import spanned
 from nsm_core.state.spec import State
 
 KEY_WIDTH = 32  # of the projections that slots compare each other by
@@ -41,6 +42,7 @@ class Communication(nn.Module):
         self.num_upper = config.upper_slots
         self.upper_share = nn.Parameter(torch.full((heads,), START)) if self.num_upper else None
 
+    @spanned("communication")
     def forward(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
         """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all)."""
         with torch.autocast(slots.device.type, enabled=False):
@@ -130,7 +132,7 @@ class CommunicatingMixer(PulseMixer):
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         out, new_state = super().step(x, state, positions)
         is_boundary = ((positions + 1) % self.interval == 0)[:, None, None, None]
-        if is_boundary.is_cuda or bool(is_boundary.any()):
+        if may_be_any(is_boundary):
             slots = new_state["slots"]
             new_state["slots"] = torch.where(is_boundary, self.communication(slots), slots)
         return out, new_state

@@ -11,6 +11,7 @@ from nsm_core.model.block import Block
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.registry import build_mixers
 from nsm_core.model.segments import Segments, token_positions
+from nsm_core.spans import spanned
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 
 # A long prompt is read in pieces of this many tokens: activations stay bounded whatever its length.
@@ -82,6 +83,7 @@ class NsmModel(nn.Module):
             start += piece.shape[1]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)), state
 
+    @spanned("model")
     def read(
         self,
         ids: Tensor,
@@ -107,6 +109,7 @@ class NsmModel(nn.Module):
             new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
         return self.final_norm(x), new_state
 
+    @spanned("model")
     def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
         """One token a row: ids [B] -> hidden [B,d] and the new state."""
         x = self.embedding(ids) * self.config.d_model**0.5
@@ -116,6 +119,7 @@ class NsmModel(nn.Module):
             new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
         return self.final_norm(x), new_state
 
+    @spanned("head")
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., d] -> logits [..., V] in fp32."""
         return nn.functional.linear(hidden, self.embedding.weight).float()

@@ -47,16 +47,19 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
+def is_rounded(name: str, value: Tensor) -> bool:
+    """Whether int8 files hold this weight as int8."""
+    return value.ndim >= 2 and "conv." not in name and not any(part in name for part in SENSITIVE)
+
+
 def _encode(name: str, value: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     value = value.detach().cpu().float().contiguous()
     if form is WeightFormat.FP32 or value.ndim < 2:
         return {name: value}
     if form is WeightFormat.BF16:
         return {name: value.to(torch.bfloat16)}
-    if any(part in name for part in SENSITIVE):
-        return {name: value.half()}
-    if "conv." in name:
-        return {name: value}
+    if not is_rounded(name, value):
+        return {name: value if "conv." in name else value.half()}
     quantized, scale = quantize_rows(value)
     return {name: quantized, name + SCALE_SUFFIX: scale}
 

@@ -12,6 +12,7 @@ import typer
 from service.cli import bench, keys, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
+from service.cli.export import export
 from service.cli.generate import generate
 from service.cli.group import Commands
 from service.cli.info import info
@@ -58,6 +59,7 @@ app.add_typer(bench.app, name="bench")
 app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
 app.command()(inspect)
+app.command()(export)
 app.command()(top)
 app.command()(info)
 

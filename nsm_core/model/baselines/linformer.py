@@ -104,7 +104,7 @@ class Linformer(Baseline):
         age = first[..., None] + here[:, None] - kept[:, None]
         of_ring = (kept >= 0)[:, None] & (age <= self.num_blocks)
         lag = here[:, None] - here
-        of_call = ((lag > 0) & (lag <= self.num_blocks)).expand(len(first), n, n)
+        of_call = ((lag > 0) & (lag <= self.num_blocks)).expand(first.shape[0], n, n)
         if segments.reset is not None:
             document = documents_of(segments.reset)[:, ::BLOCK_LEN]
             of_ring = of_ring & (document == 0)[..., None]

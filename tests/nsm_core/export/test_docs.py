@@ -1,0 +1,55 @@
+"""The programs of docs/export.md, as they stand there, where neither this package nor torch can be imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsm_core.export.write import export_model
+from nsm_core.model.loader import load_checkpoint
+
+DOCS = Path(__file__).parents[3] / "docs" / "export.md"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['nsm_core'] = None\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("exported") / "pulse"
+    export_model(load_checkpoint(Path("pulse-books-small")), target, "onnx")
+    return target
+
+
+def run(program: str, folder: Path) -> str:
+    command = [sys.executable, "-c", WITHOUT_TORCH + program]
+    return subprocess.run(command, cwd=folder, capture_output=True, check=True, text=True, timeout=100).stdout
+
+
+def programs() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
+
+
+def test_the_example_writes_what_the_model_writes(folder: Path) -> None:
+    loaded = load_checkpoint(Path("pulse-books-small"))
+    model, state, text = loaded.model, loaded.model.initial_state(1), []
+    prompt = [loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode("It was a bright morning")]
+    for index in range(len(prompt) + 24):
+        token = prompt[index] if index < len(prompt) else text[-1]
+        hidden, state = model.step(torch.tensor([token]), state)
+        if index >= len(prompt) - 1:
+            text.append(int(model.logits(hidden).argmax()))
+    assert run(programs()[0], folder) == loaded.tokenizer.decode(text[:24]) + "\n"
+
+
+def test_trtexecs_command_names_every_input_at_three_batch_sizes(folder: Path) -> None:
+    command = run(programs()[1], folder)
+    spec = load_checkpoint(Path("pulse-books-small")).model.state_spec
+    for option, rows in (("min", 1), ("opt", 32), ("max", 256)):
+        (given,) = re.findall(rf"--{option}Shapes=(\S+)", command)
+        wanted = {"ids": [rows], **{tensor.name: [rows, *tensor.shape] for tensor in spec.tensors}}
+        shapes = dict(part.split(":") for part in given.split(","))
+        assert {name: [int(size) for size in shape.split("x")] for name, shape in shapes.items()} == wanted
