@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.helm.write import CHART, FOLDER, NAMESPACE, PARAMETER, SCHEMA, helm, render, render_path
+from deploy.helm.write import CHART, FOLDER, NAMESPACE, PARAMETER, RELEASE, SCHEMA, helm, render, render_path
 from service.app import create_app
 from service.sessions.memory import MemorySessionStore
 from service.settings import ENV_PREFIX, Settings, refuse_unknown_variables
@@ -30,6 +31,14 @@ def test_lint_finds_nothing() -> None:
 def test_renders_are_those_of_the_repository(example: str) -> None:
     """Otherwise look at what changed, and write them anew: `python -m deploy.helm.write`."""
     assert render(FOLDER / "examples" / f"{example}.yaml") == render_path(example).read_text()
+
+
+def test_a_packaged_chart_has_the_files_that_it_links_to(tmp_path: Path) -> None:
+    helm("package", CHART, "--destination", tmp_path)
+    (package,) = tmp_path.glob("*.tgz")
+    values = FOLDER / "examples" / "everything.yaml"
+    rendered = helm("template", RELEASE, package, "--namespace", NAMESPACE, "--values", values)
+    assert rendered == render_path("everything").read_text()
 
 
 def test_there_is_an_example_of_every_kind_of_installation_and_none_is_left_over() -> None:

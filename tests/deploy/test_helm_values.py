@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.helm.write import OF_CHART, SCHEMA, render, schema_text
+from deploy.helm.write import OF_CHART, SCHEMA, objects, render, schema_text
 from service.settings import ENV_PREFIX, LOCAL_ENGINE, Settings
 
 
@@ -82,3 +82,12 @@ def test_every_object_of_the_schema_is_closed() -> None:
         return found + [name for key, value in node.items() for name in open_ones(value, f"{path}/{key}")]
 
     assert open_ones(schema, "") == []
+
+
+def test_an_annotation_of_ones_own_wins_over_the_charts(tmp_path: Path) -> None:
+    name = "nginx.ingress.kubernetes.io/proxy-body-size"
+    values = {"ingress": {"enabled": True, "host": "nsm.example.com", "annotations": {name: "1m"}}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    (ingress,) = (item for item in objects(render(tmp_path / "values.yaml")) if item["kind"] == "Ingress")
+    assert ingress["metadata"]["annotations"][name] == "1m"
+    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
