@@ -137,7 +137,9 @@ class FakeBackend:
         position = 0 if state is None else int.from_bytes(state[32:], "little")
         return StateReport(position=position, num_bytes=STATE_BYTES, layers=())
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
         return ()
 
     def is_ready(self) -> bool:

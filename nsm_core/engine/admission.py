@@ -81,12 +81,8 @@ class AdmissionCheck:
             )
 
     def _check_tier(self, request: GenerationRequest) -> None:
-        if request.num_states is None:
-            return
-        if request.num_states not in self.tiers:
+        if request.num_states is not None and request.num_states not in self.tiers:
             raise unknown_tier(request.num_states, self.tiers)
-        if request.include_routing:
-            raise InvalidRequest("include_routing is not supported with num_states", param="include_routing")
 
     def _check_resume(self, resume: Resume, num_states: int | None) -> None:
         own, spec = self.fingerprint, self.spec

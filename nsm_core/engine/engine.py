@@ -90,7 +90,7 @@ class Engine:
         self._cancelled: set[str] = set()
         self._with_deadline: set[str] = set()  # those of `_sequences` that have one
         self._failures = StepFailures()
-        self._watched = WatchedRequests(probe)
+        self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()})
         self._speculation = Speculation(config)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
@@ -178,7 +178,7 @@ class Engine:
         self._open(plan)
         self._accounts.begin(plan, self._running, self._whole_pool)
         started = time.monotonic()
-        routing = self._watched.look(plan, self._running, self._whole_pool)
+        routing = self._watched.look(plan, self._running, self._runner.slots)
         drafts = self._speculation.propose(plan, self._running)
         result = self._runner.run(plan, self._running, drafts)
         self._accounts.charge(plan, self._running, time.monotonic() - started, result.num_read)
@@ -280,7 +280,8 @@ class Engine:
             if step.holding_since is not None:
                 self._runner.take_back(slot, sequence)  # drafts may have been read past where the held text begins
             sequence.rewind_points.update(
-                num_fed=sequence.num_fed,
+                num_fed=index - 1,  # the token sampled last is not fed yet
+                num_read=sequence.num_fed,
                 holding_since=step.holding_since,
                 copy=lambda: self._runner.slots.pool(slot).copy(slot),
             )

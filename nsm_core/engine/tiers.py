@@ -6,15 +6,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from nsm_core.execution.base import Executor, ExecutorFactory, SequenceModel
+from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.state.pool import StatePool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineTier:
-    """One form: the model, and how it is computed. Its logits are those of the whole model for the same hidden."""
+    """One form: the model, and how it is computed. Its logits are those of the whole model for the same hidden.
+
+    `probe`: tells what its states do, to the requests that ask; None: to nobody.
+    """
 
     model: SequenceModel
     executor: ExecutorFactory
+    probe: RoutingProbe | None = None
 
 
 class TieredSlots:

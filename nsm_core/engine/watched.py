@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.probe import RoutingProbe
-from nsm_core.inspection.routing import TokenRouting
-from nsm_core.state.pool import StatePool
+from nsm_core.inspection.routing import LayerRouting, TokenRouting
 
 logger = logging.getLogger("nsm.engine")
 
@@ -19,16 +20,17 @@ logger = logging.getLogger("nsm.engine")
 class WatchedRequests:
     """Steps in which none of them takes part cost nothing but a look at a set."""
 
-    def __init__(self, probe: RoutingProbe | None) -> None:
-        """None: no request can be watched."""
-        self._probe = probe
+    def __init__(
+        self, probe: RoutingProbe | None, tiers: Mapping[int, RoutingProbe | None] = MappingProxyType({})
+    ) -> None:
+        """`probe`: of the whole model; `tiers`: of the model with fewer states. Without one no request is watched."""
+        self._probes = {None: probe} | dict(tiers)
         self._slots: set[int] = set()
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for one that cannot be watched."""
-        if self._probe is None or request.num_states is not None:
-            by = "this engine" if self._probe is None else f"the model with {request.num_states} states"
-            message = f"include_routing is not supported by {by}"
+        if self._probes.get(request.num_states) is None:
+            message = "include_routing is not supported by this engine"
             raise InvalidRequest(message, param="include_routing", code="unsupported_parameter")
 
     def add(self, slot: int, sequence: RunningSequence) -> None:
@@ -40,27 +42,33 @@ class WatchedRequests:
         """The request of this slot, watched or not, is over."""
         self._slots.discard(slot)
 
-    def look(self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool) -> dict[int, TokenRouting]:
+    def look(self, plan: Plan, running: Mapping[int, RunningSequence], slots: TieredSlots) -> dict[int, TokenRouting]:
         """Before a step: what will be done by the last token that each watched slot reads before it samples one.
 
-        Empty where that fails.
+        Where that fails nothing is told.
         """
-        if self._probe is None or not self._slots:
+        if not self._slots:
             return {}
         ids = {slot: running[slot].sampled[-1:] for slot in plan.decode if slot in self._slots}
         for chunk in plan.prefill:
             read_ids = running[chunk.slot].read_ids
             if chunk.slot in self._slots and chunk.start + chunk.length == len(read_ids):
                 ids[chunk.slot] = list(read_ids[chunk.start :])
-        if not ids:
-            return {}
-        slots = sorted(ids)
+        found: dict[int, TokenRouting] = {}
         try:
-            layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+            for executor, own in slots.split(sorted(ids)):
+                probe = self._probes[running[own[0]].request.num_states]
+                if probe is not None:
+                    layers = probe.look(executor.pool.gather(own), [ids[slot] for slot in own])
+                    found |= _told(own, layers, running)
         except Exception as error:  # the step itself does without: nobody's tokens are lost for a look at them
             logger.error("what the states do could not be told", exc_info=error)
-            return {}
-        return {
-            slot: TokenRouting(position=running[slot].position, layers=found)
-            for slot, found in zip(slots, layers, strict=True)
-        }
+        return found
+
+
+def _told(
+    slots: Sequence[int], layers: Sequence[tuple[LayerRouting, ...]], running: Mapping[int, RunningSequence]
+) -> dict[int, TokenRouting]:
+    return {
+        slot: TokenRouting(position=running[slot].position, layers=one) for slot, one in zip(slots, layers, strict=True)
+    }

@@ -92,8 +92,11 @@ class InferenceBackend(Protocol):
         """
         ...
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did.
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
+        """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did; with
+        `num_states` those of that smaller form of the model.
 
         Beside the engine, one such text at a time. Raises InvalidRequest, where it cannot be told at all too, and
         SnapshotCorrupt for bytes that are no state of this model.

@@ -60,16 +60,18 @@ class SmallerForm:
         layer: int | None = None,
         num_states: int | None = None,
     ) -> StateReport:
+        size = self._required(num_states)
+        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=size)
+
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids, num_states=self._required(num_states))
+
+    def _required(self, num_states: int | None) -> int:
         if num_states not in (None, self._num_states):
             raise InvalidRequest(f"num_states must be {self._num_states}, got {num_states}", param="num_states")
-        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=self._num_states)
-
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        raise InvalidRequest(
-            f"recent is not supported for a session with {self._num_states} states",
-            param="recent",
-            code="unsupported_parameter",
-        )
+        return self._num_states
 
     def is_ready(self) -> bool:
         return self._backend.is_ready()

@@ -21,6 +21,7 @@ from nsm_core.inspection.report import LayerReport
 from nsm_core.inspection.summary import summarise
 from nsm_core.inspection.twin import twin_of
 from nsm_core.model.loader import LoadedModel
+from nsm_core.model.nsm import NsmModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
@@ -64,7 +65,9 @@ class LocalBackend:
                 fingerprint=loaded.fingerprint,
                 config=config,
                 executor=chosen.factory,
-                tiers={size: EngineTier(tier.model, tier.factory) for size, tier in tiers.items()},
+                tiers={
+                    size: EngineTier(tier.model, tier.factory, RoutingProbe(tier.model)) for size, tier in tiers.items()
+                },
                 meter=meter,
                 observer=ModelObserver(chosen.model),
                 probe=RoutingProbe(chosen.model),
@@ -108,25 +111,30 @@ class LocalBackend:
         layer: int | None = None,
         num_states: int | None = None,
     ) -> StateReport:
-        model = self._served if num_states is None else self._forms[num_states]
+        model = self._form(num_states)
         return await asyncio.to_thread(
             lambda: inspect_state(model.state_spec, state, model.initial_state(1), detail=detail, layer=layer)
         )
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
         async with self._inspecting:
-            return await asyncio.to_thread(self._inspect_text, state, ids)
+            return await asyncio.to_thread(_inspect_text, self._form(num_states), state, ids)
 
-    def _inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        """By a twin of the model: the engine's thread runs the model itself meanwhile."""
-        start = None if state is None else self._served.state_spec.unpack(state)
-        device = self._served.embedding.weight.device
-        if start is not None:
-            start = {name: value.to(device) for name, value in start.items()}
-        return summarise(inspect(twin_of(self._served), ids, start))
+    def _form(self, num_states: int | None) -> NsmModel:
+        return self._served if num_states is None else self._forms[num_states]
 
     def is_ready(self) -> bool:
         return self._engine.is_ready()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+
+def _inspect_text(model: NsmModel, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    """By a twin of the model: the engine's thread runs the model itself meanwhile."""
+    start = None if state is None else model.state_spec.unpack(state)
+    if start is not None:
+        start = {name: value.to(model.embedding.weight.device) for name, value in start.items()}
+    return summarise(inspect(twin_of(model), ids, start))

@@ -113,7 +113,9 @@ class TritonBackend:
             raise unknown_tier(num_states, ())
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
         raise InvalidRequest(
             "recent is not supported with Triton servers", param="recent", code="unsupported_parameter"
         )

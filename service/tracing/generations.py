@@ -72,8 +72,10 @@ class TracedBackend:
     ) -> StateReport:
         return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=num_states)
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        return await self._backend.inspect_text(state, ids)
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids, num_states=num_states)
 
     def is_ready(self) -> bool:
         return self._backend.is_ready()

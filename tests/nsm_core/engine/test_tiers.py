@@ -88,8 +88,6 @@ def test_a_form_that_there_is_not_is_refused_by_name(engine: Engine, tiny_tokeni
     assert refusal.value.param == "num_states"
     with pytest.raises(InvalidRequest, match=r"\(none\), got 4"):
         make_engine(small_model(), tiny_tokenizer).check(on_tier(make_request(), 4))
-    with pytest.raises(InvalidRequest, match="include_routing"):
-        engine.check(dataclasses.replace(on_tier(make_request(), 4), include_routing=True))
 
 
 def test_stop_strings_take_a_small_state_back(engine: Engine, tiny_tokenizer: Tokenizer) -> None:

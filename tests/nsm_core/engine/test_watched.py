@@ -11,7 +11,7 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest, TokenEvent
-from nsm_core.engine.watched import WatchedRequests
+from nsm_core.engine.tiers import EngineTier
 from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory
 from nsm_core.execution.eager import EagerExecutor
@@ -19,6 +19,7 @@ from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.tiers import tier_model
 from nsm_core.tokenizer import Tokenizer
 from tests.models import random_model, small_config
 from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, run_all, run_one
@@ -106,10 +107,27 @@ def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer:
     assert not engine.has_work
 
 
-def test_a_request_on_fewer_states_is_not_told(model: NsmModel) -> None:
-    request = dataclasses.replace(watched(make_request("a")), num_states=4)
-    with pytest.raises(InvalidRequest, match="by the model with 4 states"):
-        WatchedRequests(RoutingProbe(model)).check(request)
+def test_requests_on_fewer_states_are_told_by_the_model_that_they_run_on(
+    model: NsmModel, tiny_tokenizer: Tokenizer
+) -> None:
+    """Beside one on all states, in the same steps."""
+    config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
+    small = tier_model(model, 4)
+    engine = Engine(
+        model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config, probe=RoutingProbe(model),
+        tiers={4: EngineTier(small, EagerExecutor, RoutingProbe(small)), 2: EngineTier(small, EagerExecutor)},
+    )  # fmt: skip
+    asks = watched(make_request("a", random_ids(1, 20)))
+    on_four = dataclasses.replace(asks, request_id="b", num_states=4)
+    got = run_all(engine, [asks, on_four])
+    assert [[layer.num_states for layer in layers] for layers in told(got["a"].tokens)] == [[8]] * 8
+    alone = run_one(engine_of(small, tiny_tokenizer), dataclasses.replace(asks, request_id="b"))
+    assert got["b"].ids == alone.ids
+    for layers, wanted in zip(told(got["b"].tokens), told(alone.tokens), strict=True):
+        assert [layer.num_states for layer in layers] == [4]
+        assert dict(layers[0].write) == pytest.approx(dict(wanted[0].write), abs=2e-4)
+    with pytest.raises(InvalidRequest, match="include_routing is not supported"):
+        engine.check(dataclasses.replace(asks, num_states=2))
 
 
 def test_a_look_that_fails_costs_no_token(

@@ -171,6 +171,9 @@ async def test_requests_without_a_session_may_ask_too(tiny_tokenizer: Tokenizer,
             response = await house.client.post(f"/v1/{path}", json={**body, "num_states": 5})
             assert refusal(response) == (400, "num_states")
             response = await house.client.post(f"/v1/{path}", json={**body, "num_states": 16, "include_routing": True})
-            assert refusal(response) == (400, "include_routing")
+            told = response.json()["choices"][0]["routing"]
+            assert {layer["num_states"] for token in told for layer in token["layers"]} == {16}
+        recent = (await house.client.get("/v1/sessions/s/states", params={"recent": 8})).json()["recent"]
+        assert [len(layer["states"]) for layer in recent["layers"]] == [16] * len(recent["layers"]) != []
         response = await house.client.post("/v1/sessions/s/generate", json={**TURN, "num_states": 32})
         assert refusal(response) == (400, "num_states")
