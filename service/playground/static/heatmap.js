@@ -10,6 +10,7 @@ const NOTES = {
   waiting: "Send something: the map fills while tokens come.",
   unasked: "Routing was not asked for.",
   absent: "This server does not tell the routing of its tokens.",
+  limited: "Routing was left out of this turn: the server does not tell it for so many tokens (“Max tokens”).",
   lost: "The routing of this turn is not here: this tab did not see it, or it was let go to save room.",
 };
 
@@ -129,7 +130,7 @@ function entriesOf(turn) {
 
 function whyNone(turn) {
   if (turn.hadRouting || turn.body === null) return "lost";
-  if (!turn.body.include_routing) return turn.isRoutingRefused ? "absent" : "unasked";
+  if (!turn.body.include_routing) return turn.routingRefusal ?? "unasked";
   return turn.status === "running" ? "waiting" : "absent";
 }
 

@@ -200,11 +200,15 @@ export class Pane {
     this.saveTimer ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
   }
 
-  /** A server that cannot tell the routing (its model runs elsewhere) is asked again without, from then on. */
+  /**
+   * A server that cannot tell the routing (its model runs elsewhere) is asked again without, from then on; one that tells
+   * it of fewer tokens than a turn may have, without for this turn.
+   */
   isWithoutRouting(turn, error) {
-    if (error.param !== "include_routing" || turn.streamId !== null) return false;
-    this.composer.routing.checked = false;
-    turn.isRoutingRefused = true;
+    const isTooLong = error.param === "max_tokens" && error.message.includes("include_routing");
+    if (!(isTooLong || error.param === "include_routing") || turn.streamId !== null) return false;
+    if (!isTooLong) this.composer.routing.checked = false;
+    turn.routingRefusal = isTooLong ? "limited" : "absent";
     delete turn.body.include_routing;
     turn.key += "-plain";
     return true;

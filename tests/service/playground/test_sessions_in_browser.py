@@ -123,12 +123,24 @@ async def test_a_server_that_refuses_to_tell_the_routing_is_asked_without(browse
 
 async def test_routing_may_be_left_out(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
     async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
-        await tab.send("Hello", max_tokens="5000")
-        await expect(tab.page.locator("#left-notice")).to_contain_text("with include_routing, got 5000")
         await tab.page.uncheck("#left-routing")
         await tab.send("Hello", max_tokens="5")
         await tab.turns_end(1)
         await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("Routing was not asked for.")
+
+
+async def test_a_turn_too_long_for_routing_goes_without_and_says_so(
+    browser: Browser, tiny_tokenizer: Tokenizer
+) -> None:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="1025")
+        routing = tab.pane().locator("[aria-label=Routing]")
+        await expect(routing).to_contain_text("left out of this turn")
+        await tab.page.get_by_role("button", name="Stop").click()
+        await expect(tab.page.locator("#left-notice")).to_be_hidden()
+        await expect(tab.page.locator("#left-routing")).to_be_checked()
+        await tab.send("And then", max_tokens="5")
+        await expect(routing).not_to_contain_text("left out")
 
 
 async def test_what_runs_when_another_session_is_opened_is_found_again(browser: Browser) -> None:
