@@ -116,9 +116,12 @@ def test_sizes_are_those_that_were_measured() -> None:
     text = (RESULTS / "state_dtype-cpu.txt").read_text()
     assert f"a raw state has {sizing.RAW_STATE_BYTES} bytes" in text
     for dtype in sizing.IN_REDIS:
-        once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+)", text, re.MULTILINE)
+        once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", text, re.MULTILINE)
         assert once is not None
-        assert (float(once[1]), float(once[2])) == (sizing.STORED[dtype], sizing.PACKED[dtype])
+        stored, packed, encode_ms, decode_ms = map(float, once.groups())
+        assert (stored, packed) == (sizing.STORED[dtype], sizing.PACKED[dtype])
+        if dtype == "fp32":
+            assert SPEEDS["cpu core"].turn_s == pytest.approx((encode_ms + decode_ms) / 1000)
         kept = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)
         assert tuple(map(float, kept)) == sizing.IN_REDIS[dtype]
 
