@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.inspection.probe import write_entropy
+from nsm_core.inspection.probe import states_written, write_entropy
 from nsm_core.inspection.reading import LayerActivity
 
 UNUSED_WEIGHT = 1e-3  # a token that replaces less of a state does not use it
@@ -18,8 +18,8 @@ UNUSED_WEIGHT = 1e-3  # a token that replaces less of a state does not use it
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFigures:
     """Of each token in each head, [T,H]. `entropy`: of the write weights over the states, 1 where all are equal;
-    `states_per_token`: exp of it, in states; `sparsity`: share of states that the token does not use; `strength`: sum
-    of the write weights, in states overwritten.
+    `states_per_token`: exp of it, in states, 0 where nothing is written; `sparsity`: share of states that the token
+    does not use; `strength`: sum of the write weights, in states overwritten.
     """
 
     entropy: Tensor
@@ -64,7 +64,7 @@ def token_figures(layer: LayerActivity) -> TokenFigures:
     entropy = write_entropy(write)
     return TokenFigures(
         entropy=entropy / math.log(max(2, write.shape[-1])),
-        states_per_token=entropy.exp(),
+        states_per_token=states_written(write),
         sparsity=(write < UNUSED_WEIGHT).float().mean(dim=-1),
         strength=write.sum(dim=-1),
     )

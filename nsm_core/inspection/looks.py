@@ -12,13 +12,14 @@ from torch import Tensor
 from nsm_core.inspection.watching import WatchedLayer
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.gated import GatedMixer
+from nsm_core.model.memory import MemoryMixer, cosine
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.recurrence import LinearRecurrence
 from nsm_core.state.spec import State
 
-Kind = Literal["slots", "gated", "attention", "recurrence"]
-# the tensor of a kind's state that holds its states, [H, M, width]
-STATES: dict[Kind, str] = {"slots": "slots", "gated": "gated"}
+Kind = Literal["slots", "gated", "memory", "attention", "recurrence"]
+# the tensor of a kind's state that holds its states, [H, M, width]; a memory's rows, [R, width], are of all heads
+STATES: dict[Kind, str] = {"slots": "slots", "gated": "gated", "memory": "memory"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +30,21 @@ class Look:
     replace at the next boundary, in a linear recurrence of each channel [B,1,d]. `read` [B,H,M]: the weights of the
     states in what is read after it. `seen` [B,H,W]: the weights of tokens in view, the token itself first, then the
     one before it. What is read is `read` and `seen` together: their sum is 1.
+
+    The states of a memory are its rows, the same for every head: `write` is how far the row was addressed, which a
+    token does that completes a chunk and no other, `usage` [B,M] in [0, 1] how fully and lately it was, after it.
     """
 
     kind: Kind
     write: Tensor | None = None
     read: Tensor | None = None
     seen: Tensor | None = None
+    usage: Tensor | None = None
 
 
 def has_states(layer: WatchedLayer) -> bool:
     """Whether its tokens are routed to states."""
-    return isinstance(layer.mixer, PulseMixer | GatedMixer)
+    return isinstance(layer.mixer, PulseMixer | GatedMixer | MemoryMixer)
 
 
 def look(layer: WatchedLayer, before: State, positions: Tensor) -> Look | None:
@@ -52,6 +57,8 @@ def look(layer: WatchedLayer, before: State, positions: Tensor) -> Look | None:
         return _look_at_slots(mixer, layer, before)
     if isinstance(mixer, GatedMixer):
         return _look_at_gated(mixer, layer, before, positions)
+    if isinstance(mixer, MemoryMixer):
+        return _look_at_memory(mixer, layer, before, positions)
     if isinstance(mixer, WindowAttention):
         return _look_at_attention(mixer, layer, before, positions)
     if isinstance(mixer, LinearRecurrence):
@@ -103,6 +110,21 @@ def _look_at_gated(mixer: GatedMixer, layer: WatchedLayer, before: State, positi
     on_tokens = on_tokens.masked_fill((ages > positions[:, None])[:, None], -torch.inf)
     weights = torch.cat((on_tokens, on_slots), dim=-1).softmax(dim=-1)
     return Look(kind="gated", write=_write(layer, slots), read=weights[..., chunk:], seen=weights[..., :chunk])
+
+
+def _look_at_memory(mixer: MemoryMixer, layer: WatchedLayer, before: State, positions: Tensor) -> Look:
+    """Rows are read as they were at the last boundary, and addressed by all write heads in turn at the next.
+
+    Usage tells how far: 1 - usage is multiplied by 1 - address of each head, and usage decays after that.
+    """
+    queries = layer.made["project"].float().flatten(1)[:, : mixer.heads * mixer.width]
+    alike = cosine(queries.unflatten(-1, (mixer.heads, mixer.width)), before["memory"].float())
+    read = (mixer.log_strength.float().exp()[:, None] * alike).softmax(dim=-1)
+    is_boundary = ((positions + 1) % mixer.chunk == 0)[:, None]
+    usage = torch.where(is_boundary, layer.made["write"].usage, before["usage"]).float()
+    free = (1 - usage / mixer.write.decay) / (1 - before["usage"].float())
+    write = torch.where(is_boundary, 1 - free, 0.0).clamp(0, 1)
+    return Look(kind="memory", write=write[:, None].expand_as(read), read=read, usage=usage)
 
 
 def _look_at_attention(mixer: WindowAttention, layer: WatchedLayer, before: State, positions: Tensor) -> Look:

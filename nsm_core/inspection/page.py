@@ -13,7 +13,7 @@ from nsm_core.inspection.figures import state_figures, write_of
 from nsm_core.inspection.heatmap import data_uri, heatmap_png
 from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection, LayerActivity
-from nsm_core.inspection.summary import summarise
+from nsm_core.inspection.summary import summarise, untold_words
 from nsm_core.inspection.trace import LayerTrace, trace
 
 NUM_SHOWN_STATES = 8
@@ -106,6 +106,9 @@ def _layer_table(inspection: Inspection) -> Iterator[str]:
         numbers = (layer.entropy, layer.states_per_token, layer.sparsity, layer.strength, layer.smoothness)
         yield f"<tr><td>{layer.layer}</td>" + "".join(f"<td>{_number(value)}</td>" for value in numbers) + "</tr>"
     yield "</table>"
+    words = untold_words(inspection)
+    if words is not None:
+        yield f'<p class="note">{html.escape(words.capitalize())}.</p>'
 
 
 def _layer_section(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]:
@@ -114,6 +117,8 @@ def _layer_section(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]
     yield from _map("Written: how much of a state each token replaces", write.sum(dim=1).T)
     if layer.read is not None:
         yield from _map("Read: how much each state gives to what is read after a token", layer.read.sum(dim=1).T)
+    if layer.usage is not None:
+        yield from _map("Usage: how fully and how lately each row was written", layer.usage.T)
     if layer.lives is not None:
         yield from _map("Moved: how far a state is from its learned start", layer.lives.moved.mean(dim=1).T)
     for token, mix in layer.exchanges.items():

@@ -63,7 +63,7 @@ def _describe(name: str, seen: Look, row: int) -> LayerRouting:
         num_states=num_states,
         num_heads=num_heads,
         entropy=_rounded(float(entropy.mean()) / math.log(max(2, num_states))),
-        states_per_token=_rounded(float(entropy.exp().mean())),
+        states_per_token=_rounded(float(states_written(write).mean())),
         write=_largest(write.sum(dim=0)),
         read=_largest(read.sum(dim=0)),
     )
@@ -75,6 +75,11 @@ def write_entropy(write: Tensor) -> Tensor:
     shares = write / total.where(total > 0, torch.ones_like(total))
     entropy: Tensor = torch.special.entr(shares).sum(dim=-1)
     return entropy
+
+
+def states_written(write: Tensor) -> Tensor:
+    """write [..., M] -> [...]: to how many states that amounts, exp of the entropy; 0 where nothing is written."""
+    return write_entropy(write).exp() * (write.sum(dim=-1) > 0)
 
 
 def _largest(weights: Tensor) -> tuple[tuple[int, float], ...]:

@@ -40,7 +40,8 @@ class StateLives:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivity:
-    """One layer, or one of several mixers in it; see Look for `write`, `read` and `seen`, here [T,H,...].
+    """One layer, or one of several mixers in it; see Look for `write`, `read` and `seen`, here [T,H,...], and `usage`
+    [T,M]. The states of a memory are those of one head.
 
     `exchanges`: by token, what states took from each other after it: [H,M,M], row m what state m is then made of, and
     its sum is 1. `chunk`: tokens between two boundaries of a gated layer, and `carried` [H,M] what had been routed to
@@ -56,15 +57,17 @@ class LayerActivity:
     exchanges: Mapping[int, Tensor]
     chunk: int | None
     carried: Tensor | None
+    usage: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """A text of `ids`, read on top of `position` tokens."""
+    """A text of `ids`, read on top of `position` tokens. `untold`: names of layers that are not looked into."""
 
     ids: tuple[int, ...]
     position: int
     layers: tuple[LayerActivity, ...]
+    untold: tuple[str, ...] = ()
 
     def layer(self, name: str) -> LayerActivity:
         """Raises InvalidRequest for one that there is not."""
@@ -87,8 +90,9 @@ def inspect(
     """Reads ids (1 to MAX_TOKENS) on top of `state` [1, *shape], which stays as it is; None: from the start.
 
     `paths_of`: names of layers whose states are kept after every token (H * M * D * 4 bytes for each). `progress` is
-    told after each token how many were read. Layers of kinds that have no states to tell of are left out. Raises
-    InvalidRequest.
+    told after each token how many were read. Layers of kinds that have no states to tell of are only named.
+
+    Raises InvalidRequest.
     """
     if not 1 <= len(ids) <= MAX_TOKENS:
         raise InvalidRequest(f"a text must have 1 to {MAX_TOKENS} tokens to be inspected, got {len(ids)}", param="text")
@@ -106,8 +110,13 @@ def inspect(
             state = after
             progress(num_read)
     forget(watched)
-    found = (record.activity() for record in records)
-    return Inspection(ids=tuple(ids), position=position, layers=tuple(one for one in found if one is not None))
+    found = {layer.name: record.activity() for layer, record in zip(watched, records, strict=True)}
+    return Inspection(
+        ids=tuple(ids),
+        position=position,
+        layers=tuple(one for one in found.values() if one is not None),
+        untold=tuple(name for name, one in found.items() if one is None),
+    )
 
 
 class _Record:
@@ -121,7 +130,7 @@ class _Record:
         own, learned = layer.state_of(begin), layer.state_of(start)
         name = next((name for name in STATES.values() if name in own), None)
         if name is not None:
-            self._states = _States(name, own[name][0], learned[name][0], keeps_path=keeps_path)
+            self._states = _States(name, own, learned, keeps_path=keeps_path)
         self._carried = own["weights"][0].float().cpu() if isinstance(layer.mixer, GatedMixer) else None
 
     def add(self, before: State, after: State) -> None:
@@ -145,6 +154,7 @@ class _Record:
             write=_stacked([one.write for one in self._looks]),
             read=_stacked([one.read for one in self._looks]),
             seen=_stacked([one.seen for one in self._looks]),
+            usage=_stacked([one.usage for one in self._looks]),
             lives=None if self._states is None else self._states.lives(),
             exchanges=self._exchanges,
             chunk=mixer.chunk if isinstance(mixer, GatedMixer) else None,
@@ -159,17 +169,18 @@ class _Record:
 class _States:
     """The states of one layer from token to token: figures of them, and themselves if they are kept."""
 
-    def __init__(self, name: str, begin: Tensor, start: Tensor, *, keeps_path: bool) -> None:
+    def __init__(self, name: str, begin: State, start: State, *, keeps_path: bool) -> None:
         self._name = name
-        self._begin, self._last, self._start = begin, begin, start
-        self._length = start.norm(dim=-1)
-        self._changed = torch.zeros_like(begin)
+        self._begin = self._last = self._of(begin)
+        self._start = self._of(start)
+        self._length = self._start.norm(dim=-1)
+        self._changed = torch.zeros_like(self._begin)
         self._path: list[Tensor] | None = [] if keeps_path else None
         self._figures: list[Tensor] = []
         self._at_start: list[Tensor] = []
 
     def add(self, own: State) -> None:
-        now = own[self._name][0]
+        now = self._of(own)
         changed = now - self._last
         distances = torch.stack(((now - self._start).norm(dim=-1), changed.norm(dim=-1))) / self._length
         both = changed.norm(dim=-1) * self._changed.norm(dim=-1)
@@ -179,6 +190,11 @@ class _States:
         if self._path is not None:
             self._path.append(now.float().cpu())
         self._last, self._changed = now, changed
+
+    def _of(self, own: State) -> Tensor:
+        """[H,M,D]: of the one row of the batch."""
+        states = own[self._name]
+        return states if states.dim() == 3 else states[0]  # rows that all heads share are those of one head
 
     def lives(self) -> StateLives:
         moved, change, turn = torch.stack(self._figures).unbind(dim=1)

@@ -15,6 +15,14 @@ def summarise(inspection: Inspection) -> tuple[LayerReport, ...]:
     return tuple(_summarise(layer) for layer in inspection.layers if layer.kind in STATES)
 
 
+def untold_words(inspection: Inspection) -> str | None:
+    """Which layers nothing is said of, and why; None: there are none."""
+    if not inspection.untold:
+        return None
+    names = ", ".join(inspection.untold)
+    return f"not looked into: layers {names}, baselines whose state is one whole that tokens are not routed within"
+
+
 def _summarise(layer: LayerActivity) -> LayerReport:
     tokens, states = token_figures(layer), state_figures(layer)
     columns = (

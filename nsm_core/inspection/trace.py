@@ -42,14 +42,16 @@ class LayerTrace:
 
 
 def trace(inspection: Inspection, token: int) -> tuple[LayerTrace, ...]:
-    """Of each layer, at the token with this index in the text: what the model says next rests on it.
+    """Of each layer, at the token with this index in the text: what the model says next rests on it. Memories are left
+    out: each number of a row is erased by a share of its own, and what is written is of a chunk as a whole.
 
     Raises InvalidRequest.
     """
     if not 0 <= token < len(inspection.ids):
         message = f"token must be in [0, {len(inspection.ids) - 1}], the text's tokens, got {token}"
         raise InvalidRequest(message, param="token")
-    return tuple(_trace_layer(layer, token, inspection.position) for layer in inspection.layers)
+    layers = (layer for layer in inspection.layers if layer.kind != "memory")
+    return tuple(_trace_layer(layer, token, inspection.position) for layer in layers)
 
 
 def _trace_layer(layer: LayerActivity, token: int, position: int) -> LayerTrace:

@@ -15,7 +15,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import State
 
 # What is watched where a mixer has it: what it projects its input to, and what becomes of that
-PARTS = ("project", "conv", "router", "read_bias", "communication")
+PARTS = ("project", "conv", "router", "read_bias", "communication", "write")
 
 
 @dataclasses.dataclass(slots=True)

@@ -140,9 +140,11 @@ def _write(
 
 
 def _print(inspection: Inspection, *, as_json: bool) -> None:
-    from nsm_core.inspection.summary import summarise
+    from nsm_core.inspection.summary import summarise, untold_words
 
-    layers = summarise(inspection)
+    layers, words = summarise(inspection), untold_words(inspection)
+    if words is not None:
+        note(words)
     if as_json:
         fields: dict[str, Any] = {"position": inspection.position, "num_tokens": len(inspection.ids)}
         print_json({**fields, "layers": [dataclasses.asdict(layer) for layer in layers]})

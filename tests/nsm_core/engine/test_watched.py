@@ -86,16 +86,22 @@ def test_only_who_asks_is_told(model: NsmModel, tiny_tokenizer: Tokenizer) -> No
 
 def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: Tokenizer) -> None:
     config = small_config(
-        512, layer_pattern="WG(NW)", num_layers=3, num_memory_slots=24, router="sigmoid", write_top_k=24
+        512, layer_pattern="WG(NM)", num_layers=3, num_memory_slots=24, router="sigmoid", write_top_k=24, gate_chunk=4
     )
     outcome = run_one(engine_of(random_model(config), tiny_tokenizer), watched(make_request("a", random_ids(4, 30))))
     for layers in told(outcome.tokens):
-        assert [(layer.layer, layer.kind) for layer in layers] == [("1", "gated"), ("2.0", "slots")]
+        assert [(layer.layer, layer.kind) for layer in layers] == [
+            ("1", "gated"),
+            ("2.0", "slots"),
+            ("2.1", "memory"),
+        ]
         for layer in layers:
             assert len(layer.write) <= TOP_STATES
             assert [weight for _, weight in layer.write] == sorted((w for _, w in layer.write), reverse=True)
             assert all(0 < weight <= layer.num_heads for _, weight in (*layer.write, *layer.read))
-            assert 0 <= layer.entropy <= 1 <= layer.states_per_token <= layer.num_states
+            assert 0 <= layer.entropy <= 1 <= layer.states_per_token <= layer.num_states or not layer.write
+    memory = [layers[-1] for layers in told(outcome.tokens)]
+    assert [bool(layer.write) for layer in memory] == [position % 4 == 3 for position in range(29, 37)]
 
 
 def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsm_core.config import ModelConfig
 from nsm_core.inspection.looks import Look, look
 from nsm_core.inspection.watching import WatchedLayer, layers_of, watching
 from nsm_core.model.nsm import NsmModel
@@ -104,6 +105,45 @@ def test_weights_of_attention_give_the_layers_output(num_tokens: int) -> None:
     values = torch.cat((ring, oldest[:, :, None]), dim=2).repeat_interleave(2, dim=1)
     out = torch.einsum("bhw,bhwk->bhk", step.look.seen, values).flatten(1)
     torch.testing.assert_close(out, step.given_to_out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 7, 23])
+def test_weights_of_a_memory_give_the_layers_output_and_what_it_writes(num_tokens: int) -> None:
+    """Tokens 7 and 23 complete a chunk: with what the write heads erase and add there, the new rows are made again."""
+    step = step_after(random_model(memory_config()), num_tokens)
+    look, mixer = step.look, step.layer.mixer
+    assert look.kind == "memory"
+    torch.testing.assert_close(look.read.sum(-1), torch.ones(2, 2))
+    assert torch.equal(look.write[:, 0], look.write[:, 1])
+    torch.testing.assert_close(look.usage, step.after["usage"])
+    out = torch.einsum("bhr,brn->bhn", look.read, step.before["memory"])
+    torch.testing.assert_close(gated_output(step, out), step.given_to_out, rtol=1e-4, atol=1e-5)
+    if (num_tokens + 1) % 8:
+        assert not look.write.any()
+        return
+    (summary,), (weight, _, _) = (step.layer.given["write"],), step.layer.others["write"]
+    normed = F.rms_norm(summary, (16,), eps=mixer.eps)
+    controls = torch.einsum("bpn,pnc->bpc", normed, mixer.write.controls) + mixer.write.bias
+    erase, candidate = controls[:, 0, 16:32].sigmoid(), controls[:, 0, 32:48].tanh()
+    moved = look.write[:, 0, :, None] * erase[:, None] * (candidate[:, None] - step.before["memory"])
+    assert float(look.write.max()) > 0.01
+    assert bool((weight > 0).all())
+    torch.testing.assert_close(step.before["memory"] + moved, step.after["memory"], rtol=1e-4, atol=1e-5)
+
+
+def memory_config() -> ModelConfig:
+    """With one write head: what several do in turn is not told one by one."""
+    return small_config(64, layer_pattern="M", gate_chunk=8, memory_rows=12, memory_width=16, memory_heads=1)
+
+
+def test_several_write_heads_are_told_as_one() -> None:
+    """A row that all of them pass over keeps its numbers, and those that were addressed more moved."""
+    config = dataclasses.replace(memory_config(), memory_heads=3)
+    step = step_after(random_model(config), 15)
+    moved = (step.after["memory"] - step.before["memory"]).norm(dim=-1)
+    bound = step.look.write[:, 0] * (step.before["memory"].norm(dim=-1) + 16**0.5)
+    assert bool((moved <= bound + 1e-5).all())
+    assert bool((step.look.write > 0).any())
 
 
 def test_a_recurrence_tells_how_far_each_channel_moved() -> None:

@@ -146,3 +146,14 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"nsm-serve\[inspect\]"):
         draw_inspection(inspection, labels_of(inspection), tmp_path / "a.png", title="t")
+
+
+def test_a_memory_shows_its_usage_and_baselines_are_named() -> None:
+    config = small_config(64, layer_pattern="(NM)lr", num_layers=3, gate_chunk=8, memory_rows=12, memory_width=16)
+    inspection = inspect(random_model(config), range(20))
+    reader = Reader()
+    reader.feed(inspection_page(inspection, ["a"] * 20, title="t"))
+    assert "Layer 0.1 (memory)" in reader.text
+    assert "Usage: how fully" in reader.text
+    assert "Not looked into: layers 1, 2" in reader.text
+    assert [one.layer for one in trace(inspection, 19)] == ["0.0"]

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import InvalidRequest
+from nsm_core.inspection.figures import token_figures
+from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import MAX_TOKENS, inspect
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import State
@@ -18,20 +20,29 @@ def state_after(model: NsmModel, ids: list[int]) -> State:
         return model(torch.tensor([ids]), model.initial_state(1))[1]
 
 
-@pytest.mark.parametrize("pattern", ["NWL", "CG(NW)", "A[NL]"])
+@pytest.mark.parametrize("pattern", ["NWL", "CG(NW)", "A[NL]", "MWN"])
 def test_every_kind_of_layer_tells_what_it_has(pattern: str) -> None:
     model = random_model(small_config(64, layer_pattern=pattern, num_layers=3, gate_chunk=8, communication_interval=64))
     inspection = inspect(model, IDS)
-    kinds = {"N": "slots", "C": "slots", "G": "gated", "W": "attention", "A": "attention", "L": "recurrence"}
+    kinds = {
+        "N": "slots",
+        "C": "slots",
+        "G": "gated",
+        "M": "memory",
+        "W": "attention",
+        "A": "attention",
+        "L": "recurrence",
+    }
     letters = [letter for letter in pattern if letter.isalpha()]
     assert [layer.kind for layer in inspection.layers[: len(letters)]] == [kinds[letter] for letter in letters]
     for layer in inspection.layers:
-        has = {name: getattr(layer, name) is not None for name in ("write", "read", "seen", "lives")}
+        has = {name: getattr(layer, name) is not None for name in ("write", "read", "seen", "lives", "usage")}
         assert has == {
             "write": layer.kind != "attention",
-            "read": layer.kind in ("slots", "gated"),
+            "read": layer.kind in STATES,
             "seen": layer.kind in ("attention", "gated"),
-            "lives": layer.kind in ("slots", "gated"),
+            "lives": layer.kind in STATES,
+            "usage": layer.kind == "memory",
         }
 
 
@@ -81,6 +92,18 @@ def test_an_exchange_is_told_as_what_states_are_made_of_then() -> None:
     assert token == 63
     torch.testing.assert_close(mix.sum(-1), torch.ones(2, 8))
     torch.testing.assert_close(mix @ given[0], layer.lives.path[63])
+
+
+def test_a_memory_is_written_when_a_chunk_is_whole_wherever_the_text_was_cut() -> None:
+    config = small_config(64, layer_pattern="M", num_layers=1, gate_chunk=8, memory_rows=12, memory_width=16)
+    model = random_model(config)
+    (layer,) = inspect(model, IDS).layers
+    assert layer.write.any(dim=2)[:, 0].nonzero().flatten().tolist() == list(range(7, 70, 8))
+    (rest,) = inspect(model, IDS[30:], state_after(model, IDS[:30])).layers
+    for name in ("write", "read", "usage"):
+        torch.testing.assert_close(getattr(rest, name), getattr(layer, name)[30:], rtol=1e-3, atol=1e-5)
+    figures = token_figures(layer)
+    assert float(figures.states_per_token[0].max()) == 0 < 1 < float(figures.states_per_token[7].min()) <= 12
 
 
 def test_figures_of_an_untouched_state_are_nothing() -> None:
