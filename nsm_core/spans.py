@@ -19,7 +19,8 @@ PARTS = (
     "communication",  # states that exchange what they hold
     "projector",  # how states are read
     "convolution",  # of a token with those just before it
-    "mixer",  # the rest of a layer: projections in and out, and layers that are not slot memory
+    "attention",  # to tokens: layers W and A
+    "mixer",  # the rest of a layer: projections in and out; layers of other kinds
     "feed_forward",
     "head",  # logits
     "model",  # the rest: embedding, norms, residuals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -13,14 +14,20 @@ from nsm_core.model.loader import load_checkpoint
 from service.backends.local import LocalBackend
 from service.bench.engine_load import EngineLoad, EngineWork, memory_figures
 from service.bench.machine import ProcessUse, machine, versions
+from service.bench.profile import profiled
 from service.bench.result import BenchResult, collect
 from service.settings import Settings
 
 KIND = "engine"
 
 
-async def bench_engine(settings: Settings, work: EngineWork, *, tell: Callable[[int], None]) -> BenchResult:
-    """Raises CheckpointError, ConfigError, or what the engine gives as an error."""
+async def bench_engine(
+    settings: Settings, work: EngineWork, *, tell: Callable[[int], None], profile: Path | None = None
+) -> BenchResult:
+    """With `profile` a trace of one more repeat is written there.
+
+    Raises CheckpointError, ConfigError, or what the engine gives as an error.
+    """
     place, created = machine(), utc_now()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
@@ -31,6 +38,9 @@ async def bench_engine(settings: Settings, work: EngineWork, *, tell: Callable[[
     await backend.start()
     try:
         repeats = await EngineLoad(backend).run(work, tell=tell)
+        if profile is not None:
+            with profiled(profile):
+                await EngineLoad(backend).run(dataclasses.replace(work, repeats=0), tell=tell)  # its warm-up
         weights_bytes = sum(file.stat().st_size for file in find_checkpoint(settings.model).glob("*.safetensors"))
         repeats.append(memory_figures(backend, weights_bytes=weights_bytes, before_mb=before_mb))
         model = backend.model

@@ -29,6 +29,9 @@ NumTokens = Annotated[int, typer.Option("--tokens", min=1, help="New tokens of e
 Repeats = Annotated[int, typer.Option(min=1, help="Times that everything is measured, after a warm-up.")]
 Output = Annotated[Path | None, typer.Option(show_default=False, help="File to write the result to, as JSON.")]
 Plots = Annotated[Path | None, typer.Option(show_default=False, help="Directory to write pictures (SVG) to.")]
+Profile = Annotated[
+    Path | None, typer.Option(show_default=False, help="File for a trace (Chrome's JSON) of one more repeat.")
+]
 Threads = Annotated[
     int | None, typer.Option("--num-threads", min=1, help="CPU threads of the model.", show_default="NSM_NUM_THREADS")
 ]
@@ -45,6 +48,7 @@ def engine(
     lengths: Lengths = "512,2048,8192",
     num_tokens: NumTokens = 32,
     repeats: Repeats = 5,
+    profile: Profile = None,
     output: Output = None,
     plots: Plots = None,
     as_json: options.AsJson = False,
@@ -60,8 +64,32 @@ def engine(
 
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
     with progress("engine", repeats) as tell:
-        result = asyncio.run(bench_engine(settings, work, tell=tell))
+        result = asyncio.run(bench_engine(settings, work, profile=profile, tell=tell))
     _show(result, output=output, plots=plots, as_json=as_json)
+
+
+@app.command()
+def components(
+    model: options.Model = None,
+    num_threads: Threads = None,
+    batches: Sizes = "1,8",
+    lengths: Lengths = "512",
+    repeats: Repeats = 5,
+    profile: Profile = None,
+    output: Output = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """The parts of a model, as it is written: CPU time of a decoding step and of a prompt by router, states, head, …"""
+    from service.settings import load_settings
+
+    work_batches, work_lengths = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
+    settings = load_settings(model=model, num_threads=num_threads)
+    from service.bench.components import ComponentWork, bench_components
+
+    work = ComponentWork(batches=work_batches, lengths=work_lengths, repeats=repeats)
+    with progress("components", repeats) as tell:
+        result = bench_components(settings.model, work, num_threads=settings.num_threads, profile=profile, tell=tell)
+    _show(result, output=output, plots=None, as_json=as_json)
 
 
 @app.command()

@@ -106,3 +106,31 @@ def test_a_build_measures_itself_in_a_process_of_its_own() -> None:
     assert looked_at <= {name for name, value in taken.items() if value > 0}
     wanted = {name for name in taken if any(fnmatch.fnmatch(name, pattern) for pattern in CPU_MEASURES)}
     assert wanted == looked_at  # as many as the gate reckons with before it has seen any
+
+
+def test_components_are_timed_and_traced(nsm: Nsm, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = nsm(
+        "bench", "components", "--batches", "2", "--lengths", "20", "--repeats", "2", "--profile", trace, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    measures = BenchResult.from_json(done.stdout).by_name()
+    for run in ("decode.2", "prefill.20"):
+        parts = [name for name in measures if name.startswith(run)]
+        named = {name.removeprefix(f"{run}.").removesuffix("_cpu_ms") for name in parts}
+        assert {"router", "propagator", "projector", "feed_forward", "head", "model", "all"} <= named
+        whole = measures[f"{run}.all_cpu_ms"].values
+        assert [sum(measures[name].values[i] for name in parts) for i in (0, 1)] == pytest.approx(
+            [2 * x for x in whole]
+        )
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"nsm.router", "nsm.propagator", "nsm.projector", "nsm.head", "aten::linear"} <= names
+
+
+def test_the_engines_own_thread_is_traced(nsm: Nsm, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    sizes = ("--batches", 1, "--lengths", 20, "--tokens", 2, "--repeats", 1)
+    done = nsm("bench", "engine", *sizes, "--executor", "eager", "--profile", trace)
+    assert done.exit_code == 0, done.output
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert "nsm.router" in {event.get("name") for event in events}
