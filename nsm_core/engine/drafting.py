@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Tokens that must have occurred before, in this order. What follows fewer is a guess that fails too often in texts which
+# Tokens that must have occurred before, in this order. What follows fewer is a guess that fails too often in texts that
 # do not repeat themselves; in those that do, longer ones find nothing else, later.
 GRAM_LENGTH = 4
 # Of the text, the last so many tokens are looked through, up to twice as many: it bounds memory (a megabyte a text).

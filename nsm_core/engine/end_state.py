@@ -8,6 +8,7 @@ from nsm_core.engine.output import StopMatch
 from nsm_core.engine.request import EndState
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
 
 
@@ -25,14 +26,15 @@ def make_end_state(
     kept = [*sequence.sampled[:num_whole], *tail]
     if stop is not None:
         runner.take_back(slot, sequence)  # drafts may have been read past the stop
-    num_fed = sequence.num_fed
-    earlier = None
-    if num_whole < num_fed:
-        point = sequence.rewind_points.latest(num_kept=num_whole)
-        num_fed, earlier = point.num_fed, point.state
-    unfed = kept[num_fed:]
-    runner.feed(slot, unfed[:-1], since=earlier)
-    pending = unfed[-1] if unfed else None
+    point = sequence.rewind_points.latest(num_kept=num_whole) if num_whole < num_sampled - 1 else None
+    num_fed = num_sampled - 1 if point is None else point.num_fed  # the token sampled last is never fed
+    pending = kept[-1] if len(kept) > num_fed else None
+    num_wanted = len(kept) - (pending is not None)
+    num_read = sequence.num_fed  # fewer where drafts were taken back
+    earlier: State | None = None
+    if point is not None and num_read > min(num_whole, num_wanted):
+        num_read, earlier = point.num_read, point.state
+    runner.feed(slot, kept[num_read:num_wanted], since=earlier)
     new_ids = (*sequence.request.prompt_ids, *kept)
     return EndState(
         state=runner.slots.pool(slot).pack(slot),

@@ -13,9 +13,13 @@ MIN_SPACING_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewindPoint:
-    """The state [1, *shape] after `num_fed` sampled tokens were fed on top of the prompt."""
+    """A state to go back to: the one after `num_fed` sampled tokens were fed on top of the prompt.
+
+    `state` [1, *shape] has read `num_read` of them, fewer where drafts of tokens were taken back.
+    """
 
     num_fed: int
+    num_read: int
     state: State
 
 
@@ -25,9 +29,9 @@ class RewindPoints:
     def __init__(self) -> None:
         self._points: list[RewindPoint] = []
 
-    def update(self, *, num_fed: int, holding_since: int | None, copy: Callable[[], State]) -> None:
+    def update(self, *, num_fed: int, num_read: int, holding_since: int | None, copy: Callable[[], State]) -> None:
         """Called after each sampled token. `holding_since`: index (from 1) of the first token that may be taken back,
-        None when none can; `copy` gives the state now, after `num_fed` sampled tokens.
+        None when none can; `copy` gives the state now, which has read `num_read` of `num_fed` sampled tokens.
         """
         if holding_since is None:
             self._points.clear()
@@ -36,7 +40,7 @@ class RewindPoints:
             del self._points[0]
         is_old = len(self._points) == 1 and num_fed - self._points[0].num_fed >= MIN_SPACING_TOKENS
         if is_old or not self._points:
-            self._points.append(RewindPoint(num_fed, copy()))
+            self._points.append(RewindPoint(num_fed, num_read, copy()))
 
     def latest(self, *, num_kept: int) -> RewindPoint:
         """The youngest point with at most `num_kept` sampled tokens fed."""

@@ -20,7 +20,8 @@ from nsm_core.engine.request import (
     Resume,
     TokenEvent,
 )
-from nsm_core.execution.base import SequenceModel
+from nsm_core.execution.base import ExecutorFactory, Savepoint, SequenceModel
+from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
@@ -72,6 +73,21 @@ class ScriptedModel:
         return torch.nn.functional.one_hot(self._script[place], self._vocab_size).float() * 10
 
 
+class ExactExecutor(EagerExecutor):
+    """Of models that give the same bits however a text is cut, as a ScriptedModel does: drafts may be taken back."""
+
+    def savepoint(self, row: int, num_tokens: int, /) -> Savepoint:  # type: ignore[override]
+        return _WholeRow(self, row)
+
+
+class _WholeRow:
+    def __init__(self, executor: EagerExecutor, row: int) -> None:
+        self._pool, self._row, self._state = executor.pool, row, executor.pool.copy(row)
+
+    def restore(self) -> None:
+        self._pool.write(self._row, self._state)
+
+
 @dataclasses.dataclass
 class Outcome:
     """All that one request gave."""
@@ -120,10 +136,14 @@ def make_engine(
     token_budget: int = 64,
     queue_limit: int = 64,
     clock: Callable[[], float] = lambda: 0.0,
+    executor: ExecutorFactory = EagerExecutor,
+    speculation: str = "lookup",
 ) -> Engine:
     """An engine whose free rows are NaN."""
-    config = EngineConfig(max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit)
-    return Engine(model, tokenizer, fingerprint=FINGERPRINT, config=config, clock=clock, poison=True)
+    config = EngineConfig(
+        max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit, speculation=speculation
+    )
+    return Engine(model, tokenizer, fingerprint=FINGERPRINT, config=config, executor=executor, clock=clock, poison=True)
 
 
 def make_request(

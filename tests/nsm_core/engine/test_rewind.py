@@ -25,7 +25,7 @@ class Row:
 
 def feed(points: RewindPoints, row: Row, holding_since: list[int | None]) -> None:
     for holding in holding_since:
-        points.update(num_fed=row.num_fed, holding_since=holding, copy=row.copy)
+        points.update(num_fed=row.num_fed, num_read=row.num_fed, holding_since=holding, copy=row.copy)
         row.num_fed += 1
 
 

@@ -165,6 +165,32 @@ def test_the_start_is_the_models_own(make: Make, model: NsmModel) -> None:
     torch.testing.assert_close(make(num_rows=1).initial, model.initial_state(1), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize(("num_read", "num_drafts"), [(1, 1), (3, 4), (9, 8), (14, 5), (9, 25)])
+def test_R4_drafts_are_taken_back_to_the_bit(make: Make, num_read: int, num_drafts: int) -> None:
+    """Around the end of the ring, and past all of it; the other row's state stays where it has come to meanwhile."""
+    executor = make(num_rows=3, poison=True)
+    if executor.savepoint is None:
+        pytest.skip("its bits depend on how a text is cut: it takes nothing back")
+    open_rows(executor, (0, 2))
+    text, drafts = random_ids(0, num_read), random_ids(1, num_drafts)
+    executor.read((0, 2), (text, text))
+    before = executor.pool.pack(2)
+    savepoint = executor.savepoint(2, num_drafts)
+    (beside, read) = executor.read((0, 2), (drafts[:1], drafts))
+    savepoint.restore()
+    assert executor.pool.pack(2) == before
+    one_by_one = torch.cat([executor.step((2,), (draft,)) for draft in drafts])
+    assert one_by_one.equal(read)
+    assert executor.logits(one_by_one).equal(executor.logits(read))
+    assert executor.logits(beside).equal(executor.logits(one_by_one)[:1])
+    executor.step((0,), drafts[1:2] or drafts)
+    savepoint = executor.savepoint(2, num_drafts)
+    executor.step((0,), drafts[:1])
+    other = executor.pool.pack(0)
+    savepoint.restore()
+    assert executor.pool.pack(0) == other
+
+
 def test_it_draws_as_the_reference_does(make: Make) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).numpy()
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
