@@ -106,6 +106,7 @@ def create_app(
             prefixes if settings.prefix_cache else None,
             collected,
             state_format=StateFormat(settings.state_dtype),
+            min_tokens=settings.prefix_cache_min_tokens,
         ),
         turns=Turns(
             backend,

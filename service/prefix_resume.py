@@ -1,11 +1,15 @@
 """Stateless requests that begin like earlier ones start from a stored state, and read only what is new.
 
-What is kept of a request, if it lies at least MIN_TOKENS after what is kept already:
+What is kept of a request, if it lies far enough after what is kept already:
 
 - the state where its prompt parts from others that this process has met (a system prompt, examples): see `seen`;
 - the state at the end of its prompt, where the next message of the same chat surely goes on;
 - the state at the end of its answer, if the answer's text, encoded again behind the prompt, has the ids that were
   sampled. Otherwise no later prompt would have them, and the next one goes on from the end of this prompt.
+
+Far enough is MIN_TOKENS where it has shown that beginnings come back: two prompts parted here, or this one went on from
+a stored state. The ends of any other prompt may never be asked for, and are kept only where reading them again would
+cost more than keeping many (`min_tokens`).
 
 Nothing here fails a request or makes it wait: a store that does not answer is a miss, and writing is done apart.
 """
@@ -72,7 +76,10 @@ class Start:
 
 
 class PrefixResume:
-    """The use case. `store`: None when it is off for everybody. `state_format`: how states are stored."""
+    """The use case. `store`: None when it is off for everybody. `state_format`: how states are stored.
+
+    `min_tokens`: what the state at an end must spare a later prompt where nothing says that one will come.
+    """
 
     def __init__(
         self,
@@ -81,8 +88,10 @@ class PrefixResume:
         metrics: Metrics,
         *,
         state_format: StateFormat = StateFormat.FP32,
+        min_tokens: int = MIN_TOKENS,
     ) -> None:
         self._backend = backend
+        self._min_tokens = min_tokens
         self._state_format = state_format
         self._store = store
         self._metrics = metrics
@@ -131,13 +140,13 @@ class PrefixResume:
         if writer is None or not is_wanted:
             self._metrics.prefixes.resumed("off")
             return Start(ids=ids)
-        resume, places = None, []
+        resume, places, border = None, [], self._min_tokens
         if len(ids) > MIN_TOKENS:
             digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
             resume = await self._look_up(tenant, digests)
-            places = _places(
-                resumed=resume.position if resume else 0, shared=self._seen.meet(tenant, digests), end=len(ids)
-            )
+            border = MIN_TOKENS if resume else border
+            shared = self._seen.meet(tenant, digests)
+            places = _places(resumed=resume.position if resume else 0, shared=shared, end=len(ids), border=border)
         else:
             self._metrics.prefixes.resumed("short")
         last = places[-1] if places else resume.position if resume else 0
@@ -145,10 +154,10 @@ class PrefixResume:
         def keep(kept: PromptState | EndState) -> None:
             if isinstance(kept, PromptState):
                 writer.add(tenant, ids[: kept.position], kept.state)
-            elif kept.position - last >= MIN_TOKENS:
+            elif kept.position - last >= border:
                 writer.spawn(self._keep_end(writer, tenant, ids, kept, next_text))
 
-        has_end = len(ids) + max_tokens - last >= MIN_TOKENS
+        has_end = len(ids) + max_tokens - last >= border
         return Start(ids=ids, resume=resume, places=tuple(places), has_end=has_end, keep=keep)
 
     async def _look_up(self, tenant: str, digests: PromptDigests) -> Resume | None:
@@ -222,10 +231,10 @@ class PrefixResume:
                 self._breaker.failed(error)
 
 
-def _places(*, resumed: int, shared: int, end: int) -> list[int]:
-    """Where in a prompt states are kept: each at least MIN_TOKENS after the one before it."""
+def _places(*, resumed: int, shared: int, end: int, border: int) -> list[int]:
+    """Where in a prompt states are kept: the end at least `border` tokens after the one before it."""
     places: list[int] = []
-    for place in (shared, end):
-        if place - (places[-1] if places else resumed) >= MIN_TOKENS:
+    for place, least in ((shared, MIN_TOKENS), (end, border)):
+        if place - (places[-1] if places else resumed) >= least:
             places.append(place)
     return places

@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     prefix_cache: bool = True  # stateless requests start from stored states of earlier ones
     prefix_cache_mb: int = Field(default=512, ge=1, le=2**20)  # MiB that these take in all
     prefix_cache_tenant_mb: int | None = Field(default=None, ge=1)  # MiB of each tenant; None: as much as of all
+    prefix_cache_min_tokens: int = Field(default=128, ge=64, le=2**20)  # what is kept of a prompt must spare
     prefix_cache_ttl_s: float = Field(default=3_600.0, ge=1.0, le=2_592_000.0)  # since a state was last used
 
     playground: bool = True  # the page at /

@@ -18,6 +18,7 @@ from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
 from service.prefixes.base import PrefixStore
+from service.prefixes.keys import MIN_TOKENS
 from service.sessions.base import SessionStore
 from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
@@ -55,9 +56,9 @@ async def gateway(
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
-    the defaults.
+    the defaults, but states of short prompts are kept, so that tests can be short.
     """
-    wanted = Settings(data_dir=Path("unused"), **settings)
+    wanted = Settings(data_dir=Path("unused"), **{"prefix_cache_min_tokens": MIN_TOKENS, **settings})
     store = store or MemorySessionStore()
     app = create_app(wanted, backend, store, prefixes, tracing)
     async with contextlib.AsyncExitStack() as stack:

@@ -51,6 +51,7 @@ def serve(
     prefix_cache: Annotated[bool | None, _setting("Stateless calls start from stored states.", "yes")] = None,
     prefix_cache_mb: Annotated[int | None, _setting("MiB that these states take in all.", "512")] = None,
     prefix_cache_tenant_mb: Annotated[int | None, _setting("MiB of each tenant.", "as much as of all")] = None,
+    prefix_cache_min_tokens: Annotated[int | None, _setting("Tokens that a new state must spare.", "128")] = None,
     prefix_cache_ttl_s: Annotated[float | None, _setting("Kept so long after their last use.", "3600")] = None,
     playground: Annotated[bool | None, _setting("The page at /.", "yes")] = None,
     energy: Annotated[bool | None, _setting("Count joules, and charge them to requests.", "yes")] = None,

@@ -138,6 +138,35 @@ async def test_R1_short_prompts_are_left_alone() -> None:
     assert not any(request.keep_states_at or request.keep_state for request in backend.requests)
 
 
+async def test_what_is_cheaper_to_read_again_than_to_keep_is_not_kept() -> None:
+    backend = FakeBackend()
+    async with gateway(backend, prefix_cache_min_tokens=128) as server:
+        assert await ask(server, ids(120)) == 0
+        assert await ask(server, ids(140, seed=1)) == 0
+        assert await ask(server, ids(140, seed=1)[:127] + ids(50, seed=2)) == 0
+    assert [request.keep_states_at for request in backend.requests] == [(), (140,), (64,)]
+    assert server.metric("nsm_prefix_kept_total", outcome="stored") == 2
+
+
+async def test_an_answer_that_makes_a_prompt_long_enough_is_kept() -> None:
+    async with gateway(FakeBackend("a" * 200), prefix_cache_min_tokens=128) as server:
+        await ask(server, ids(100), max_tokens=20)
+        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
+        await ask(server, ids(100, seed=1), max_tokens=40)
+        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 1
+
+
+async def test_short_beginnings_that_come_back_are_kept_whatever_a_new_prompt_must_spare() -> None:
+    """A system prompt of 70 tokens is shared by prompts of 90, and a chat that was resumed goes on in short steps."""
+    backend = FakeBackend()
+    async with gateway(backend, prefix_cache_min_tokens=1000) as server:
+        found = [await ask(server, ids(70) + ids(20, seed=1 + number)) for number in range(4)]
+        assert found == [0, 0, 64, 64]
+        chat = ids(70) + ids(90, seed=9)
+        assert await ask(server, chat) == 64
+        assert await ask(server, chat + ids(70, seed=8)) == len(chat)
+
+
 async def test_R2_what_the_engine_resumes_is_the_state_after_exactly_these_ids() -> None:
     backend = FakeBackend()
     async with gateway(backend) as server:
