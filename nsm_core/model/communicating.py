@@ -43,10 +43,13 @@ class Communication(nn.Module):
         self.upper_share = nn.Parameter(torch.full((heads,), START)) if self.num_upper else None
 
     @spanned("communication")
-    def forward(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
-        """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all)."""
+    def forward(self, slots: Tensor, active: Tensor | None = None, links: Tensor | None = None) -> Tensor:
+        """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all).
+
+        `links` [B,H,M,M] is added to the logits by which slots attend: what is known of who belongs together.
+        """
         with torch.autocast(slots.device.type, enabled=False):
-            mixed = torch.lerp(slots, self.weights(slots, active) @ slots, self._shares(slots.shape[-2]))
+            mixed = torch.lerp(slots, self.weights(slots, active, links) @ slots, self._shares(slots.shape[-2]))
             return mixed if active is None else torch.where(active[..., None], mixed, slots)
 
     def _shares(self, num_slots: int) -> Tensor:
@@ -57,10 +60,12 @@ class Communication(nn.Module):
             shares = torch.cat((lower, self.upper_share[:, None].expand(-1, self.num_upper)), dim=1)
         return torch.sigmoid(shares)[..., None]
 
-    def weights(self, slots: Tensor, active: Tensor | None = None) -> Tensor:
+    def weights(self, slots: Tensor, active: Tensor | None = None, links: Tensor | None = None) -> Tensor:
         """[B,H,M,M]: how much slot m takes from each; rows sum to 1, with top_k at most that many are not zero."""
         normed = F.rms_norm(slots[..., : self.head_dim], (self.head_dim,), eps=self.eps)
         logits = (normed @ self.queries) @ (normed @ self.keys).transpose(-1, -2) / math.sqrt(KEY_WIDTH)
+        if links is not None:
+            logits = logits + links
         if active is not None:
             logits = logits.masked_fill(~active[..., None, :], NEVER)
         if self.num_upper:

@@ -86,7 +86,7 @@ def bench_components(
 
 
 def _figures(model: NsmModel, work: ComponentWork) -> dict[str, float]:
-    figures = {}
+    figures: dict[str, float] = {}
     for name, run, times in _runs(model, work):
         watch = Stopwatch()
         with listening(watch):
