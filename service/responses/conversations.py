@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, SessionBusy, VersionConflict
+from nsm_core.model_info import tier_size
 from service.deps import Services
 from service.items import Item
 from service.records.base import ABSENT, Record
@@ -31,6 +32,7 @@ class Conversation:
 
     `chain`: what has read the first `num_read` items; None: nothing has. `running_id`: the newest response that began,
     until what it read and said is here; it reads `num_running` items. `is_stale`: one of these was deleted meanwhile.
+    `num_states`: how many states its responses are read with, None: all of the model's.
     """
 
     id: str
@@ -42,6 +44,7 @@ class Conversation:
     running_id: str | None = None
     num_running: int = 0
     is_stale: bool = False
+    num_states: int | None = None
     version: int = ABSENT
 
     @property
@@ -55,6 +58,7 @@ class Conversation:
             "object": "conversation",
             "created_at": self.created_at,
             "metadata": dict(self.metadata),
+            **({} if self.num_states is None else {"num_states": self.num_states}),
         }
 
     def to_document(self) -> dict[str, Any]:
@@ -86,15 +90,22 @@ def item_not_found(item_id: str, *, param: str = "item_id") -> NotFound:
 
 
 async def create_conversation(
-    services: Services, tenant: str, *, items: Sequence[Item], metadata: Mapping[str, str]
+    services: Services,
+    tenant: str,
+    *,
+    items: Sequence[Item],
+    metadata: Mapping[str, str],
+    num_states: int | None = None,
 ) -> Conversation:
-    """Raises QuotaExceeded."""
+    """Raises QuotaExceeded, or InvalidRequest for a number of states that the model does not offer."""
+    tier = services.backend.model.tier(num_states)
     await _require_room(services, tenant, [*items, dict(metadata)])
     conversation = Conversation(
         id=f"conv_{uuid.uuid4().hex}",
         created_at=int(time.time()),
         metadata=metadata,
         item_ids=tuple(item["id"] for item in items),
+        num_states=tier_size(tier.fingerprint),
     )
     await _put_items(services, tenant, conversation.id, items)
     return await _put(services, tenant, conversation)

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.quantize import StateFormat
+from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
 from service.continuation import Continuation, resume
 from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
 from service.earlier_states import read_up_to
 from service.replay import sampled_counts, seed_of, seed_or_new
 from service.responses.chain import Place
-from service.sessions.base import LogMark, SessionHead, StoredSession
+from service.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
 from service.sessions.records import not_found
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
@@ -27,12 +29,12 @@ def new_session_id() -> str:
     return f"sess_{uuid.uuid4().hex}"
 
 
-async def create_session(services: Services, tenant: str) -> Place:
-    """A new, empty session. Raises QuotaExceeded."""
+async def create_session(services: Services, tenant: str, *, num_states: int | None) -> Place:
+    """A new, empty session. Raises QuotaExceeded, or InvalidRequest where the model is no longer served so."""
     head = await services.store.create(
         tenant=tenant,
         session_id=new_session_id(),
-        model_fingerprint=services.backend.model.fingerprint,
+        model_fingerprint=services.backend.model.tier(num_states).fingerprint,
         metadata=METADATA,
     )
     return Place(session_id=head.session_id, version=head.version, num_log_tokens=0)
@@ -67,12 +69,13 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
         raise NotFound(
             f"session {place.session_id!r} was taken back behind version {place.version}", code="session_not_found"
         )
-    model, tokenizer = services.backend.model, services.backend.tokenizer
+    backend = form_of(services.backend, copy.head.model_fingerprint)
+    model, tokenizer = backend.model, backend.tokenizer
     # refuses what this model must not read; the state itself is not used
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     log_ids = copy.log_ids[: place.num_log_tokens]
-    end, rounding = await _state_after(services, copy.head, marks, log_ids, deadline=deadline)
+    end, rounding = await _state_after(backend, services.store, copy.head, marks, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
@@ -91,19 +94,25 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
 
 
 async def _state_after(
-    services: Services, head: SessionHead, marks: Sequence[LogMark], log_ids: tuple[int, ...], *, deadline: float
+    backend: InferenceBackend,
+    store: SessionStore,
+    head: SessionHead,
+    marks: Sequence[LogMark],
+    log_ids: tuple[int, ...],
+    *,
+    deadline: float,
 ) -> tuple[EndState, StateFormat]:
     """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
     key = {"tenant": head.tenant, "session_id": head.session_id}
     version = marks[-1].version
-    kept = [one for one in await services.store.list_kept(**key) if one.version <= version]
-    if (await services.store.get(**key)).created_at != head.created_at:
+    kept = [one for one in await store.list_kept(**key) if one.version <= version]
+    if (await store.get(**key)).created_at != head.created_at:
         raise not_found(head.session_id)
     is_kept = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
     num_fed = len(log_ids) if is_kept or len(log_ids) == 1 else len(log_ids) - 1
     reading = await read_up_to(
-        services.backend,
-        services.store,
+        backend,
+        store,
         log_ids[:num_fed],
         kept=kept,
         marks=marks,

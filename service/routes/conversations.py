@@ -36,7 +36,9 @@ ItemId = Annotated[str, Path()]
 async def create(services: ServicesDep, tenant: TenantDep, body: CreateConversationBody | None = None) -> Response:
     """A conversation, empty or with items that its first response will read. The body may be left out."""
     body = body or CreateConversationBody()
-    conversation = await create_conversation(services, tenant, items=body.to_items(), metadata=body.metadata)
+    conversation = await create_conversation(
+        services, tenant, items=body.to_items(), metadata=body.metadata, num_states=body.num_states
+    )
     return json_response(conversation.to_object())
 
 

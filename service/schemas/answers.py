@@ -162,12 +162,13 @@ class InputTokens(BaseModel):
 
 
 class ConversationAnswer(BaseModel):
-    """A list of messages that responses read and add to."""
+    """A list of messages that responses read and add to. `num_states`: where they have fewer than the model."""
 
     id: str
     object: Literal["conversation"]
     created_at: int
     metadata: dict[str, str]
+    num_states: int | None = None
 
 
 class SessionAnswer(BaseModel):
