@@ -91,7 +91,7 @@ class Engine:
         self._with_deadline: set[str] = set()  # those of `_sequences` that have one
         self._failures = StepFailures()
         self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()})
-        self._speculation = Speculation(config)
+        self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
 

@@ -6,6 +6,7 @@ so a step gives several tokens of a request. The tokens are those of plain decod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -14,6 +15,8 @@ from nsm_core.engine.drafting import DraftPace, NgramDrafter
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
+
+logger = logging.getLogger("nsm.engine")
 
 # Drafts by slot; a slot without any is not in it.
 Drafts = Mapping[int, Sequence[int]]
@@ -36,8 +39,11 @@ def may_be_drafted(request: GenerationRequest) -> bool:
 class Speculation:
     """Of one engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, is_possible: bool) -> None:
+        """`is_possible`: whether the executor of the whole model can take drafts back."""
         self._is_on = config.speculation == "lookup"
+        if self._is_on and not is_possible:
+            logger.info("no tokens are drafted: with this executor they would not be those of plain decoding")
         self._token_budget = config.token_budget
         self._rows: dict[int, _Row] = {}
 
