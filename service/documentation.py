@@ -40,9 +40,18 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+REFUSED = (
+    "The request is wrong: `message` names field, limit and given value, `param` the field. 400 a value; "
+    "401, 403 the key; 404 nothing has this id; 408, 413, 415, 431 how it was sent; 409 the session is busy or has "
+    "moved on; 422 the key of another request; 429 too much, with `Retry-After`."
+)
+FAILED = (
+    "The server cannot do it now: 500 a fault of its own; 503 no room, or it is stopping, `Retry-After` says when to "
+    "try again; 504 the deadline has passed; 507 the store is full."
+)
 ERROR_RESPONSES: Responses = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong; `message` names field, limit and given value."},
-    "5XX": {"model": ErrorBody, "description": "The server cannot do it now; `Retry-After` says when to try again."},
+    "4XX": {"model": ErrorBody, "description": REFUSED},
+    "5XX": {"model": ErrorBody, "description": FAILED},
 }
 EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
     "type": "object",
