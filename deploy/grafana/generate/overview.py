@@ -176,6 +176,15 @@ def _batch() -> tuple[Panel, ...]:
             about="Share of the time that the engine works, by gateway.",
             top=1,
         ),
+        series(
+            "Drafts",
+            {
+                "drafted": rate("nsm_spec_decode_num_draft_tokens_total"),
+                "accepted": rate("nsm_spec_decode_num_accepted_tokens_total"),
+            },
+            unit="short",
+            about="Tokens a second that were drafted, and those of them that became output. None where many run.",
+        ),
     )
 
 
