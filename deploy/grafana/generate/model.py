@@ -85,6 +85,12 @@ def _states() -> tuple[Panel, ...]:
             top=1,
         ),
         series(
+            "Slots in use",
+            {LAYER: average("nsm_active_states", "layer")},
+            unit="short",
+            about="Of a head, on average; all of them where a layer neither allocates nor prunes.",
+        ),
+        series(
             "Allocations",
             {LAYER: rate("nsm_state_allocations_total", by="layer")},
             unit="ops",
