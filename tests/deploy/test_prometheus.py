@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from typing import Any
 
@@ -61,3 +62,10 @@ def test_alerts_say_what_is_wrong_and_how_soon_it_matters() -> None:
             assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
             assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
             assert "$labels.instance" in rule["annotations"]["summary"], rule["alert"]
+
+
+@pytest.mark.parametrize("page", ["dashboards.md", "operations.md"])
+def test_every_alert_has_a_row_that_says_what_it_means_and_what_to_do(page: str) -> None:
+    text = (CONFIG.parents[2] / "docs" / page).read_text("utf-8")
+    alerts = [rule["alert"] for rule in rules() if "alert" in rule]
+    assert re.findall(r"^\| `(Nsm\w+)` \|", text, re.MULTILINE) == alerts
