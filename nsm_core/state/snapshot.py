@@ -13,7 +13,7 @@ Byte formats 1 to 16, all integers little endian:
                          in the header's `stored_dtype`, see quantize.py, and with `rounded_to` in the header, in those
                          that have 2 added; with `energy_joules` in the header in those that have 4 added
     24 + H + S    32     checksum over everything before: blake2b-256 in formats 1 to 8; in those that have 8 added
-                         xxh3-128 and 16 zero bytes
+                         16 zero bytes and xxh3-128
 
 9 and what is added to it is written, all are read: an older snapshot is held against the checksum of its own format. A
 build refuses the formats that it does not know. The checksum finds damage and tells versions apart. It has no key, so
@@ -273,4 +273,4 @@ def _checksum(version: int, *parts: bytes | memoryview) -> bytes:
     digest = xxhash.xxh3_128() if is_fast else hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
     for part in parts:
         digest.update(part)
-    return digest.digest().ljust(_CHECKSUM_BYTES, b"\0")
+    return digest.digest().rjust(_CHECKSUM_BYTES, b"\0")

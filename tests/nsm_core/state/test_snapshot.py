@@ -68,7 +68,7 @@ def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", ve
 
 
 def xxh3(body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(body) + bytes(16)
+    return bytes(16) + xxhash.xxh3_128_digest(body)
 
 
 def header_json(**changes: Any) -> bytes:
@@ -78,7 +78,7 @@ def header_json(**changes: Any) -> bytes:
 
 def test_the_byte_format_is_this_one() -> None:
     encoded = Snapshot(make_header(), STATE).encode()
-    assert encoded == GOLDEN + bytes.fromhex("204a2a8f513ad888c76a12698e369767") + bytes(16)
+    assert encoded == GOLDEN + bytes(16) + bytes.fromhex("204a2a8f513ad888c76a12698e369767")
 
 
 OLD = {int(version): base64.b64decode(raw) for version, raw in json.loads(OLD_FILE.read_text()).items()}
