@@ -7,21 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-from nsm_core.export.write import export_model
 from nsm_core.model.loader import load_checkpoint
 
 DOCS = Path(__file__).parents[3] / "docs" / "export.md"
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['nsm_core'] = None\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("exported") / "pulse"
-    export_model(load_checkpoint(Path("pulse-books-small")), target, "onnx")
-    return target
 
 
 def run(program: str, folder: Path) -> str:
@@ -33,7 +24,7 @@ def programs() -> list[str]:
     return re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), flags=re.DOTALL)
 
 
-def test_the_example_writes_what_the_model_writes(folder: Path) -> None:
+def test_the_example_writes_what_the_model_writes(bundled: Path) -> None:
     loaded = load_checkpoint(Path("pulse-books-small"))
     model, state, text = loaded.model, loaded.model.initial_state(1), []
     prompt = [loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode("It was a bright morning")]
@@ -42,11 +33,11 @@ def test_the_example_writes_what_the_model_writes(folder: Path) -> None:
         hidden, state = model.step(torch.tensor([token]), state)
         if index >= len(prompt) - 1:
             text.append(int(model.logits(hidden).argmax()))
-    assert run(programs()[0], folder) == loaded.tokenizer.decode(text[:24]) + "\n"
+    assert run(programs()[0], bundled) == loaded.tokenizer.decode(text[:24]) + "\n"
 
 
-def test_trtexecs_command_names_every_input_at_three_batch_sizes(folder: Path) -> None:
-    command = run(programs()[1], folder)
+def test_trtexecs_command_names_every_input_at_three_batch_sizes(bundled: Path) -> None:
+    command = run(programs()[1], bundled)
     spec = load_checkpoint(Path("pulse-books-small")).model.state_spec
     for option, rows in (("min", 1), ("opt", 32), ("max", 256)):
         (given,) = re.findall(rf"--{option}Shapes=(\S+)", command)
