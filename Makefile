@@ -66,7 +66,7 @@ bench-gate: $(READY)  ## is this checkout slower than the commit BASE? fails if 
 
 .PHONY: docs
 docs: $(READY)  ## build the site of docs/ into build/site, strictly
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 .PHONY: lock
 lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
