@@ -95,14 +95,17 @@ def imported_names(path: Path) -> set[str]:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     declared = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    extra = {canonicalize_name(Requirement(line).name) for line in project["optional-dependencies"]["triton"]}
+    extras = {
+        extra: {canonicalize_name(Requirement(line).name) for line in lines}
+        for extra, lines in project["optional-dependencies"].items()
+    }
     providers = importlib.metadata.packages_distributions()
     own = {"nsm_core", "service", *sys.stdlib_module_names}
     missing = {
         name: str(path.relative_to(ROOT))
         for path in SOURCES
         for name in imported_names(path) - own
-        if not (declared | (extra if is_of_triton(path) else set()))
+        if not (declared | extras.get(extra_of(path) or "", set()))
         & {canonicalize_name(provider) for provider in providers.get(name, [])}
     }
     # starlette and pydantic_core are the public ground of fastapi and pydantic, and come with them; triton comes with
@@ -111,9 +114,11 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert {name: path for name, path in missing.items() if name not in given} == {}
 
 
-def is_of_triton(path: Path) -> bool:
-    """Of the backend that is imported only where the settings ask for it."""
-    return path.parent.name == "backends" and path.name.startswith("triton")
+def extra_of(path: Path) -> str | None:
+    """Of a module that is imported only where somebody asks for it, and says what to install otherwise."""
+    if path.parent.name == "backends" and path.name.startswith("triton"):
+        return "triton"
+    return "export" if path.name == "onnx_file.py" else None
 
 
 @pytest.mark.parametrize("package", ["nsm_core", "service"])
