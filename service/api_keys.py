@@ -69,7 +69,7 @@ class KeyList(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    tenants: dict[TenantName, TenantLimits]
+    tenants: dict[TenantName, TenantLimits] = {}  # none: refused with the first key, which says what to add
     keys: list[ApiKey] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -82,6 +82,12 @@ class KeyList(BaseModel):
                 raise ValueError(f"key {key.id} is listed twice")
             seen.add(key.id)
         return self
+
+
+class _BegunList(KeyList):
+    """A file in which the tenants stand and no key yet."""
+
+    keys: list[ApiKey] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,19 +167,29 @@ def digest_of(key: str) -> str:
 def _read(path: Path) -> _Reading:
     signature = _signature(path)  # first: what is written while we read is seen as a change the next time
     try:
-        listed = KeyList.model_validate(tomllib.loads(path.read_text("utf-8")))
+        text = path.read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the API keys in {path} are not valid TOML: {_place(error)}") from error
+    listed = parse_keys(text, path)
+    return _Reading(signature, {key.id: key for key in listed.keys}, listed.tenants)
+
+
+def parse_keys(text: str, path: Path, *, allow_none: bool = False) -> KeyList:
+    """What a file of keys says. `allow_none`: it may list no key yet. Raises ConfigError, which names `path`."""
+    try:
+        found = tomllib.loads(text)
+        return (_BegunList if allow_none and "keys" not in found else KeyList).model_validate(found)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the API keys in {path} are not valid TOML: {_place(error)}") from error
     except ValidationError as error:
         # without the values: somebody may have put a key where its hash belongs
-        found = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in found["loc"])
-        colon = ":" if found["type"] == "value_error" else ""
+        finding = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in finding["loc"])
+        colon = ":" if finding["type"] == "value_error" else ""
         name = f"{where}{colon} " if where else ""
-        raise ConfigError(f"the API keys in {path} cannot be used: {name}{wish_of(found)}") from None
-    return _Reading(signature, {key.id: key for key in listed.keys}, listed.tenants)
+        raise ConfigError(f"the API keys in {path} cannot be used: {name}{wish_of(finding)}") from None
 
 
 def _place(error: ValueError) -> str:

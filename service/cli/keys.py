@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING, Annotated
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,11 +29,16 @@ def _group() -> None:
 def new(
     tenant: Annotated[str, typer.Option(help="Whose key it is.", show_default=False)],
     metrics: Annotated[bool, typer.Option("--metrics", help="It may also read /metrics.")] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="Add it to this file of keys; made when there is none.", show_default=False)
+    ] = None,
 ) -> None:
-    """Make a key. It is shown once, on standard error; what goes into the file of keys goes to standard output."""
+    """Make a key. It is shown once, on standard error; what goes into the file of keys goes there (--file) or to
+    standard output."""
     from pydantic import ValidationError
 
     from service.api_keys import ApiKey, digest_of, new_key
+    from service.key_file_edit import add_key
     from service.settings import load_settings
 
     load_settings()  # refuses misspelt variables
@@ -39,11 +48,29 @@ def new(
     except ValidationError as error:
         wish = "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit"
         raise typer.BadParameter(f"{wish}, got {quoted(tenant)}", param_hint="'--tenant'") from error
+    made_on = datetime.datetime.now(datetime.UTC).date()
+    if file is None:
+        _print(entry, made_on)
+    else:
+        add_key(file, entry, made_on)
     note(f"key for {tenant}, shown this once: {key}")
-    print("\n".join(lines_of(entry, datetime.datetime.now(datetime.UTC).date())))
 
 
-def lines_of(entry: ApiKey, made_on: datetime.date) -> list[str]:
-    """The entry as it stands in the file."""
-    lines = ["", f"[[keys]]  # made on {made_on}", f'id = "{entry.id}"', f'tenant = "{entry.tenant}"']
-    return [*lines, f'sha256 = "{entry.sha256}"', *(["metrics = true"] if entry.metrics else [])]
+def _print(entry: ApiKey, made_on: datetime.date) -> None:
+    """As a new file; where output is added to a file that has something, without the tenant, which may stand in it."""
+    from service.key_file_edit import key_lines, tenant_line
+
+    if is_begun(sys.stdout):
+        note(f"the file must have {tenant_line(entry.tenant)} once; --file FILE sees to that")
+        print(f"\n{key_lines(entry, made_on)}", end="")
+    else:
+        print(f"{tenant_line(entry.tenant)}\n\n{key_lines(entry, made_on)}", end="")
+
+
+def is_begun(output: IO[str]) -> bool:
+    """Whether it is a file in which something stands already (`>>`)."""
+    try:
+        found = os.fstat(output.fileno())
+    except (OSError, ValueError):  # no file of the system's
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0

@@ -132,7 +132,7 @@ GOOD = f'[tenants.acme]\n[[keys]]\nid = "00112233aabb"\ntenant = "acme"\nsha256 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["tenants", "required"]),
+        ("", ["keys", "required"]),
         ("[tenants.acme]", ["keys", "required"]),
         ("keys = []\n[tenants.acme]", ["keys must have at least 1 entry"]),
         ("[[keys]\nid", ["not valid TOML", "line 1"]),
