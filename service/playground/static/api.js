@@ -23,15 +23,18 @@ export class Api {
     return (await this.request(method, path, body, options)).json();
   }
 
-  /** The answer if it is a good one. Raises ApiError, or an AbortError when `signal` says so. */
+  /**
+   * The answer if it is a good one. Raises ApiError, or an AbortError when `signal` says so. `asks`: whether a person is
+   * asked for the key that is missing; what the page reads by itself does not ask.
+   */
   async request(method, path, body, options = {}) {
     for (;;) {
       const { key } = this.keyring;
       try {
         return await this.once(method, path, body, options);
       } catch (error) {
-        if (error.status !== 401) throw error;
-        if (key === this.keyring.key) await this.keyring.ask(key === null ? null : error.message);
+        if (error.status !== 401 || options.asks === false) throw error;
+        if (key === this.keyring.key) await this.keyring.ask(key === null ? null : "The server does not know this key.");
       }
     }
   }

@@ -13,13 +13,15 @@ import { saveFile, importFile } from "./session_files.js";
 import { bindTheme } from "./theme.js";
 
 const memory = new Memory(sessionStorage);
-const keyring = new Keyring(memory, showKey);
+const keyring = new Keyring(memory, takeKey);
 const api = new Api(keyring);
 const notice = new Notice("page-notice");
 const on = { changed, openBeside, exportFile: (id) => saveFile(api, id) };
 const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
 const sessions = new SessionList(byId("session-list"), api, { open, openBeside, isOpen });
 let active = panes[0];
+let isStarted = false; // nothing stands in the way of what was open before a reload
+let isStarting = false;
 
 function byId(id) {
   return document.getElementById(id);
@@ -85,14 +87,24 @@ async function chooseFile(event) {
   }
 }
 
+/** False: not without a key. */
 async function showModel() {
   try {
     const [model] = (await api.json("GET", "v1/models")).data;
     const facts = [`${millions(model.num_parameters)} parameters`, `state ${bytes(model.state_bytes)}, ${model.state_dtype}`, model.numerics];
     byId("model").textContent = [model.id, ...facts].join(" · ");
+    return true;
   } catch (error) {
     notice.show(error);
+    return error.status !== 401;
   }
+}
+
+/** Who declined at first may give a key later, for a turn: then the page has what it went without. */
+function takeKey(key) {
+  showKey();
+  notice.clear();
+  if (key !== null && !isStarted && !isStarting) restore();
 }
 
 function showKey() {
@@ -140,16 +152,23 @@ function bind() {
 
 /** Everything as it was before a reload, turns that are still running included. */
 async function restore() {
-  const ids = memory.read("panes", []);
   showKey();
-  await showModel(); // asks for a key where there must be one: once, before all else asks
+  isStarting = true;
+  isStarted = await showModel(); // asks for a key where there must be one: once, before all else asks
+  isStarting = false;
+  if (!isStarted) {
+    sessions.refresh();
+    return;
+  }
+  const ids = memory.read("panes", []);
   setComparing(memory.read("comparing", false));
   panes.forEach((pane, index) => {
-    if (ids[index] && !pane.root.hidden) pane.open(ids[index]);
+    if (ids[index] && !pane.root.hidden && !pane.isInUse) pane.open(ids[index]);
   });
 }
 
 byId("panes").append(...panes.map((pane) => pane.root));
+panes[1].root.hidden = true;
 byId("page-notice-place").append(notice.root);
 bind();
 restore();

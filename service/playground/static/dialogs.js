@@ -26,6 +26,7 @@ export function bindDialogs() {
 
 /** The API key: asked for when the server wants one, kept until the tab is closed or the person forgets it. */
 export class Keyring {
+  /** `onChange(key)`: there is another one; null: none any more. */
   constructor(memory, onChange) {
     this.memory = memory;
     this.onChange = onChange;
@@ -39,7 +40,7 @@ export class Keyring {
     });
   }
 
-  /** Requests that are refused at the same time wait for one answer. `reason`: the server's words on the last key. */
+  /** Requests that are refused at the same time wait for one answer. `reason`: what was wrong with the last key. */
   ask(reason) {
     this.asking ??= this.askOnce(reason).finally(() => {
       this.asking = null;
@@ -71,6 +72,6 @@ export class Keyring {
     this.key = key;
     if (key === null) this.memory.remove("key");
     else this.memory.write("key", key);
-    this.onChange();
+    this.onChange(key);
   }
 }

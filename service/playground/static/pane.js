@@ -69,6 +69,11 @@ export class Pane {
     return this.turns.find((turn) => turn.status === "running") ?? null;
   }
 
+  /** Whether it has a session, or is making one. */
+  get isInUse() {
+    return this.session !== null || Boolean(this.isSending);
+  }
+
   /** No session yet: the first turn makes one. */
   clear() {
     this.leave();

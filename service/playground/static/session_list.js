@@ -26,12 +26,12 @@ export class SessionList {
   async load(cursor) {
     const query = new URLSearchParams({ limit: String(PAGE), ...(cursor === null ? {} : { after: cursor }) });
     try {
-      const page = await this.api.json("GET", `v1/sessions?${query}`);
+      const page = await this.api.json("GET", `v1/sessions?${query}`, undefined, { asks: false });
       this.heads = cursor === null ? page.data : [...this.heads, ...page.data];
       this.cursor = page.next_cursor;
       this.note.textContent = this.heads.length === 0 ? "No sessions yet." : "";
     } catch (error) {
-      this.note.textContent = `The list cannot be read: ${error.message}`;
+      this.note.textContent = error.status === 401 ? "Listed once there is a key." : `The list cannot be read: ${error.message}`;
     }
     this.show();
   }

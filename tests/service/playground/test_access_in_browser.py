@@ -143,7 +143,8 @@ async def test_keys_are_asked_for_and_stay_in_the_tab(browser: Browser, tmp_path
         await expect(tab.page.locator("#key")).to_be_focused()
         await tab.page.fill("#key", other.text)
         await tab.page.keyboard.press("Enter")
-        await expect(dialog).to_contain_text("key")
+        await expect(dialog).to_contain_text("The server does not know this key.")
+        await expect(dialog).not_to_contain_text("Bearer")
         await expect(tab.page.locator("#key")).to_have_value("")
         await tab.page.fill("#key", good.text)
         await tab.page.keyboard.press("Enter")
@@ -163,14 +164,29 @@ async def test_keys_are_asked_for_and_stay_in_the_tab(browser: Browser, tmp_path
         assert good.text not in await tab.page.evaluate("JSON.stringify(sessionStorage)")
 
 
-async def test_who_gives_no_key_is_told(browser: Browser, tmp_path: Path) -> None:
-    file = write_keys(tmp_path / "keys.toml", make_key("acme"), acme="")
+async def test_who_gives_no_key_is_told_once_and_may_give_it_later(browser: Browser, tmp_path: Path) -> None:
+    key = make_key("acme")
+    file = write_keys(tmp_path / "keys.toml", key, acme="")
     async with (
         gateway(FakeBackend(), is_live=True, api_keys_file=file) as server,
         playground(browser, server.url) as tab,
     ):
-        await tab.page.locator("#key-dialog").get_by_role("button", name="Cancel").click()
-        await expect(tab.page.locator("#page-notice")).to_contain_text("no API key was given")
+        dialog, notice = tab.page.locator("#key-dialog"), tab.page.locator("#page-notice")
+        await expect(dialog).to_be_visible()
+        await expect(tab.pane("right")).to_be_hidden()
+        await dialog.get_by_role("button", name="Cancel").click()
+        await expect(notice).to_contain_text("no API key was given")
+        await expect(tab.page.locator("#session-list")).to_contain_text("Listed once there is a key.")
+        await expect(dialog).to_be_hidden()
+
+        await tab.send("Hello", max_tokens="64")
+        await expect(dialog).to_be_visible()
+        await tab.page.fill("#key", key.text)
+        await tab.page.keyboard.press("Enter")
+        await tab.turns_end(1)
+        await expect(notice).to_be_hidden()
+        await expect(tab.page.locator("#model")).to_contain_text("parameters")
+        await expect(tab.page.locator(".sessions li")).to_have_count(1)
 
 
 async def test_the_theme_follows_the_system_until_somebody_chooses(browser: Browser) -> None:
