@@ -44,6 +44,7 @@ from service.sessions.sqlite_connection import (
 from service.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, delete_most_kept, get_kept
 from service.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
 from service.sessions.sqlite_listing import SqliteListing
+from service.sessions.sqlite_probe import SqliteProbe
 from service.sessions.sqlite_reserve import Reserve
 from service.sessions.sqlite_rows import (
     EXISTS,
@@ -98,6 +99,8 @@ class SqliteSessionStore:
         self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
         kept = SqliteKept(read=self.read, clock=clock)
         self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
+        probe = SqliteProbe(write=self.write, clock=clock)
+        self.check_writable, self._write_state = probe.check_writable, probe.write_state
 
     async def open(self) -> None:
         try:
@@ -197,7 +200,7 @@ class SqliteSessionStore:
                 append_log(connection, head, log_ids, marks)
                 return head
 
-        return await self.write(work)
+        return await self._write_state(work, len(snapshot or b""))
 
     async def update(
         self,
@@ -294,7 +297,7 @@ class SqliteSessionStore:
                     snapshot=snapshot,
                 )
 
-        return await self.write(work)
+        return await self._write_state(work, len(snapshot) + len(keep.snapshot))
 
     async def rewind(
         self,
@@ -329,7 +332,7 @@ class SqliteSessionStore:
             empty_write_ahead_log(connection)  # what was cut off is deleted
             return moved
 
-        return await self.write(work)
+        return await self._write_state(work, len(snapshot or b""))
 
     async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
         def work(connection: sqlite3.Connection) -> tuple[int, ...]:
@@ -369,15 +372,8 @@ class SqliteSessionStore:
 
         return await self.write(self.reserve.lent_to(work))
 
-    async def check_writable(self) -> None:
-        def work(connection: sqlite3.Connection) -> None:
-            with transaction(connection):
-                connection.execute("INSERT OR REPLACE INTO probe VALUES (1, ?)", (self._clock(),))
-
-        await self.write(work)
-
     async def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        return await self._open_parts().writer.run(work)
+        return await self._open_parts().writer.run(self.reserve.behind(work))
 
     async def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         return await self._open_parts().reader.run(work)

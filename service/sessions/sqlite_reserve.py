@@ -1,7 +1,8 @@
-"""Room on the disk kept aside by the SQLite store, so that sessions can be deleted when there is no other room left.
+"""Room on the disk kept aside by the SQLite store, so that on a full disk sessions can be deleted, and go on.
 
 To delete, SQLite must write: what the write-ahead log still holds moves into the database, and what is deleted is
-overwritten, by way of the log. Without a reserve a full disk would stay full.
+overwritten, by way of the log. A turn overwrites too, its session's last state. Neither makes the database grow, so the
+room that they borrow comes back when the log is emptied; without a reserve a full disk would stay full.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from service.sessions.sqlite_connection import Result, empty_write_ahead_log, is_full
 
 # The log before a checkpoint (sqlite_schema.CHECKPOINT_PAGES) and the largest commit of a usual state behind it.
 RESERVE_BYTES = 8 * 1024 * 1024
+LEFT_BYTES = 256 * 1024  # what others in the directory write, and the file system's own notes
 
 
 class Reserve:
@@ -25,14 +27,19 @@ class Reserve:
     """
 
     def __init__(self, database: Path) -> None:
+        self._database = database
         self._path = database.with_name(f"{database.name}-reserve")
 
     def fill(self) -> None:
-        """Take the room, or half of what is free when that is less: the log cannot outgrow the other half."""
+        """Take the room, or as much of it as there is.
+
+        At most half of what the disk has for database and reserve together, whatever the database holds of it: a share
+        of what is free would be less with every time it is taken again.
+        """
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
             try:
-                _allocate(descriptor)
+                _allocate(descriptor, database_bytes=self._database.stat().st_size)
             finally:
                 os.close(descriptor)
 
@@ -53,6 +60,47 @@ class Reserve:
 
         return guarded
 
+    def behind(self, work: Callable[[sqlite3.Connection], Result]) -> Callable[[sqlite3.Connection], Result]:
+        """`work`, which may add to what is stored. On a full disk it runs again with an empty write-ahead log, and then
+        once more without the reserve, if it leaves the database as large as it is.
+        """
+
+        def guarded(connection: sqlite3.Connection) -> Result:
+            try:
+                return work(connection)
+            except sqlite3.Error as error:
+                if not is_full(error):
+                    raise
+            self._empty_log(connection)
+            try:
+                return work(connection)
+            except sqlite3.Error as error:
+                if not is_full(error):
+                    raise
+            return self._borrow(connection, work)
+
+        return guarded
+
+    def _empty_log(self, connection: sqlite3.Connection) -> None:
+        """SQLite does so after a commit only: a log that leaves no room for one would stay as it is for good.
+
+        Its new pages make the database grow before the log shrinks; the reserve holds them until then.
+        """
+        self.give_up()
+        try:
+            empty_write_ahead_log(connection)
+        finally:
+            self.fill()
+
+    def _borrow(self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        self.give_up()
+        try:
+            with _growing_no_more(connection):
+                return work(connection)
+        finally:
+            empty_write_ahead_log(connection)
+            self.fill()
+
     def give_up(self) -> None:
         """Free the room until the next `fill`."""
         with contextlib.suppress(OSError):
@@ -63,11 +111,24 @@ class Reserve:
             self._path.unlink(missing_ok=True)
 
 
-def _allocate(descriptor: int) -> None:
+@contextlib.contextmanager
+def _growing_no_more(connection: sqlite3.Connection) -> Iterator[None]:
+    """Inside, what needs another page of the database fails as on a full disk."""
+    (limit,) = connection.execute("PRAGMA max_page_count").fetchone()
+    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {num_pages}")
+    try:
+        yield
+    finally:
+        connection.execute(f"PRAGMA max_page_count = {limit}")
+
+
+def _allocate(descriptor: int, *, database_bytes: int) -> None:
     """Raises OSError when the file system has no room or cannot reserve any; then the file is as it was, or empty."""
     has = os.fstat(descriptor).st_size
     disk = os.fstatvfs(descriptor)
-    wanted = min(RESERVE_BYTES, (disk.f_bavail * disk.f_frsize + has) // 2)
+    available = disk.f_bavail * disk.f_frsize + has
+    wanted = min(RESERVE_BYTES, (available + database_bytes) // 2, available - LEFT_BYTES)
     if wanted <= has:
         return
     try:

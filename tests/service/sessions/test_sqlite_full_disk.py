@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,3 +162,123 @@ async def test_a_session_that_takes_more_than_the_reserve_can_be_deleted_from_a_
         fill_with_other_data(disk)
         await delete(store, head)
         assert (await store.usage(tenant=TENANT)).num_bytes == 0
+
+
+STATE_FLOATS = 945_000  # 3.78 MB, the bundled model's: two of them do not fit beside a write-ahead log of 4 MiB
+
+
+async def fill_with_states(store: SqliteSessionStore) -> list[SessionHead]:
+    heads: list[SessionHead] = []
+    with pytest.raises(StorageFull):
+        for number in range(100):
+            head = await stored_sessions.create(store, f"s{number}", tenant=TENANT, metadata={})
+            heads.append(await commit(store, head, num_floats=STATE_FLOATS))
+    return heads
+
+
+async def commit_turns(store: SqliteSessionStore, head: SessionHead, num_turns: int) -> SessionHead:
+    for _ in range(num_turns):
+        head = await commit(store, head, num_floats=STATE_FLOATS)
+        await store.check_writable()
+    return head
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [40, 90], ids=["40MB", "90MB"], indirect=True)
+async def test_after_a_full_disk_deleting_makes_the_sessions_that_are_left_go_on(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        heads = await fill_with_states(store)
+        for head in heads[:2]:
+            await delete(store, head)
+        heads = [await commit_turns(store, head, 3) for head in heads[2:]]
+        for head in heads:
+            await delete(store, head)
+        new = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        new = await commit_turns(store, new, 4)
+    async with opened(SqliteSessionStore(path)) as store:
+        await commit_turns(store, new, 2)
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
+async def test_sessions_that_fit_go_on_when_the_disk_is_full_and_restarts_do_not_use_up_the_reserve(path: Path) -> None:
+    """Their next state takes the place of the one before: the database does not grow."""
+    reserve = path.with_name("sessions.db-reserve")
+    num_fit = []
+    for _ in range(3):
+        async with opened(SqliteSessionStore(path)) as store:
+            heads = await fill_with_states(store)
+            num_fit.append(len(heads))
+            for head in heads:
+                await commit(store, await commit(store, head, num_floats=STATE_FLOATS), num_floats=STATE_FLOATS)
+            assert reserve.stat().st_size == RESERVE_BYTES
+            for head in (await store.list(tenant=TENANT, limit=100)).heads:
+                await delete(store, head)
+    assert num_fit[0] == num_fit[1] == num_fit[2] >= 5
+
+
+@pytest.mark.tmpfs
+@pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
+async def test_the_store_is_not_writable_from_a_refused_commit_until_one_like_it_fits(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        heads = await fill_with_states(store)
+        for _ in range(2):
+            with pytest.raises(StorageFull):
+                await store.check_writable()
+        await delete(store, heads[0])
+        await store.check_writable()
+        new = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        await commit_turns(store, new, 2)
+
+
+class FullDisk:
+    """Work that finds no room `num_failures` times, and notes what it finds: the log, the reserve, room to grow."""
+
+    def __init__(self, path: Path, num_failures: int) -> None:
+        self._path = path
+        self._num_failures = num_failures
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def __call__(self, connection: sqlite3.Connection) -> str:
+        (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+        (limit,) = connection.execute("PRAGMA max_page_count").fetchone()
+        log, reserve = (self._path.with_name(f"{self._path.name}-{name}") for name in ("wal", "reserve"))
+        self.seen.append((log.stat().st_size > 0, reserve.stat().st_size > 0, limit > num_pages))
+        if len(self.seen) <= self._num_failures:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return "done"
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
+async def test_what_finds_no_room_is_tried_with_an_empty_log_and_then_in_the_reserve(
+    tmp_path: Path, num_failures: int
+) -> None:
+    path = tmp_path / "sessions.db"
+    work = FullDisk(path, num_failures)
+    async with opened(SqliteSessionStore(path)) as store:
+        await stored_sessions.create(store, tenant=TENANT, metadata={})
+        if num_failures == 3:
+            with pytest.raises(StorageFull):
+                await store.write(work)
+        else:
+            assert await store.write(work) == "done"
+        attempts = [(True, True, True), (False, True, True), (False, False, False)]
+        assert work.seen == attempts[: num_failures + 1]
+        after = FullDisk(path, 0)
+        await store.write(after)
+        assert after.seen == [(num_failures == 0, True, True)]
+
+
+async def test_a_state_that_was_refused_is_what_the_probe_asks_room_for(tmp_path: Path) -> None:
+    async with opened(SqliteSessionStore(tmp_path / "sessions.db", max_bytes=2_000_000)) as store:
+        head = await stored_sessions.create(store, tenant=TENANT, metadata={})
+        await store.check_writable()
+        with pytest.raises(StorageFull):
+            await commit(store, head, num_floats=1_000_000)
+        with pytest.raises(StorageFull):
+            await store.check_writable()
+        await stored_sessions.create(store, "small", tenant=TENANT, metadata={})
+        with pytest.raises(StorageFull):
+            await store.check_writable()

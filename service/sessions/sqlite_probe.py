@@ -1,0 +1,37 @@
+"""Whether the SQLite store has room for what turns commit: what readiness asks."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+from nsm_core.errors import StorageFull
+from service.sessions.sqlite_connection import Result, Runner, Work, transaction
+
+
+class SqliteProbe:
+    """Remembers the commit that found no room last; the probe then writes as much."""
+
+    def __init__(self, *, write: Runner, clock: Callable[[], float]) -> None:
+        self._write = write
+        self._clock = clock
+        self._refused_bytes = 0
+
+    async def write_state(self, work: Work[Result], num_bytes: int) -> Result:
+        """`work`, which stores snapshots of `num_bytes` in all. Raises StorageFull."""
+        try:
+            return await self._write(work)
+        except StorageFull:
+            self._refused_bytes = num_bytes
+            raise
+
+    async def check_writable(self) -> None:
+        num_bytes = self._refused_bytes
+
+        def work(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                connection.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (num_bytes,))
+                connection.execute("UPDATE probe SET written_at = ?", (self._clock(),))
+
+        await self._write(work)
+        self._refused_bytes = 0
