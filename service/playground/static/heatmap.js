@@ -11,6 +11,7 @@ const NOTES = {
   unasked: "Routing was not asked for.",
   absent: "This server does not tell the routing of its tokens.",
   limited: "Routing was left out of this turn: the server does not tell it for so many tokens (“Max tokens”).",
+  busy: "Routing was left out of this turn: the server tells it of a few turns at a time, and all were taken by others.",
   lost: "The routing of this turn is not here: this tab did not see it, or it was let go to save room.",
 };
 
@@ -34,7 +35,8 @@ export class Heatmap {
   }
 
   parts() {
-    const head = ["Layer", "Strongest states", "States"].map((name) => el("th", { scope: "col" }, name));
+    const head = ["Layer", "Strongest states"].map((name) => el("th", { scope: "col" }, name));
+    head.push(el("th", { scope: "col", class: "number" }, "States"));
     return [
       el("div", { class: "choices" }, this.side.label, this.layer.label),
       el("figure", {}, this.token.canvas, this.token.caption),

@@ -207,13 +207,14 @@ export class Pane {
 
   /**
    * A server that cannot tell the routing (its model runs elsewhere) is asked again without, from then on; one that tells
-   * it of fewer tokens than a turn may have, without for this turn.
+   * it of fewer tokens than a turn may have, or of no more turns at a time, without for this turn.
    */
   isWithoutRouting(turn, error) {
     const isTooLong = error.param === "max_tokens" && error.message.includes("include_routing");
-    if (!(isTooLong || error.param === "include_routing") || turn.streamId !== null) return false;
-    if (!isTooLong) this.composer.routing.checked = false;
-    turn.routingRefusal = isTooLong ? "limited" : "absent";
+    const isBusy = error.code === "overloaded" && error.message.includes("include_routing");
+    if (!(isTooLong || isBusy || error.param === "include_routing") || turn.streamId !== null) return false;
+    turn.routingRefusal = isTooLong ? "limited" : isBusy ? "busy" : "absent";
+    if (turn.routingRefusal === "absent") this.composer.routing.checked = false;
     delete turn.body.include_routing;
     turn.key += "-plain";
     return true;

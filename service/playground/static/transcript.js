@@ -123,7 +123,7 @@ function tokenView(piece) {
   if (piece.tokens.length > 0) {
     const probability = Math.exp(piece.tokens.reduce((sum, one) => sum + one.logprob, 0));
     token.dataset.level = levelOf(probability);
-    token.dataset.percent = probability < 0.01 ? "<1" : Math.round(probability * 100);
+    token.dataset.percent = probability < 0.01 ? "<1%" : `${Math.round(probability * 100)}%`;
     token.title = `${visible(piece.text)}: ${percent(probability)}`;
   }
   return token;
@@ -141,6 +141,7 @@ function facts(turn) {
   if (turn.isReadOn) parts.push("read on after an interruption");
   else if (turn.decodeS > 0) parts.push(`${((turn.pieces.length - 1) / turn.decodeS).toFixed(1)} tokens/s`);
   if (usage !== null) parts.push(energyOf(usage));
+  if (turn.body && !turn.body.include_routing) parts.push(turn.routingRefusal ? "routing left out" : "routing not asked for");
   return el("ul", { class: "facts" }, ...parts.map((part) => el("li", {}, part)));
 }
 

@@ -34,7 +34,7 @@ export class Utilisation {
       this.body.replaceChildren(el("p", { class: "hint" }, "They are read after each turn."));
       return;
     }
-    const head = ["Layer", "Over time", "In use", "Moved"].map((name) => el("th", { scope: "col" }, name));
+    const head = [["Layer"], ["Over time"], ["In use", "number"], ["Moved", "number"]].map(([name, kind]) => el("th", { scope: "col", class: kind }, name));
     const rows = latest.layers.map((layer, index) => row(layer, samples.map((sample) => sample.layers[index])));
     const words = `After ${count(latest.position, "token")}, version ${latest.version}; ${count(samples.length, "reading")}`;
     this.body.replaceChildren(

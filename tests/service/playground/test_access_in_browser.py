@@ -220,7 +220,7 @@ async def test_numbers_show_each_probability_as_text(browser: Browser) -> None:
         shown = "one => getComputedStyle(one, '::after').content"
         assert await token.evaluate(shown) == "none"
         await tab.page.check("#numbers")
-        assert await token.evaluate(shown) == '"61"'
+        assert await token.evaluate(shown) == '"61%"'
 
 
 async def test_lines_break_where_the_text_does(browser: Browser) -> None:

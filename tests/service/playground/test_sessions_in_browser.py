@@ -11,7 +11,7 @@ from playwright.async_api import Browser, expect
 from nsm_core.config import EngineConfig
 from nsm_core.energy.estimate import EstimateMeter
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.errors import InvalidRequest
+from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from tests.browsers import Playground, playground
@@ -36,6 +36,15 @@ class NoRouting(FakeBackend):
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if request.include_routing:
             raise InvalidRequest("include_routing is not supported here", param="include_routing")
+        return super().submit(request)
+
+
+class BusyRouting(FakeBackend):
+    """Refuses as a backend does that tells the routing of enough others."""
+
+    def submit(self, request: GenerationRequest) -> FakeGeneration:
+        if request.include_routing:
+            raise Overloaded("at most 8 requests with include_routing may run at a time")
         return super().submit(request)
 
 
@@ -121,6 +130,18 @@ async def test_a_server_that_refuses_to_tell_the_routing_is_asked_without(browse
         await tab.turns_end(2)
 
 
+async def test_a_turn_that_finds_the_routing_taken_goes_without_and_says_so(browser: Browser) -> None:
+    backend = BusyRouting()
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="64")
+        await tab.turns_end(1)
+        assert await tab.answers() == [DEFAULT_SCRIPT]
+        await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("taken by others")
+        await expect(tab.pane().locator(".turn-foot")).to_contain_text("routing left out")
+        await expect(tab.page.locator("#left-notice")).to_be_hidden()
+        await expect(tab.page.locator("#left-routing")).to_be_checked()  # the next turn asks again
+
+
 async def test_routing_may_be_left_out(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
     async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
         await tab.page.uncheck("#left-routing")
@@ -165,6 +186,8 @@ async def test_fork_beside_and_compare(browser: Browser) -> None:
         await tab.turns_end(2, pane="right")
         await expect(tab.page.locator("#branches")).to_have_text("The same for 2 turns.")
         await expect(tab.pane("right").locator(".pane-head")).to_contain_text("forked from")
+        for part in (".pane-head", ".composer", "[aria-label=Token]", "[aria-label=Routing]"):
+            assert await place(tab, "left", part) == await place(tab, "right", part), part
         await tab.send("Otherwise", pane="right")
         await tab.turns_end(3, pane="right")
         await expect(tab.page.locator("#branches")).to_have_text(
@@ -175,6 +198,13 @@ async def test_fork_beside_and_compare(browser: Browser) -> None:
         await expect(tab.page.locator("#branches")).to_contain_text("they part at the input of turn 3")
         await expect(tab.page.locator(".input.parting")).to_have_text(["Thus", "Otherwise"])
         assert [head["version"] for head in await heads(server)] == [3, 3]
+
+
+async def place(tab: Playground, pane: str, part: str) -> tuple[float, float]:
+    """Top and height, in pixels."""
+    box = await tab.pane(pane).locator(part).bounding_box()
+    assert box is not None
+    return box["y"], box["height"]
 
 
 async def test_where_two_answers_part_is_marked(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
