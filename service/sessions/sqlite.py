@@ -99,7 +99,7 @@ class SqliteSessionStore:
         self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
         kept = SqliteKept(read=self.read, clock=clock)
         self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
-        probe = SqliteProbe(write=self.write, clock=clock)
+        probe = SqliteProbe(write=self.write, hold=self.reserve.hold, clock=clock)
         self.check_writable, self._write_state = probe.check_writable, probe.write_state
 
     async def open(self) -> None:
@@ -130,6 +130,8 @@ class SqliteSessionStore:
         migrate(connection, self._path)
         if self._max_bytes is not None:
             connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // PAGE_BYTES)}")
+        (largest,) = connection.execute("SELECT coalesce(max(snapshot_bytes), 0) FROM sessions").fetchone()
+        self.reserve.hold(largest)
 
     async def close(self) -> None:
         opened, self._opened = self._opened, None

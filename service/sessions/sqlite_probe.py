@@ -10,17 +10,24 @@ from service.sessions.sqlite_connection import Result, Runner, Work, transaction
 
 
 class SqliteProbe:
-    """Remembers the commit that found no room last; the probe then writes as much."""
+    """Remembers the commit that found no room last; the probe then writes as much. `hold` hears of those that did."""
 
-    def __init__(self, *, write: Runner, clock: Callable[[], float]) -> None:
+    def __init__(self, *, write: Runner, hold: Callable[[int], None], clock: Callable[[], float]) -> None:
         self._write = write
+        self._hold = hold
         self._clock = clock
         self._refused_bytes = 0
 
     async def write_state(self, work: Work[Result], num_bytes: int) -> Result:
         """`work`, which stores snapshots of `num_bytes` in all. Raises StorageFull."""
+
+        def held(connection: sqlite3.Connection) -> Result:
+            done = work(connection)
+            self._hold(num_bytes)
+            return done
+
         try:
-            return await self._write(work)
+            return await self._write(held)
         except StorageFull:
             self._refused_bytes = num_bytes
             raise

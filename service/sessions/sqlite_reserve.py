@@ -15,7 +15,7 @@ from pathlib import Path
 
 from service.sessions.sqlite_connection import Result, empty_write_ahead_log, is_full
 
-# The log before a checkpoint (sqlite_schema.CHECKPOINT_PAGES) and the largest commit of a usual state behind it.
+# The largest commit of a usual state, with an older one that is kept beside it; `hold` for larger ones.
 RESERVE_BYTES = 8 * 1024 * 1024
 LEFT_BYTES = 256 * 1024  # what others in the directory write, and the file system's own notes
 
@@ -28,7 +28,14 @@ class Reserve:
 
     def __init__(self, database: Path) -> None:
         self._database = database
+        self._bytes = RESERVE_BYTES
         self._path = database.with_name(f"{database.name}-reserve")
+
+    def hold(self, commit_bytes: int) -> None:
+        """Enough for a commit, or the deletion, of snapshots of `commit_bytes`: an eighth more, for what is beside."""
+        if commit_bytes + commit_bytes // 8 > self._bytes:
+            self._bytes = commit_bytes + commit_bytes // 8
+            self.fill()
 
     def fill(self) -> None:
         """Take the room, or as much of it as there is.
@@ -39,7 +46,7 @@ class Reserve:
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
             try:
-                _allocate(descriptor, database_bytes=self._database.stat().st_size)
+                _allocate(descriptor, self._bytes, database_bytes=self._database.stat().st_size)
             finally:
                 os.close(descriptor)
 
@@ -123,12 +130,12 @@ def _growing_no_more(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute(f"PRAGMA max_page_count = {limit}")
 
 
-def _allocate(descriptor: int, *, database_bytes: int) -> None:
+def _allocate(descriptor: int, num_bytes: int, *, database_bytes: int) -> None:
     """Raises OSError when the file system has no room or cannot reserve any; then the file is as it was, or empty."""
     has = os.fstat(descriptor).st_size
     disk = os.fstatvfs(descriptor)
     available = disk.f_bavail * disk.f_frsize + has
-    wanted = min(RESERVE_BYTES, (available + database_bytes) // 2, available - LEFT_BYTES)
+    wanted = min(num_bytes, (available + database_bytes) // 2, available - LEFT_BYTES)
     if wanted <= has:
         return
     try:
