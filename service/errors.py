@@ -106,6 +106,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
 }
 INTERNAL = Rule(500, SERVER, "internal_error")
+NAMED_FINDINGS = ("unknown_parameter", "unsupported_parameter")  # of service/schemas, with name and wish in ctx
 HTTP_TYPES = {404: NOT_FOUND, 401: AUTHENTICATION, 403: PERMISSION, 429: RATE_LIMIT}
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
@@ -232,6 +233,10 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     """The first of pydantic's findings: a client mends one field at a time."""
     item = errors[0]
     place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
+    if item["type"] in NAMED_FINDINGS:
+        name, wish = field_path([*place, item["ctx"]["name"]]), item["ctx"]["wish"]
+        message = wish if item["type"] == "unknown_parameter" else f"{name} {wish}"
+        return ErrorAnswer(status=400, type=INVALID, message=message, param=name, code=item["type"])
     param = field_path(place) or None
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"

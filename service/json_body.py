@@ -1,4 +1,6 @@
-"""JSON in and out. Bodies are read strictly: UTF-8, no NaN or Infinity, no unpaired surrogates, bounded nesting."""
+"""JSON in and out. Bodies are read strictly: UTF-8, no NaN or Infinity, no unpaired surrogates, bounded nesting, and no
+name twice in an object.
+"""
 
 from __future__ import annotations
 
@@ -76,20 +78,34 @@ def parse(raw: bytes) -> Any:
         raise InvalidRequest("a JSON body is required, got an empty one", code="invalid_json")
     try:
         value = orjson.loads(raw)
-        return exact(raw, value) if MAYBE_LARGE.search(raw) else value
     except orjson.JSONDecodeError as error:
         refuse_non_finite(raw)
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    is_flat = isinstance(value, dict) and raw.count(b":") == len(value)  # each name has one: none is there twice
+    return value if is_flat and not MAYBE_LARGE.search(raw) else exact(raw, value)
 
 
 def exact(raw: bytes, value: Any) -> Any:
     """`raw` with its integers as they were sent: orjson makes floats of those above 64 bits, and whoever sent one shall
-    read his own number in the refusal. `value`: what orjson made of it.
+    read his own number in the refusal. `value`: what orjson made of it. Raises InvalidRequest for a name that an object
+    has twice, of which orjson would take the last.
     """
     try:
-        return json.loads(raw, parse_int=_whole)
+        return json.loads(raw, parse_int=_whole, object_pairs_hook=_object)
     except (ValueError, RecursionError):
         return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                message = f"{quoted(name)} stands in an object more than once"
+                raise InvalidRequest(message, param=name, code="duplicate_parameter")
+            names.add(name)
+    return found
 
 
 def _whole(text: str) -> int | float:

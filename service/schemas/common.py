@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.routing import MAX_ROUTED_TOKENS, MAX_WATCHED
@@ -20,14 +21,11 @@ from nsm_core.sampling.params import (
     seed_bits,
 )
 from service.errors import shown
+from service.schemas import harmless
 
 MAX_TIMEOUT_S = 86_400.0
 
-# Fields of other servers' bodies that change nothing in the answer: accepted and dropped.
-HARMLESS = frozenset(
-    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "prompt_cache_options", "parallel_tool_calls"}
-)  # fmt: skip
+HARMLESS: Mapping[str, type] = {**harmless.COMMON, "metadata": dict}
 # Wishes that this server cannot grant, with the values that wish for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -54,7 +52,7 @@ class RequestBody(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    harmless: ClassVar[frozenset[str]] = frozenset()
+    harmless: ClassVar[Mapping[str, type]] = harmless.NONE
     nullable: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -65,14 +63,16 @@ class RequestBody(BaseModel):
             return body
         kept = {}
         for name, value in body.items():
-            if (value is None and name not in cls.nullable) or name in cls.harmless:
+            if value is None and name not in cls.nullable:
                 continue
-            if name in cls.unsupported:
-                if value not in cls.unsupported[name]:
-                    message = f"{name} is not supported by this server, got {shown(value)}"
-                    raise InvalidRequest(message, param=name, code="unsupported_parameter")
+            if name in cls.harmless:
+                harmless.check_harmless(name, value, cls.harmless[name])
+            elif name in cls.unsupported:
+                if not any(is_same(value, wish) for wish in cls.unsupported[name]):
+                    wish = f"is not supported by this server, got {shown(value)}"
+                    raise PydanticCustomError("unsupported_parameter", "{wish}", {"name": name, "wish": wish})
             elif name not in cls.model_fields:
-                raise InvalidRequest(cls._unknown(name), param=name, code="unknown_parameter")
+                raise PydanticCustomError("unknown_parameter", "{wish}", {"name": name, "wish": cls._unknown(name)})
             else:
                 kept[name] = value
         return kept
@@ -81,6 +81,17 @@ class RequestBody(BaseModel):
     def _unknown(cls, name: str) -> str:
         close = difflib.get_close_matches(name[:64], cls.model_fields, n=1)
         return f"unknown field {shown(name)}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def is_same(value: Any, wish: Any) -> bool:
+    """Equality in JSON, where 0 is not false."""
+    if type(value) is not type(wish):
+        return False
+    if isinstance(wish, dict):
+        return value.keys() == wish.keys() and all(is_same(value[name], part) for name, part in wish.items())
+    if isinstance(wish, list):
+        return len(value) == len(wish) and all(map(is_same, value, wish))
+    return bool(value == wish)
 
 
 class StreamOptions(RequestBody):

@@ -12,16 +12,14 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_STOP_STRINGS, SamplingParams
 from service.errors import shown
 from service.items import Item, input_item
+from service.schemas import harmless
 from service.schemas.chat import DEFAULT_MAX_TOKENS
 from service.schemas.common import RequestBody, SamplingFields, check_max_tokens, content_schema
 from service.schemas.sessions import Metadata
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
-HARMLESS = frozenset(
-    {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier",
-     "parallel_tool_calls", "max_tool_calls", "stream_options"}
-)  # fmt: skip
+HARMLESS: Mapping[str, type] = {**harmless.COMMON, "max_tool_calls": int, "stream_options": dict}
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -46,7 +44,7 @@ PLAIN_TEXT: tuple[Any, ...] = ({}, {"format": {"type": "text"}}, {"format": None
 class InputMessage(RequestBody):
     """One message. What an output item carries when a client sends it back is accepted."""
 
-    harmless: ClassVar = frozenset({"id", "status", "phase"})
+    harmless: ClassVar = {"id": str, "status": str, "phase": str}
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]

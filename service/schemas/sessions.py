@@ -21,13 +21,16 @@ from service.schemas.common import (
     check_max_tokens,
 )
 from service.schemas.completions import DEFAULT_MAX_TOKENS
+from service.schemas.harmless import (
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_PAIRS,
+    MAX_METADATA_VALUE_CHARS,
+    check_metadata,
+)
 from service.sessions.base import UNSET, Unset
 
 MAX_COUNT = 2**63 - 1  # of versions and positions, as stores keep them
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_METADATA_PAIRS = 16
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
 INPUT_SCHEMA = {
     "description": "a text or token ids; may be empty when the session's last token waits to be read",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}],
@@ -46,29 +49,12 @@ def check_session_id(session_id: str) -> str:
     return session_id
 
 
-def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise InvalidRequest(
-            f"metadata must have at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}", param="metadata"
-        )
-    for key, value in metadata.items():
-        _check_chars("keys", key, MAX_METADATA_KEY_CHARS)
-        _check_chars("values", value, MAX_METADATA_VALUE_CHARS)
-    return metadata
-
-
-def _check_chars(what: str, text: str, limit: int) -> None:
-    if len(text) > limit:
-        message = f"metadata must have {what} of at most {limit} characters, got {len(text)}: {shown(text)}"
-        raise InvalidRequest(message, param="metadata")
-
-
 SessionId = Annotated[
     str, AfterValidator(check_session_id), Field(description="1 to 64 of A-Z a-z 0-9 _ and -; made up when absent")
 ]
 Metadata = Annotated[
     dict[str, str],
-    AfterValidator(_check_metadata),
+    AfterValidator(check_metadata),
     Field(
         description=f"at most {MAX_METADATA_PAIRS} pairs, keys of {MAX_METADATA_KEY_CHARS} and values of "
         f"{MAX_METADATA_VALUE_CHARS} characters"
@@ -132,7 +118,7 @@ class RewindBody(RequestBody):
     )
     to_position: int | None = Field(default=None, le=MAX_COUNT, description="this many tokens of the log stay")
     expected_version: int | None = Field(
-        default=None, le=MAX_COUNT, description="409 when the session is at another version"
+        default=None, ge=0, le=MAX_COUNT, description="409 when the session is at another version"
     )
 
     @model_validator(mode="after")
@@ -157,7 +143,10 @@ class GenerateBody(SamplingFields, RoutingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     expected_version: int | None = Field(
-        default=None, le=MAX_COUNT, description="the version this turn continues; 409 when the session is at another"
+        default=None,
+        ge=0,
+        le=MAX_COUNT,
+        description="the version this turn continues; 409 when the session is at another",
     )
 
     @field_validator("input", mode="after")

@@ -78,6 +78,15 @@ BAD_SAMPLING: list[tuple[dict[str, Any], list[str]]] = [
     ({"modalities": ["text", "audio"]}, ["not supported", "audio"]),
     ({"audio": {}}, ["not supported", "{}"]),
     ({"store": True}, ["not supported", "true"]),
+    ({"store": 0}, ["not supported", "0"]),
+    ({"stream_options": {"a": 1}}, ["unknown field", '"a"']),
+    ({"user": 5}, ["user must be a string, got 5"]),
+    ({"service_tier": ["auto"]}, ["service_tier must be a string"]),
+    ({"prompt_cache_key": False}, ["prompt_cache_key must be a string, got false"]),
+    ({"parallel_tool_calls": 1}, ["parallel_tool_calls must be a boolean (true or false), got 1"]),
+    ({"metadata": "x"}, ["metadata must be a JSON object"]),
+    ({"metadata": {"a": 1}}, ["'metadata.a' must be a string, got 1"]),
+    ({"metadata": {str(n): "" for n in range(17)}}, ["at most 16 pairs, got 17"]),
     ({"suffix": "end"}, ["not supported", '"end"']),
     ({"reasoning_effort": "high"}, ["not supported", '"high"']),
     ({"temprature": 0.5}, ["unknown field", "temprature", "did you mean temperature?"]),
@@ -173,8 +182,8 @@ async def test_bad_chat_fields(server: Gateway, fields: dict[str, Any], words: l
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content", ["image_url"]),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content", ["5"]),
         ({"role": "user", "content": []}, "messages[1].content", ["text parts", "[]"]),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls", ["not supported"]),
-        ({"role": "user", "content": "x", "nmae": "y"}, "nmae", ["unknown field"]),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls", ["not supported"]),
+        ({"role": "user", "content": "x", "nmae": "y"}, "messages[1].nmae", ["unknown field"]),
         ("hello", "messages[1]", ["object", '"hello"']),
     ],
     ids=str,
@@ -325,6 +334,33 @@ async def test_a_long_id_is_cut_where_that_can_be_seen(server: Gateway) -> None:
 )
 async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:
     await assert_refused(server, await server.client.post(COMPLETIONS, content=raw, headers=JSON), 400, words)
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ('{"prompt": "Hi", "prompt": "Ho"}', "prompt"),
+        ('{"prompt": "a: b", "logit_bias": {"5": 1, "\\u0035": 2}}', "5"),
+        ('{"prompt": "x", "seed": 1e3, "s": [{"a": [], "b": 1, "b": 1}]}', "b"),
+        ('{"prompt": "x", "seed": 9223372036854775808, "seed": 1}', "seed"),
+    ],
+)
+async def test_a_name_stands_once_in_an_object(server: Gateway, raw: str, name: str) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, [f"'{name}' stands in an object more than once"])
+    assert (error["param"], error["code"]) == (name, "duplicate_parameter")
+
+
+@pytest.mark.parametrize("prompt", ["a: b, {c: d}", '\\": "', ":"])
+async def test_colons_in_texts_are_no_names(server: Gateway, prompt: str) -> None:
+    response = await server.client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
+    assert response.status_code == 200, response.text
+
+
+async def test_a_field_in_an_object_is_named_with_its_way(server: Gateway) -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": {"a": 1}}
+    error = await assert_refused(server, await server.client.post(COMPLETIONS, json=body), 400, ["unknown field"])
+    assert (error["param"], error["code"]) == ("stream_options.a", "unknown_parameter")
 
 
 async def test_routes_and_methods_that_do_not_exist(server: Gateway) -> None:

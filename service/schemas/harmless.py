@@ -1,0 +1,55 @@
+"""Fields of other servers' bodies that change nothing in an answer: checked for their types, then dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nsm_core.errors import InvalidRequest
+from service.errors import shown
+from service.wishes import quoted
+
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+
+KIND_NAMES: Mapping[type, str] = {
+    str: "a string", int: "an integer", bool: "a boolean (true or false)", dict: "a JSON object"
+}  # fmt: skip
+NONE: Mapping[str, type] = MappingProxyType({})
+# Of all generation bodies
+COMMON: Mapping[str, type] = MappingProxyType(
+    {"user": str, "service_tier": str, "safety_identifier": str, "prompt_cache_key": str,
+     "prompt_cache_retention": str, "prompt_cache_options": dict, "parallel_tool_calls": bool}
+)  # fmt: skip
+
+
+def check_harmless(name: str, value: Any, kind: type) -> None:
+    """Raises InvalidRequest: what has the wrong type was meant as something else."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InvalidRequest(f"{name} must be {KIND_NAMES[kind]}, got {shown(value)}", param=name)
+    if name == "metadata" and isinstance(value, dict):
+        for key, text in value.items():
+            if not isinstance(text, str):
+                param = f"metadata.{key}"
+                raise InvalidRequest(f"{quoted(param)} must be a string, got {shown(text)}", param=param)
+        check_metadata(value)
+
+
+def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """Raises InvalidRequest for too many pairs, and for keys and values that are too long."""
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise InvalidRequest(
+            f"metadata must have at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}", param="metadata"
+        )
+    for key, value in metadata.items():
+        _check_chars("keys", key, MAX_METADATA_KEY_CHARS)
+        _check_chars("values", value, MAX_METADATA_VALUE_CHARS)
+    return metadata
+
+
+def _check_chars(what: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        message = f"metadata must have {what} of at most {limit} characters, got {len(text)}: {shown(text)}"
+        raise InvalidRequest(message, param="metadata")
