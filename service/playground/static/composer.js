@@ -12,7 +12,7 @@ const NUM_ALTERNATIVES = 5;
 
 export class Composer {
   /** `on`: {send(), stop()}; `name` tells the panes' fields apart. */
-  constructor(name, on) {
+  constructor(name, memory, on) {
     this.text = el("textarea", { id: `${name}-input`, name: "input", rows: "2", spellcheck: "false", placeholder: "Once upon a time" });
     this.fields = new Map(FIELDS.map(([field, , value]) => [field, numberField(`${name}-${field}`, field, value)]));
     this.routing = el("input", { type: "checkbox", id: `${name}-routing`, checked: true });
@@ -31,8 +31,20 @@ export class Composer {
         el("div", { class: "send" }, el("p", { class: "hint" }, "Ctrl+Enter sends, Esc stops"), this.stopButton, this.sendButton),
       ),
     );
+    this.restore(memory, `form.${name}`);
     this.root.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) on.send();
+    });
+  }
+
+  /** What was wished before a reload, and what is from now on. */
+  restore(memory, place) {
+    const known = memory.read(place, {});
+    for (const [name, field] of this.fields) field.value = known[name] ?? field.value;
+    this.routing.checked = known.routing ?? true;
+    this.root.addEventListener("input", () => {
+      const wished = Array.from(this.fields, ([name, field]) => [name, field.value]);
+      memory.write(place, { ...Object.fromEntries(wished), routing: this.routing.checked });
     });
   }
 

@@ -1,4 +1,4 @@
-// What this tab remembers over a reload, in sessionStorage only: the key, what is open, and how turns looked.
+// What this tab remembers over a reload, in sessionStorage only: the key, what is open, the form, and how turns looked.
 // The server keeps the conversations themselves.
 
 const PREFIX = "nsm.";

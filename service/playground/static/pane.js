@@ -33,7 +33,7 @@ export class Pane {
     });
     this.heatmap = new Heatmap((turn, index) => this.select(turn, index));
     this.utilisation = new Utilisation();
-    this.composer = new Composer(name, { send: () => this.send(), stop: () => this.stop() });
+    this.composer = new Composer(name, memory, { send: () => this.send(), stop: () => this.stop() });
     this.build();
     this.clear();
   }

@@ -22,13 +22,18 @@ export function titleOf(head) {
 /** In short words, beside its title. */
 export function factsOf(head, turns) {
   const facts = [shortened(head.id), `version ${head.version}`, `${count(head.position, "token")} read`, `${bytes(head.snapshot_bytes)} stored`];
-  const spent = turns.at(-1)?.session?.energy_joules;
-  if (spent !== undefined && spent !== null) facts.push(`${joules(spent)} in all`);
+  const measured = turns.flatMap((turn) => turn.usage?.energy ?? []);
+  if (measured.length > 0) facts.push(`${joules(measured.reduce((sum, one) => sum + one.joules, 0))} for ${turnsShown(measured, turns)}`);
   if (head.forked_from !== null) {
     const [origin, position] = head.forked_from.split("@");
     facts.push(`forked from ${shortened(origin)} after ${position}`);
   }
   return facts;
+}
+
+// A stopped turn is not measured to its end, and one that this tab did not see is not told of.
+function turnsShown(measured, turns) {
+  return measured.length === turns.length ? "the turns shown" : `${measured.length} of the ${count(turns.length, "turn")} shown`;
 }
 
 function shortened(id) {

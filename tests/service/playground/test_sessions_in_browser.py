@@ -71,7 +71,7 @@ async def test_a_turn_shows_probabilities_routing_states_energy_and_times(
         )
         (head,) = await heads(server)
         assert (head["version"], head["metadata"]) == (1, {"title": "It was"})
-        await expect(pane.locator(".pane-head")).to_contain_text("J in all")
+        await expect(pane.locator(".pane-head")).to_contain_text("J for the turns shown")
 
         await pane.locator(".answer").focus()
         await tab.page.keyboard.press("End")
@@ -91,6 +91,19 @@ async def test_a_turn_shows_probabilities_routing_states_energy_and_times(
         await tab.turns_end(2)
         await expect(pane.locator(".use caption")).to_contain_text("2 readings")
         assert await tab.violations() == []
+
+
+async def test_joules_are_those_of_the_turns_shown(browser: Browser, tiny_tokenizer: Tokenizer) -> None:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True) as server, playground(browser, server.url) as tab:
+        for number in (1, 2):
+            await tab.send("It was", max_tokens="5")
+            await tab.turns_end(number)
+        head = tab.pane().locator(".pane-head")
+        await expect(head).to_contain_text("J for the turns shown")
+        await tab.send("More", max_tokens="1025")
+        await tab.page.get_by_role("button", name="Stop").click()
+        await tab.pane().locator(".turn[data-status=stopped]").wait_for()
+        await expect(head).to_contain_text("J for 2 of the 3 turns shown")
 
 
 async def is_painted(canvas: object) -> bool:

@@ -53,8 +53,11 @@ async def test_a_reload_reads_on_where_the_stream_was(browser: Browser) -> None:
         backend.release(3)
         await tokens_are(tab, 3)
         backend.release(2)  # some of it while nobody reads
+        await tab.page.uncheck("#left-routing")
         await tab.page.reload()
         await tokens_are(tab, 5)
+        await expect(tab.page.locator("#left-max_tokens")).to_have_value("64")
+        await expect(tab.page.locator("#left-routing")).not_to_be_checked()
         backend.release_all()
         await tab.turns_end(1)
         assert await tab.answers() == [DEFAULT_SCRIPT]
