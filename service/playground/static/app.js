@@ -3,7 +3,7 @@
 import { Api } from "./api.js";
 import { compareBranches, partingOf } from "./branches.js";
 import { Keyring, bindDialogs, confirm } from "./dialogs.js";
-import { announce } from "./dom.js";
+import { announce, button } from "./dom.js";
 import { bytes, millions } from "./format.js";
 import { Memory } from "./memory.js";
 import { Notice } from "./notice.js";
@@ -19,6 +19,8 @@ const notice = new Notice("page-notice");
 const on = { changed, openBeside, exportFile: (id) => saveFile(api, id) };
 const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
 const sessions = new SessionList(byId("session-list"), api, { open, openBeside, isOpen });
+const choices = panes.map((pane) => button(pane.name === "left" ? "Left" : "Right", () => activate(pane)));
+const isNarrow = matchMedia("(max-width: 52rem)"); // as in style.css: one pane is shown at a time
 let active = panes[0];
 let isStarted = false; // nothing stands in the way of what was open before a reload
 let isStarting = false;
@@ -30,8 +32,10 @@ function byId(id) {
 /** In the pane that was used last; a session that is open already is only looked at. */
 async function open(id) {
   const there = panes.find((pane) => pane.session?.head.id === id && !pane.root.hidden);
-  if (there !== undefined) there.composer.text.focus();
-  else await active.open(id);
+  if (there !== undefined) {
+    activate(there);
+    there.composer.text.focus();
+  } else await active.open(id);
   closeDrawer();
 }
 
@@ -39,8 +43,16 @@ async function openBeside(id) {
   const other = active === panes[0] ? panes[1] : panes[0];
   setComparing(true);
   const there = panes.find((pane) => pane.session?.head.id === id);
+  if (isNarrow.matches) activate(there ?? other);
   if (there === undefined) await other.open(id);
   closeDrawer();
+}
+
+/** The pane that sessions are opened in, and that a narrow screen shows. */
+function activate(pane) {
+  active = pane;
+  byId("panes").dataset.shown = pane.name;
+  choices.forEach((choice, index) => choice.setAttribute("aria-pressed", String(panes[index] === pane)));
 }
 
 function isOpen(id) {
@@ -51,7 +63,7 @@ function setComparing(isComparing) {
   panes[1].root.hidden = !isComparing;
   if (!isComparing) {
     panes[1].clear();
-    active = panes[0];
+    activate(panes[0]);
   }
   byId("panes").dataset.panes = isComparing ? "2" : "1";
   byId("compare").setAttribute("aria-pressed", String(isComparing));
@@ -143,9 +155,7 @@ function bind() {
   addEventListener("pagehide", () => panes.forEach((pane) => pane.save()));
   for (const pane of panes) {
     for (const event of ["focusin", "pointerdown"]) {
-      pane.root.addEventListener(event, () => {
-        active = pane;
-      });
+      pane.root.addEventListener(event, () => activate(pane));
     }
   }
 }
@@ -168,6 +178,8 @@ async function restore() {
 }
 
 byId("panes").append(...panes.map((pane) => pane.root));
+byId("pane-choice").append(...choices);
+activate(panes[0]);
 panes[1].root.hidden = true;
 byId("page-notice-place").append(notice.root);
 bind();

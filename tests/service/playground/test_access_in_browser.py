@@ -63,7 +63,7 @@ async def test_axe_finds_nothing(browser: Browser, scheme: Literal["light", "dar
         await tab.turns_end(1, pane="right")
         assert await tab.violations() == []
         await tab.page.check("#numbers")
-        await tab.pane().get_by_role("button", name="Delete").click()
+        await tab.pane("right").get_by_role("button", name="Delete").click()
         assert await tab.violations() == []
 
 
@@ -88,6 +88,26 @@ async def test_nothing_is_wider_than_the_screen(browser: Browser, size: dict[str
             await tab.page.click("#drawer")
             await tab.page.locator(".session").first.click()
             await expect(tab.page.locator("#sessions")).to_be_hidden()
+
+
+async def test_a_narrow_screen_shows_one_pane_at_a_time_and_always_its_composer(browser: Browser) -> None:
+    backend = FakeBackend(script="A line of the answer.\n" * 40)
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url, viewport=PHONE) as tab:
+        await tab.send("Hello", max_tokens="900")
+        await tab.turns_end(1)
+        await tab.page.evaluate("window.scrollTo(0, 300)")
+        await expect(tab.page.locator("#left-input")).to_be_in_viewport(ratio=1)
+        await expect(tab.pane().get_by_role("button", name="Send")).to_be_in_viewport(ratio=1)
+
+        choice = tab.page.locator("#pane-choice")
+        await expect(choice).to_be_hidden()
+        await tab.pane().locator(".pane-head").get_by_role("button", name="Fork").click()
+        await tab.turns_end(1, pane="right")
+        await expect(tab.pane()).to_be_hidden()
+        await choice.get_by_role("button", name="Left").click()
+        await expect(tab.pane("right")).to_be_hidden()
+        await expect(tab.pane()).to_be_visible()
+        await expect(choice.get_by_role("button", name="Left")).to_have_attribute("aria-pressed", "true")
 
 
 async def test_the_keyboard_alone_is_enough(browser: Browser) -> None:
