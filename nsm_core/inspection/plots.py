@@ -36,7 +36,7 @@ def draw_inspection(
     for axes in grid[0]:
         axes.remove()
     top = figure.add_subplot(grid[0][0].get_subplotspec().get_gridspec()[0, :])
-    _draw_trace(top, inspection, labels, len(inspection.ids) - 1 if token is None else token)
+    draw_trace(top, inspection, labels, len(inspection.ids) - 1 if token is None else token)
     for layer, (left, right) in zip(layers, grid[1:], strict=True):
         written = write_of(layer).sum(dim=1).T.numpy()
         left.imshow(written, aspect="auto", interpolation="nearest", origin="lower")
@@ -48,15 +48,17 @@ def draw_inspection(
     figure.savefig(path, dpi=DPI, format="png")
 
 
-def _draw_trace(axes: Any, inspection: Inspection, labels: Sequence[str], token: int) -> None:
-    """`axes`: of matplotlib, which is there only where somebody installed it."""
+def draw_trace(axes: Any, inspection: Inspection, labels: Sequence[str], token: int) -> None:
+    """What each token gave to what each layer reads at the traced one. `axes`: of matplotlib, which is there only where
+    somebody installed it.
+    """
     for one in trace(inspection, token):
         axes.plot(range(token + 1), one.tokens.numpy(), marker=".", linewidth=0.8, label=f"{one.layer} {one.kind}")
     step = -(-len(labels) // MAX_LABELS)
     places = range(0, len(labels), step)
     axes.set_xticks(list(places), [_plain(labels[place]) for place in places], rotation=90, fontsize=7)
     axes.set_title("share of each token in what the layers read at the traced one")
-    axes.legend(fontsize=6, ncols=2, loc="upper left")
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside: inside it would lie on points
 
 
 def _plain(text: str) -> str:

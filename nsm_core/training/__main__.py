@@ -17,8 +17,11 @@ from nsm_core.training.presets import PRESETS
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """`16,32` as numbers."""
-    return tuple(int(part) for part in text.split(","))
+    """`16,32` as numbers; nothing: none."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between, as 16,32, got {text!r}") from None
 
 
 def _is_true(text: str) -> bool:

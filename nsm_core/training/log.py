@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +16,14 @@ FIELDS = (
     "step", "tokens", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_s", "elapsed_s",
     "routing_loss", "dead_slots", "effective_slots", "max_load", "slots_written", "half_life",
 )  # fmt: skip
+
+QUIET_S = 20.0  # so long nothing is told at most, if steps and validation batches are shorter
+
+
+def tell(line: str) -> None:
+    """A line about what the run does now, on standard error, beside bars."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _header(file: Path) -> list[str]:
@@ -33,9 +43,19 @@ def _tensorboard_writer(directory: Path) -> Any:
 class TrainLog:
     """One row each time `write` is called; a resumed run appends to its own file."""
 
-    def __init__(self, directory: Path, *, total_steps: int, first_step: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        total_steps: int,
+        first_step: int,
+        enabled: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._enabled = enabled
-        self._started = time.monotonic()
+        self._clock = clock
+        self._total_steps, self._first_step, self._done = total_steps, first_step, first_step
+        self._started = self._told = clock()
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=None if enabled else True)
         if not enabled:
             return
@@ -49,18 +69,29 @@ class TrainLog:
         self._board = _tensorboard_writer(directory / "tensorboard")
 
     def advance(self) -> None:
-        """One more step is done."""
+        """One more step is done. The first is told, and that one which ends a long silence."""
         self._bar.update()
+        self._done += 1
+        self.say(f"step {self._done} of {self._total_steps}", at_once=self._done == self._first_step + 1)
+
+    def say(self, line: str, *, at_once: bool = False) -> None:
+        """Tells how far the run is, if nothing was told for long."""
+        now = self._clock()
+        if self._enabled and (at_once or now - self._told >= QUIET_S):
+            tell(f"{line}, {now - self._started:.0f} s")
+            self._told = now
 
     def write(self, row: dict[str, float]) -> None:
         """`row` holds some of FIELDS; elapsed time is added."""
         if not self._enabled:
             return
-        row = {**row, "elapsed_s": round(time.monotonic() - self._started, 1)}
+        row = {**row, "elapsed_s": round(self._clock() - self._started, 1)}
         self._csv.writerow(row)
         self._file.flush()
         self._bar.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
         self._bar.write("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+        sys.stdout.flush()  # whoever reads a pipe wants it now
+        self._told = self._clock()
         if self._board is not None:
             for name, value in row.items():
                 self._board.add_scalar(name, value, int(row["step"]))

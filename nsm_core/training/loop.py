@@ -27,7 +27,7 @@ from nsm_core.training.config import TrainConfig
 from nsm_core.training.data import IGNORED_TARGET, Batch, PackedBatches, tokenize_split
 from nsm_core.training.data_files import read_documents
 from nsm_core.training.distributed import World, join_world, leave_world, mean_over_world
-from nsm_core.training.log import TrainLog
+from nsm_core.training.log import TrainLog, tell
 from nsm_core.training.optim import Optimizers
 from nsm_core.training.tiers import TierDraw
 
@@ -121,6 +121,7 @@ def _load_tokenizer(config: TrainConfig, world: World) -> Tokenizer:
         return Tokenizer.load(config.tokenizer)
     file = config.out / TOKENIZER_FILE
     if world.is_main and not file.exists():
+        tell(f"learning a tokenizer of {config.model.vocab_size} tokens from the training split")
         texts = (document.text for document in read_documents(config.data, "train"))
         Tokenizer.train(texts, vocab_size=config.model.vocab_size).save(file)
     if world.size > 1:
@@ -187,6 +188,8 @@ class Trainer:
         if split not in ("train", "val"):
             raise ValueError(f"the split must be train or val, got {split}")
         cache = self.config.cache or self.config.out / "cache"
+        if self.world.is_main:
+            tell(f"token ids of the {split} split: encoded, or mapped from {cache}")
         tokenized = tokenize_split(self.config.data, split, self.tokenizer, cache)  # type: ignore[arg-type]
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
         return PackedBatches(
@@ -229,7 +232,7 @@ class Trainer:
                     row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": float(norm)}
                     row |= self._slot_numbers()
                     with self._averaged():
-                        log.write({**row, "val_loss": self.validate()})
+                        log.write({**row, "val_loss": self.validate(log.say)})
                     interval = Interval(self.train_batches.tokens_per_step)
                 if done % config.save_every == 0 or done == config.steps:
                     self._save(done)
@@ -281,7 +284,7 @@ class Trainer:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def validate(self, say: Callable[[str], None] = lambda line: None) -> float:
         """Mean loss in nats per token on the first validation batches, each row from the learned start."""
         self.module.eval()
         total = torch.zeros((), device=self.world.device)
@@ -293,6 +296,7 @@ class Trainer:
             with self._autocast():
                 loss, _, _ = LossModule.forward(self._loss_module, batch, state, True)
             total += loss / batches
+            say(f"validation batch {step + 1} of {batches}")
         return float(mean_over_world(total, self.world))
 
     @property

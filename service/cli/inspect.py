@@ -52,6 +52,10 @@ def inspect(
     """What a text does to the model's states: routing, what states hold, which tokens a token rests on."""
     if sum(given is not None for given in (text or None, file, session)) != 1:
         raise typer.BadParameter("give one of a text, --file and --session")
+    if token is not None and html is None and png is None:
+        raise typer.BadParameter(
+            "a traced token is shown in a page or a picture: give --html or --png", param_hint="'--token'"
+        )
     if session is not None:
         settings = store_settings(data_dir, store, model=model)
         loaded, inspection = _inspect_session(settings, tenant, session, max_tokens)

@@ -15,7 +15,7 @@ from PIL import Image
 from nsm_core.errors import ConfigError, InvalidRequest
 from nsm_core.inspection.heatmap import data_uri, heatmap_png
 from nsm_core.inspection.page import inspection_page
-from nsm_core.inspection.plots import draw_inspection
+from nsm_core.inspection.plots import draw_inspection, draw_trace
 from nsm_core.inspection.reading import Inspection, inspect
 from nsm_core.inspection.trace import trace
 from tests.models import random_model, small_config
@@ -157,3 +157,11 @@ def test_a_memory_shows_its_usage_and_baselines_are_named() -> None:
     assert "Usage: how fully" in reader.text
     assert "Not looked into: layers 1, 2" in reader.text
     assert [one.layer for one in trace(inspection, 19)] == ["0.0"]
+
+
+def test_the_legend_of_a_picture_lies_beside_its_points(inspection: Inspection, tmp_path: Path) -> None:
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    axes = figure_class(figsize=(14, 3), layout="constrained").subplots()
+    draw_trace(axes, inspection, [""] * len(inspection.ids), len(inspection.ids) - 1)
+    axes.figure.savefig(tmp_path / "trace.png")
+    assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1

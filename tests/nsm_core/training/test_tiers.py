@@ -73,6 +73,13 @@ def test_the_options_reach_the_model() -> None:
     assert config.tier_share == 1
 
 
+def test_no_tiers_are_wished_for_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--data", "d", "--out", "o", "--state-tiers", ""]).model.state_tiers == ()
+    with pytest.raises(SystemExit):
+        parse(["--data", "d", "--out", "o", "--state-tiers", "16,x"])
+    assert "--state-tiers: must be whole numbers with commas between, as 16,32, got '16,x'" in capsys.readouterr().err
+
+
 def test_tiers_of_a_model_without_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tier_share must be 0 for a model without state_tiers"):
         TrainConfig(data=tmp_path, out=tmp_path, model=dataclasses.replace(MODEL, state_tiers=()), tier_share=0.5)

@@ -56,3 +56,6 @@ def test_wrong_wishes_are_one_line(nsm: Nsm) -> None:
     assert_one_line(nsm("inspect", "--session", "nobody"), "session 'nobody' does not exist")
     assert nsm("inspect", "a", "--token", 50, "--html", "never.html").exit_code == 1
     assert not Path("never.html").exists()
+    result = nsm("inspect", "a", "--token", 0)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "give --html or --png" in result.stderr
