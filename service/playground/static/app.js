@@ -1,5 +1,6 @@
 // The page: two panes, the list of sessions, the model's facts. Everything the server does is in its HTTP API.
 
+import { idsInAddress, showInAddress } from "./address.js";
 import { Api } from "./api.js";
 import { compareBranches, partingOf } from "./branches.js";
 import { Keyring, bindDialogs, confirm } from "./dialogs.js";
@@ -70,8 +71,11 @@ function setComparing(isComparing) {
   changed();
 }
 
-function changed() {
-  memory.write("panes", panes.map((pane) => pane.session?.head.id ?? null));
+/** `isStep`: whether *back* leads to what was open before. */
+function changed({ isStep = true } = {}) {
+  const ids = panes.map((pane) => pane.sessionId);
+  memory.write("panes", ids);
+  if (isStarted) showInAddress(ids, { isStep });
   memory.write("comparing", !panes[1].root.hidden);
   const isComparing = panes.every((pane) => pane.session !== null) && !panes[1].root.hidden;
   byId("branches").hidden = !isComparing;
@@ -152,6 +156,7 @@ function bind() {
     const isOpen = byId("sessions").classList.toggle("open");
     byId("drawer").setAttribute("aria-expanded", String(isOpen));
   });
+  addEventListener("popstate", followAddress);
   addEventListener("pagehide", () => panes.forEach((pane) => pane.save()));
   for (const pane of panes) {
     for (const event of ["focusin", "pointerdown"]) {
@@ -170,11 +175,25 @@ async function restore() {
     sessions.refresh();
     return;
   }
-  const ids = memory.read("panes", []);
-  setComparing(memory.read("comparing", false));
+  const ids = idsInAddress() ?? memory.read("panes", []);
+  const isComparing = Boolean(ids[1]) || memory.read("comparing", false);
+  showInAddress([ids[0] ?? null, isComparing ? (ids[1] ?? null) : null], { isStep: false });
   panes.forEach((pane, index) => {
-    if (ids[index] && !pane.root.hidden && !pane.isInUse) pane.open(ids[index]);
+    if (ids[index] && pane.sessionId === null && !pane.isSending) pane.open(ids[index]);
   });
+  setComparing(isComparing);
+}
+
+/** Back, forward, or a link to a session followed in this tab. */
+function followAddress() {
+  if (!isStarted) return;
+  const ids = idsInAddress() ?? [null, null];
+  panes.forEach((pane, index) => {
+    if (ids[index] === pane.sessionId) return;
+    if (ids[index] === null) pane.clear();
+    else pane.open(ids[index]);
+  });
+  setComparing(ids[1] !== null);
 }
 
 byId("panes").append(...panes.map((pane) => pane.root));

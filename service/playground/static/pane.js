@@ -7,16 +7,15 @@ import { announce, button, el } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
-import { factsOf, loadSession, placeOf, titleOf, turnsUpTo } from "./session.js";
+import { createSession, factsOf, loadSession, placeOf, titleOf, turnsUpTo } from "./session.js";
 import { Transcript, spoken } from "./transcript.js";
-import { followTurn, isPassing, newTurn } from "./turn_stream.js";
+import { followTurn, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
 import { Utilisation, sampleOf } from "./utilisation.js";
 
 const SAVE_EVERY_MS = 1000;
-const MAX_TITLE_CHARS = 60;
 
 export class Pane {
-  /** `on`: {changed(), openBeside(id), exportFile(id)} */
+  /** `on`: {changed({isStep}), openBeside(id), exportFile(id)} */
   constructor(name, { api, memory, on }) {
     Object.assign(this, { name, api, memory, on, session: null });
     this.notice = new Notice(`${name}-notice`);
@@ -69,9 +68,9 @@ export class Pane {
     return this.turns.find((turn) => turn.status === "running") ?? null;
   }
 
-  /** Whether it has a session, or is making one. */
-  get isInUse() {
-    return this.session !== null || Boolean(this.isSending);
+  /** Of the session that is shown, or will be at once; null: none. */
+  get sessionId() {
+    return this.opening ?? this.session?.head.id ?? null;
   }
 
   /** No session yet: the first turn makes one. */
@@ -86,20 +85,24 @@ export class Pane {
     this.save();
     this.reading?.abort();
     this.reading = null;
+    this.opening = null;
   }
 
   async open(id) {
     this.leave();
     const reading = (this.reading = new AbortController());
+    this.opening = id;
     this.notice.tell("Opening the session…");
     try {
       const session = await loadSession(this.api, this.memory, id);
       if (reading.signal.aborted) return;
+      this.opening = null;
       this.session = session;
       this.showSession();
     } catch (error) {
+      if (reading.signal.aborted) return;
+      this.opening = null;
       if (error.status === 404) this.forget(id);
-      else if (reading.signal.aborted) return;
       this.fail(error);
       return;
     }
@@ -115,7 +118,7 @@ export class Pane {
   forget(id) {
     this.clear();
     this.memory.removeSession(id);
-    this.on.changed();
+    this.on.changed({ isStep: false }); // nothing is there to go back to
   }
 
   showSession() {
@@ -150,7 +153,7 @@ export class Pane {
     this.composer.mark(null);
     const body = this.composer.body();
     try {
-      this.session ??= { head: await this.create(body.input), turns: [], states: [] };
+      this.session ??= { head: await createSession(this.api, body.input), turns: [], states: [] };
     } catch (error) {
       this.fail(error);
       return;
@@ -165,11 +168,6 @@ export class Pane {
     this.heatmap.show(turn, 0);
     this.on.changed();
     await this.follow(turn);
-  }
-
-  create(input) {
-    const title = input.trim().slice(0, MAX_TITLE_CHARS).trim();
-    return this.api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
   }
 
   async follow(turn) {
@@ -205,16 +203,12 @@ export class Pane {
     this.saveTimer ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
   }
 
-  /**
-   * A server that cannot tell the routing (its model runs elsewhere) is asked again without, from then on; one that tells
-   * it of fewer tokens than a turn may have, or of no more turns at a time, without for this turn.
-   */
+  /** Once without routing is without it from then on where the server never tells it. */
   isWithoutRouting(turn, error) {
-    const isTooLong = error.param === "max_tokens" && error.message.includes("include_routing");
-    const isBusy = error.code === "overloaded" && error.message.includes("include_routing");
-    if (!(isTooLong || isBusy || error.param === "include_routing") || turn.streamId !== null) return false;
-    turn.routingRefusal = isTooLong ? "limited" : isBusy ? "busy" : "absent";
-    if (turn.routingRefusal === "absent") this.composer.routing.checked = false;
+    const refusal = turn.streamId === null ? routingRefusal(error) : null;
+    if (refusal === null) return false;
+    if (refusal === "absent") this.composer.routing.checked = false;
+    turn.routingRefusal = refusal;
     delete turn.body.include_routing;
     turn.key += "-plain";
     return true;

@@ -4,6 +4,8 @@ import { sessionPath } from "./api.js";
 import { bytes, count, joules } from "./format.js";
 import { turnsFromLog } from "./session_log.js";
 
+const MAX_TITLE_CHARS = 60;
+
 /** From this tab's memory as far as that is the server's newest version, else from the server's log. */
 export async function loadSession(api, memory, id) {
   const head = await api.json("GET", sessionPath(id));
@@ -13,6 +15,12 @@ export async function loadSession(api, memory, id) {
   const newest = known.turns.findLast((turn) => turn.status === "done")?.version ?? 0;
   const isKnown = last?.status === "running" || newest === head.version;
   return { head, turns: isKnown ? known.turns : await turnsFromLog(api, id, known.turns), states: known.states };
+}
+
+/** Its title is how its first input begins. */
+export function createSession(api, input) {
+  const title = input.trim().slice(0, MAX_TITLE_CHARS).trim();
+  return api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
 }
 
 export function titleOf(head) {

@@ -130,6 +130,17 @@ export function isPassing(error, turn) {
   return WORTH_ANOTHER_TRY.has(error.status);
 }
 
+/**
+ * Why the server would take the turn without `include_routing`: it tells no routing (its model runs elsewhere), not of so
+ * many tokens as the turn may have, or not of more turns at a time. Null: that is not what it refused.
+ */
+export function routingRefusal({ param, code, message }) {
+  if (param === "include_routing") return "absent";
+  if (!message.includes("include_routing")) return null;
+  if (param === "max_tokens") return "limited";
+  return code === "overloaded" ? "busy" : null;
+}
+
 function pause(timeS, signal) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, timeS * 1000);

@@ -328,6 +328,37 @@ async def test_a_session_of_elsewhere_is_read_from_its_log(browser: Browser) -> 
             await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("did not see it")
 
 
+async def test_the_address_names_what_is_open(browser: Browser) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("First", max_tokens="64")
+        await tab.turns_end(1)
+        (first,) = await heads(server)
+        await expect(tab.page).to_have_url(re.compile(f"#s={first['id']}$"))
+        await tab.page.get_by_role("button", name="New", exact=True).click()
+        await expect(tab.page).to_have_url(re.compile("/$"))
+        await tab.send("Second")
+        await tab.turns_end(1)
+        await tab.page.locator(".session", has_text="First").click()
+        await expect(tab.pane().locator(".input")).to_have_text("First")
+        await tab.page.go_back()
+        await expect(tab.pane().locator(".input")).to_have_text("Second")
+        await tab.page.go_back()
+        await expect(tab.pane().locator("h2")).to_have_text("New session")
+        await tab.page.go_forward()
+        await expect(tab.pane().locator(".input")).to_have_text("Second")
+        await tab.pane().locator(".pane-head").get_by_role("button", name="Fork").click()
+        await tab.turns_end(1, pane="right")
+        await expect(tab.page).to_have_url(re.compile("&beside="))
+        link = tab.page.url
+        async with playground(browser, link) as other:
+            await other.turns_end(1, pane="right")
+            await expect(other.page.locator(".input")).to_have_text(["Second", "Second"])
+            other.hosts = set()  # its address here has a fragment
+        await tab.page.go_back()
+        await expect(tab.pane().locator(".input")).to_have_text("Second")
+        await expect(tab.pane("right").locator(".turn")).to_have_count(0)
+
+
 async def test_an_error_names_its_field(browser: Browser) -> None:
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
         await tab.send("Hello", temperature="3")

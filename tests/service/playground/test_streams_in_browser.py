@@ -145,6 +145,7 @@ async def test_a_session_that_has_gone_is_let_go(browser: Browser) -> None:
         await tab.page.reload()
         await expect(tab.page.locator("#left-notice")).to_contain_text("session_not_found")
         await expect(tab.pane().locator("h2")).to_have_text("New session")
+        assert head["id"] not in tab.page.url
 
 
 async def test_two_panes_stream_at_once(browser: Browser) -> None:
