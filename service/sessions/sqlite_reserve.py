@@ -1,8 +1,8 @@
 """Room on the disk kept aside by the SQLite store, so that on a full disk sessions can be deleted, and go on.
 
 To delete, SQLite must write: what the write-ahead log still holds moves into the database, and what is deleted is
-overwritten, by way of the log. A turn overwrites too, its session's last state. Neither makes the database grow, so the
-room that they borrow comes back when the log is emptied; without a reserve a full disk would stay full.
+overwritten, by way of the log. A turn overwrites too, its session's last state. Neither makes the database grow much,
+so the room that they borrow comes back when the log is emptied; without a reserve a full disk would stay full.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from service.sessions.sqlite_connection import Result, empty_write_ahead_log, is_full
+from service.sessions.sqlite_schema import PAGE_BYTES
 
 # The largest commit of a usual state, with an older one that is kept beside it; `hold` for larger ones.
 RESERVE_BYTES = 8 * 1024 * 1024
@@ -68,9 +69,7 @@ class Reserve:
         return guarded
 
     def behind(self, work: Callable[[sqlite3.Connection], Result]) -> Callable[[sqlite3.Connection], Result]:
-        """`work`, which may add to what is stored. On a full disk it runs again with an empty write-ahead log, and then
-        once more without the reserve, if it leaves the database as large as it is.
-        """
+        """`work`, which adds to what is stored. On a full disk again: with an empty log, and in the reserve."""
 
         def guarded(connection: sqlite3.Connection) -> Result:
             try:
@@ -79,11 +78,6 @@ class Reserve:
                 if not is_full(error):
                     raise
             self._empty_log(connection)
-            try:
-                return work(connection)
-            except sqlite3.Error as error:
-                if not is_full(error):
-                    raise
             return self._borrow(connection, work)
 
         return guarded
@@ -100,9 +94,11 @@ class Reserve:
             self.fill()
 
     def _borrow(self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """The log may be as large as the reserve and what is free beside it; the database grows by the latter only."""
+        num_free_bytes = _num_free_bytes(self._database)
         self.give_up()
         try:
-            with _growing_no_more(connection):
+            with _growing_at_most(connection, num_free_bytes):
                 return work(connection)
         finally:
             empty_write_ahead_log(connection)
@@ -119,15 +115,20 @@ class Reserve:
 
 
 @contextlib.contextmanager
-def _growing_no_more(connection: sqlite3.Connection) -> Iterator[None]:
-    """Inside, what needs another page of the database fails as on a full disk."""
+def _growing_at_most(connection: sqlite3.Connection, num_bytes: int) -> Iterator[None]:
+    """Inside, a database that would grow by more fails as on a full disk."""
     (limit,) = connection.execute("PRAGMA max_page_count").fetchone()
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
-    connection.execute(f"PRAGMA max_page_count = {num_pages}")
+    connection.execute(f"PRAGMA max_page_count = {min(limit, num_pages + num_bytes // PAGE_BYTES)}")
     try:
         yield
     finally:
         connection.execute(f"PRAGMA max_page_count = {limit}")
+
+
+def _num_free_bytes(path: Path) -> int:
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _allocate(descriptor: int, num_bytes: int, *, database_bytes: int) -> None:
