@@ -53,7 +53,18 @@ export function ago(at) {
   return "just now";
 }
 
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+
+/** A text as it is drawn: what would be invisible, or turn the order of the letters about, is a symbol instead. */
+export function harmless(text) {
+  return text.replace(CONTROLS, (control) => {
+    const code = control.charCodeAt(0);
+    if (code < 0x20) return String.fromCharCode(0x2400 + code); // ␀ and its like
+    return code === 0x7f ? "␡" : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
+}
+
 /** A token with its blanks to be seen. */
 export function visible(text) {
-  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(no text)";
+  return harmless(text).replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(no text)";
 }

@@ -1,7 +1,7 @@
 // A session as this page holds it: {head, turns, states}; where it can be taken back to.
 
 import { sessionPath } from "./api.js";
-import { bytes, count, joules } from "./format.js";
+import { bytes, count, harmless, joules } from "./format.js";
 import { turnsFromLog } from "./session_log.js";
 
 const MAX_TITLE_CHARS = 60;
@@ -24,7 +24,7 @@ export function createSession(api, input) {
 }
 
 export function titleOf(head) {
-  return head.metadata.title ?? head.id;
+  return harmless(head.metadata.title ?? head.id);
 }
 
 /** In short words, beside its title. */

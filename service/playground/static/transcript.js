@@ -2,7 +2,7 @@
 
 import { pieceAt, textOf } from "./branches.js";
 import { el, button } from "./dom.js";
-import { count, joules, levelOf, percent, seconds, visible } from "./format.js";
+import { count, harmless, joules, levelOf, percent, seconds, visible } from "./format.js";
 
 const FINISHES = { stop: "ended by itself", length: "cut at max tokens", rewound: "taken back to here" };
 const STATUSES = {
@@ -107,11 +107,12 @@ function emptyNote() {
 function turnView(turn, number, on) {
   const answer = el("div", {
     class: "answer",
+    dir: "auto", // of the whole: tokens each on their own would stand in the wrong order in Arabic or Hebrew
     tabindex: "0",
     role: "group",
     "aria-label": `Answer of turn ${number}; arrow keys go from token to token`,
   });
-  const input = turn.input === "" ? el("p", { class: "input none" }, "(went on without input)") : el("p", { class: "input" }, turn.input);
+  const input = turn.input === "" ? el("p", { class: "input none" }, "(went on without input)") : el("p", { class: "input", dir: "auto" }, harmless(turn.input));
   const foot = el("footer", { class: "turn-foot" });
   const root = el("article", { class: "turn", "aria-label": `Turn ${number}` }, input, answer, foot);
   return { root, answer, foot };
@@ -119,7 +120,7 @@ function turnView(turn, number, on) {
 
 /** Colour and underline by how likely it was; the percentage itself is shown when asked for. */
 function tokenView(piece) {
-  const token = el("span", { class: "token", "data-break": piece.text.includes("\n") }, piece.text);
+  const token = el("span", { class: "token", "data-break": piece.text.includes("\n") }, harmless(piece.text));
   if (piece.tokens.length > 0) {
     const probability = Math.exp(piece.tokens.reduce((sum, one) => sum + one.logprob, 0));
     token.dataset.level = levelOf(probability);
@@ -165,5 +166,5 @@ function tools(turn, on) {
 
 /** For `announce`: a screen reader hears the answer once it is whole, not token by token. */
 export function spoken(turn) {
-  return `${FINISHES[turn.finish] ?? turn.status}: ${textOf(turn)}`;
+  return `${FINISHES[turn.finish] ?? turn.status}: ${harmless(textOf(turn))}`;
 }

@@ -38,6 +38,17 @@ async def test_text_never_becomes_html(browser: Browser) -> None:
         assert await tab.page.evaluate("window.taken") is None
 
 
+async def test_control_characters_are_seen_and_turn_nothing_about(browser: Browser) -> None:
+    text = "a\u202ecba\u0007\u2066d\u007f\n\u05d0\u05d1"
+    seen = "a⟨U+202E⟩cba␇⟨U+2066⟩d␡\n\u05d0\u05d1"
+    async with gateway(FakeBackend(script=text), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send(text, max_tokens="64")
+        await tab.turns_end(1)
+        assert await tab.pane().locator(".input").text_content() == seen
+        assert await tab.answers() == [seen]
+        assert "\u202e" not in await tab.page.content()
+
+
 async def test_the_browser_itself_refuses_html_from_text(browser: Browser) -> None:
     """So a later script that forgets the rule fails at once."""
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
