@@ -90,7 +90,7 @@ class Engine:
         self._cancelled: set[str] = set()
         self._with_deadline: set[str] = set()  # those of `_sequences` that have one
         self._failures = StepFailures()
-        self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()})
+        self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()}, clock=clock)
         self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
@@ -136,7 +136,7 @@ class Engine:
         What goes wrong in a step ends the requests that were in it; raises only where the engine cannot go on.
         """
         events = self._end_early()
-        plan = self._scheduler.plan()
+        plan = self._watched.put_off(self._scheduler.plan(), self._sequences)
         if plan.is_empty:
             self._accounts.rest()
             return events

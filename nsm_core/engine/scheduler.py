@@ -3,7 +3,7 @@
 The policy, in one place:
 
 - Every request that has read its prompt decodes one token in every step, and drafts of more (speculation.py); decoding
-  is never put off.
+  is never put off (but for requests whose routing is told, beside others: watched.py).
 - What is left of the token budget reads prompts. Prompts take turns: one that was served goes to the back of the line.
   A step serves as many as can get a chunk of MIN_CHUNK_LEN tokens (short prompts take less and leave the rest), from
   the front, in equal shares; what nobody else needs goes to the front again. So a huge prompt delays a short one that

@@ -20,6 +20,7 @@ from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.tiers import tier_model
+from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
 from tests.models import random_model, small_config
 from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, run_all, run_one
@@ -149,3 +150,59 @@ def test_a_look_that_fails_costs_no_token(
     assert outcome.ids == wanted.ids
     assert told(outcome.tokens) == []
     assert "what the states do could not be told" in caplog.text
+
+
+# ---- beside others -------------------------------------------------------------------------------------------------
+
+
+class SlowProbe(RoutingProbe):
+    """A look takes a second of a clock on which all else takes none of it but what `tick` adds."""
+
+    def __init__(self, model: NsmModel) -> None:
+        super().__init__(model)
+        self.now = 0.0
+        self.num_looked_at: list[int] = []
+
+    def look(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
+        self.num_looked_at.append(len(ids))
+        self.now += 1.0
+        return super().look(state, ids)
+
+    def tick(self) -> float:
+        return self.now
+
+
+def test_others_wait_for_one_look_at_most_and_looks_take_a_quarter_of_the_time(
+    model: NsmModel, tiny_tokenizer: Tokenizer
+) -> None:
+    probe = SlowProbe(model)
+    config = EngineConfig(max_slots=4, token_budget=64, queue_limit=8)
+    engine = Engine(model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config, probe=probe, clock=probe.tick)
+    for name in "abc":
+        engine.add(watched(make_request(name, random_ids(ord(name), 9), max_tokens=6)))
+    engine.add(make_request("plain", random_ids(4, 9), max_tokens=40))
+    tokens: list[str] = []
+    for number in range(40):
+        events = engine.step()
+        tokens += [name for name, event in events if isinstance(event, TokenEvent)]
+        assert tokens.count("plain") == number + 1  # in every step
+        assert sum(probe.num_looked_at) == len(probe.num_looked_at)  # one at a time
+        assert len(probe.num_looked_at) <= 1 + number // 4
+        probe.now += 0.75
+    counts = [tokens.count(name) for name in "abc"]
+    assert sum(counts) == len(probe.num_looked_at) >= 7
+    assert max(counts) - min(counts) <= 1  # in turns
+    while engine.has_work:  # alone they wait for nobody
+        before = len(probe.num_looked_at)
+        tokens += [name for name, event in engine.step() if isinstance(event, TokenEvent)]
+        assert len(probe.num_looked_at) == before + 1
+    assert [tokens.count(name) for name in "abc"] == [6, 6, 6]
+
+
+def test_what_sat_out_gets_the_tokens_that_it_gets_alone(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+    requests = [watched(make_request(name, random_ids(ord(name), 40))) for name in "abc"]
+    alone = [run_one(engine_of(model, tiny_tokenizer, executor=NativeExecutor), request) for request in requests]
+    others = [make_request("plain", random_ids(4, 9), max_tokens=30)]
+    together = run_all(engine_of(model, tiny_tokenizer, executor=NativeExecutor), [*others, *requests])
+    assert [together[name].ids for name in "abc"] == [outcome.ids for outcome in alone]
+    assert [len(told(together[name].tokens)) for name in "abc"] == [len(outcome.tokens) for outcome in alone]
