@@ -163,7 +163,7 @@ class AsyncEngine:
         return handle
 
     def _check_watched(self, request: GenerationRequest) -> None:
-        """Each of them makes every step longer, for all."""
+        """Each takes memory for what is told, and the more there are the slower each is."""
         if not request.include_routing:
             return
         num_watched = sum(handle.request.include_routing for handle in self._handles.values())
