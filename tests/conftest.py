@@ -23,10 +23,15 @@ from service.triton_server import is_installed
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
 
+if not torch.cuda.is_available():
+    # Kernels run in their compiler's interpreter: slow, but the same programs. Read when triton is imported, whoever
+    # does so first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends"]
 
-# Markers of tests that --no-skips lets a machine skip: no package would help
-EXCUSED = {"gpu", "image", "perf_analyzer", "tmpfs"}
+# Markers of tests that --no-skips lets a machine skip: no package of the system would help
+EXCUSED = {"gpu", "image", "other_library", "perf_analyzer", "tmpfs"}
 CAP_SYS_ADMIN = 21
 
 # A run that a shell started in the background has SIGINT ignored, and so would the programs that tests interrupt.

@@ -28,6 +28,7 @@ def test_all_but_small_weights_are_int8(name: str) -> None:
     assert small < 0.02 * PEERS[name].num_weights
 
 
+@pytest.mark.other_library
 @pytest.mark.parametrize("name", PEERS)
 def test_ggufs_reader_reads_what_was_written(name: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")

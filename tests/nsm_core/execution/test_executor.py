@@ -170,7 +170,8 @@ def test_R4_drafts_are_taken_back_to_the_bit(make: Make, num_read: int, num_draf
     """Around the end of the ring, and past all of it; the other row's state stays where it has come to meanwhile."""
     executor = make(num_rows=3, poison=True)
     if executor.savepoint is None:
-        pytest.skip("its bits depend on how a text is cut: it takes nothing back")
+        assert not isinstance(executor, NativeExecutor)  # its bits depend on how a text is cut: it takes nothing back
+        return
     open_rows(executor, (0, 2))
     text, drafts = random_ids(0, num_read), random_ids(1, num_drafts)
     executor.read((0, 2), (text, text))

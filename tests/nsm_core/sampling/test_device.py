@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
 from tests.counts import scaled
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")
 
 # NumPy, in which the interpreter computes, says what a GPU does in silence
