@@ -43,7 +43,7 @@ class Speculation:
         """`is_possible`: whether the executor of the whole model can take drafts back."""
         self._is_on = config.speculation == "lookup"
         if self._is_on and not is_possible:
-            logger.info("no tokens are drafted: with this executor they would not be those of plain decoding")
+            logger.debug("no tokens are drafted: with this executor they would not be those of plain decoding")
         self._token_budget = config.token_budget
         self._rows: dict[int, _Row] = {}
 

@@ -317,11 +317,11 @@ def test_only_greedy_requests_without_penalties_are_drafted_for() -> None:
 def test_R18_an_executor_whose_bits_depend_on_cuts_drafts_nothing_and_the_log_says_so(
     tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="nsm.engine")
+    caplog.set_level("DEBUG", logger="nsm.engine")
     chant = Chant(tiny_tokenizer)
     engines(chant.model, tiny_tokenizer, ExactExecutor)
     make_engine(chant.model, tiny_tokenizer, speculation="off")
-    assert not caplog.records
+    assert "drafted" not in caplog.text
     engine = make_engine(chant.model, tiny_tokenizer, executor=EagerExecutor)
     assert "no tokens are drafted" in caplog.text
     run_one(engine, chant.request())

@@ -30,7 +30,8 @@ def test_an_engine_is_measured_to_table_file_and_pictures(nsm: Nsm, tmp_path: Pa
     for name, measure in result.by_name().items():
         assert name in done.stdout
         assert len(measure.values) == (1 if name.startswith("memory.") else 2)
-        assert measure.median > 0 or name == "memory.process.model_mb"
+        # a tiny model may take less than what its loading gave back
+        assert measure.median > 0 or name in {"memory.process.model_mb", "memory.process.ratio"}
     assert {name.split(".")[0] for name in result.by_name()} == {"decode", "prefill", "session", "memory"}
     pictures = {picture.name for picture in plots.iterdir()}
     assert {"decode-tokens_per_cpu_s.svg", "prefill-tokens_per_s.svg", "session-resumed_ms.svg"} <= pictures
