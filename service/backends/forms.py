@@ -10,9 +10,8 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
-from nsm_core.stats import EngineStats
-from nsm_core.tokenizer import Tokenizer
 from service.backends.base import Generation, InferenceBackend
+from service.backends.delegating import DelegatingBackend
 
 
 def form_of(backend: InferenceBackend, fingerprint: str) -> InferenceBackend:
@@ -22,32 +21,16 @@ def form_of(backend: InferenceBackend, fingerprint: str) -> InferenceBackend:
     return backend if form is model or form.num_states is None else SmallerForm(backend, form, form.num_states)
 
 
-class SmallerForm:
+class SmallerForm(DelegatingBackend):
     """An InferenceBackend whose model is one of another's `tiers`; it starts and stops with that."""
 
     def __init__(self, backend: InferenceBackend, model: ModelInfo, num_states: int) -> None:
-        self._backend, self._model, self._num_states = backend, model, num_states
+        super().__init__(backend)
+        self._model, self._num_states = model, num_states
 
     @property
     def model(self) -> ModelInfo:
         return self._model
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._backend.tokenizer
-
-    @property
-    def max_requests(self) -> int:
-        return self._backend.max_requests
-
-    async def start(self) -> None:
-        await self._backend.start()
-
-    async def stop(self) -> None:
-        await self._backend.stop()
-
-    def require_room(self) -> None:
-        self._backend.require_room()
 
     def submit(self, request: GenerationRequest) -> Generation:
         return self._backend.submit(dataclasses.replace(request, num_states=self._num_states))
@@ -72,9 +55,3 @@ class SmallerForm:
         if num_states not in (None, self._num_states):
             raise InvalidRequest(f"num_states must be {self._num_states}, got {num_states}", param="num_states")
         return self._num_states
-
-    def is_ready(self) -> bool:
-        return self._backend.is_ready()
-
-    def stats(self) -> EngineStats:
-        return self._backend.stats()

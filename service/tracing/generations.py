@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode, Tracer
 
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, Timings, TokenEvent, joules_of
-from nsm_core.inspection.report import LayerReport
-from nsm_core.model_info import ModelInfo
-from nsm_core.state.report import Detail, StateReport
-from nsm_core.stats import EngineStats
-from nsm_core.tokenizer import Tokenizer
 from service.backends.base import Generation, InferenceBackend
+from service.backends.delegating import DelegatingBackend
 
 NS_PER_S = 1_000_000_000
 CHAT = ("chatcmpl-", "resp_")  # what request ids of conversations begin with
 
 
-class TracedBackend:
+class TracedBackend(DelegatingBackend):
     """The backend it stands for; what it asks of other servers belongs to the same trace."""
 
     def __init__(self, backend: InferenceBackend, tracer: Tracer) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._tracer = tracer
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._backend.model
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._backend.tokenizer
-
-    @property
-    def max_requests(self) -> int:
-        return self._backend.max_requests
-
-    async def start(self) -> None:
-        await self._backend.start()
-
-    async def stop(self) -> None:
-        await self._backend.stop()
-
-    def require_room(self) -> None:
-        self._backend.require_room()
 
     def submit(self, request: GenerationRequest) -> TracedGeneration:
         operation = "chat" if request.request_id.startswith(CHAT) else "text_completion"
@@ -61,27 +36,6 @@ class TracedBackend:
             span.end()
             raise
         return TracedGeneration(generation, span, self._tracer)
-
-    async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
-    ) -> StateReport:
-        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=num_states)
-
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
-        return await self._backend.inspect_text(state, ids, num_states=num_states)
-
-    def is_ready(self) -> bool:
-        return self._backend.is_ready()
-
-    def stats(self) -> EngineStats:
-        return self._backend.stats()
 
 
 class TracedGeneration:

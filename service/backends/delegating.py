@@ -1,0 +1,65 @@
+"""A backend that stands for another one: what is not overridden is the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.inspection.report import LayerReport
+from nsm_core.model_info import ModelInfo
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+from service.backends.base import Generation, InferenceBackend
+
+
+class DelegatingBackend:
+    """An InferenceBackend that passes everything on."""
+
+    def __init__(self, backend: InferenceBackend) -> None:
+        self._backend = backend
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._backend.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._backend.tokenizer
+
+    @property
+    def max_requests(self) -> int:
+        return self._backend.max_requests
+
+    async def start(self) -> None:
+        await self._backend.start()
+
+    async def stop(self) -> None:
+        await self._backend.stop()
+
+    def require_room(self) -> None:
+        self._backend.require_room()
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        return self._backend.submit(request)
+
+    async def inspect_state(
+        self,
+        state: bytes | None,
+        *,
+        detail: Detail = Detail.LAYER,
+        layer: int | None = None,
+        num_states: int | None = None,
+    ) -> StateReport:
+        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=num_states)
+
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
+    ) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids, num_states=num_states)
+
+    def is_ready(self) -> bool:
+        return self._backend.is_ready()
+
+    def stats(self) -> EngineStats:
+        return self._backend.stats()
