@@ -54,6 +54,7 @@ class NoExecutor:
 
     draw = staticmethod(draw_reference)
     savepoint = None
+    look_ahead = None
 
     def __init__(self, model: NoModel, *, num_rows: int, poison: bool) -> None:
         self.initial = model.initial_state(1)

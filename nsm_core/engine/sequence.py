@@ -10,6 +10,7 @@ from nsm_core.engine.request import GenerationRequest, PromptState
 from nsm_core.engine.rewind import RewindPoints
 from nsm_core.engine.timeline import Timeline
 from nsm_core.sampling.counts import TokenCounts
+from nsm_core.sampling.device import pack_wishes
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 
@@ -26,9 +27,11 @@ class RunningSequence:
         """`arrival`: in seconds, by the clock that the timeline is kept by."""
         self.request = request
         self.params = request.sampling
+        self.wishes = pack_wishes(request.sampling)
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
+        self.num_in_flight = 0  # tokens whose sampling was launched, and whose ids are not known here yet
         self.num_fed_before_drafts: int | None = None  # set while the state is one from before refused drafts
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
@@ -57,7 +60,7 @@ class RunningSequence:
     @property
     def position(self) -> int:
         """Absolute position of the next token to sample: the number of tokens fed before it."""
-        return self.prompt_tokens + len(self.sampled)
+        return self.prompt_tokens + len(self.sampled) + self.num_in_flight
 
     @property
     def num_fed(self) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from nsm_core.sampling.sampler import Draw
@@ -49,6 +53,37 @@ class TakeSavepoint(Protocol):
         ...
 
 
+# Ids at which a row may be told to end, of a step that is launched before they are known.
+MAX_STOP_IDS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Upcoming:
+    """What R rows read in a step that is launched while the ids which the step before sampled are still on the device.
+
+    Row i reads the id sampled[sources[i]] (`sampled` [N] int64, there), unless it is NOT_FINITE or one of stops[i]
+    [MAX_STOP_IDS], filled up with NOT_FINITE: then nothing of the row is touched and its hidden vector means nothing.
+    Where sources[i] is negative the row reads ids[i]. All arrays are [R, ...] int64.
+    """
+
+    ids: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    sampled: Tensor | None
+
+
+class LookAhead(Protocol):
+    """How a device is given a step more than is waited for. It computes in the order of the calls."""
+
+    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+        """`Executor.step` with ids that are not known yet, without waiting for the device: hidden [len(rows), d]."""
+        ...
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Within it rows are read from the pool without waiting for steps in flight; none of these may touch them."""
+        ...
+
+
 class Executor(Protocol):
     """A model on the rows of a pool that it owns: rows advance in place. Not thread-safe; inference only.
 
@@ -88,6 +123,14 @@ class Executor(Protocol):
 
         An executor that has it gives hidden, logits and states the same bits however a text is cut into calls: after
         drafts that come true they are those of single steps.
+        """
+        ...
+
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        """How a step is launched before the one before it is over; None: every step is waited for.
+
+        An executor that has it does not wait for the device in `read` and `logits` either.
         """
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import SequenceModel, TakeSavepoint
+from nsm_core.execution.base import LookAhead, SequenceModel, TakeSavepoint
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -25,6 +25,7 @@ class EagerExecutor:
 
     draw = staticmethod(draw_reference)
     savepoint: TakeSavepoint | None = None  # products of other shapes round otherwise
+    look_ahead: LookAhead | None = None  # nothing computes while Python works
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NOT_FINITE = -1
+from nsm_core.sampling.result import NOT_FINITE as NOT_FINITE  # what the kernel below writes as a number
+
 # The columns of a row's wishes, all in 64 bits; the last three are the bits of doubles.
 NUM_WISHES = 7
 LARGEST_VOCABULARY = 16384  # a row lies in the registers of one program

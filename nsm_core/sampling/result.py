@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+# In place of the id of a row whose logits are not finite, where ids are numbers on a device
+NOT_FINITE = -1
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nsm_core.errors import NumericalError
 from nsm_core.ops.dispatch import runs_kernels
-from nsm_core.sampling.device import fits_device, sample_on_device
+from nsm_core.sampling.device import LaunchedTokens, fits_device, launch_on_device, pack_wishes, sample_on_device
 from nsm_core.sampling.logprobs import to_numpy, token_logprob
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.processors import adjust, keep_wanted, needs_adjustment, to_weights
-from nsm_core.sampling.result import SampledToken
+from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.rng import uniforms
 
 Logits = npt.NDArray[np.float32]
@@ -39,6 +39,11 @@ class SampledRow(Protocol):
         """How often the session sampled each token, where penalties look at it; a `TokenCounts` is read as it is."""
         ...
 
+    @property
+    def wishes(self) -> bytes:
+        """`pack_wishes` of its params."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
@@ -47,6 +52,10 @@ class SamplingRow:
     params: SamplingParams
     position: int
     generated_counts: Mapping[int, int]
+
+    @property
+    def wishes(self) -> bytes:
+        return pack_wishes(self.params)
 
 
 class Draw(Protocol):
@@ -94,17 +103,25 @@ class Sampler:
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
         if not (runs_kernels(logits) and fits_device(logits)):
             return self._sample_on_host(logits, rows)
-        is_plain = [_is_plain(row) for row in rows]
-        if all(is_plain):
+        plain_rows = [_is_plain(row) for row in rows]
+        if all(plain_rows):
             return _sample_plain(logits, rows)
-        chosen: list[SampledToken | NumericalError] = [_failure(row.position) for row in rows]
+        chosen: list[SampledToken | NumericalError] = [not_finite(row.position) for row in rows]
         for wanted, sample in ((True, _sample_plain), (False, self._sample_on_host)):
-            indices = [index for index, plain in enumerate(is_plain) if plain is wanted]
+            indices = [index for index, plain in enumerate(plain_rows) if plain is wanted]
             if indices:
                 part = sample(logits[indices], [rows[index] for index in indices])
                 for index, token in zip(indices, part, strict=True):
                     chosen[index] = token
         return chosen
+
+    def launch(self, logits: Tensor, rows: Sequence[SampledRow]) -> LaunchedTokens:
+        """Like `sample`, for rows that `is_plain` says yes to; a device is not waited for before `wait`."""
+        if runs_kernels(logits) and fits_device(logits):
+            return launch_on_device(logits, rows)
+        sampled = self._sample_on_host(logits, rows)
+        ids = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
+        return LaunchedTokens(torch.tensor(ids, device=logits.device))
 
     def _sample_on_host(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
         raw = to_numpy(logits)
@@ -119,7 +136,7 @@ class Sampler:
         if len(good) == len(rows) and all(row.params.logprobs is None for row in rows):
             return [SampledToken(token_id) for token_id in ids]
         return [
-            _report(raw[index], ids[index], row.params) if finite else _failure(row.position)
+            _report(raw[index], ids[index], row.params) if finite else not_finite(row.position)
             for index, (row, finite) in enumerate(zip(rows, is_finite.tolist(), strict=True))
         ]
 
@@ -128,9 +145,14 @@ def _is_plain(row: SampledRow) -> bool:
     return row.params.logprobs is None and not needs_adjustment(row.params, row.generated_counts)
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a request's tokens can all be chosen where the logits are, without the tokens chosen before."""
+    return params.logprobs is None and not params.logit_bias and not params.has_penalties
+
+
 def _sample_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
     return [
-        _failure(row.position) if token_id is None else SampledToken(token_id=token_id)
+        not_finite(row.position) if token_id is None else SampledToken(token_id=token_id)
         for token_id, row in zip(sample_on_device(logits, rows), rows, strict=True)
     ]
 
@@ -167,5 +189,6 @@ def _report(raw: npt.NDArray[np.float32], token_id: int, params: SamplingParams)
     return SampledToken(token_id=token_id, logprob=token_logprob(raw, token_id, params.logprobs))
 
 
-def _failure(position: int) -> NumericalError:
+def not_finite(position: int) -> NumericalError:
+    """What ends a request whose logits are not finite."""
     return NumericalError(f"the model gave logits that are not finite at position {position}")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsm_core.execution.base import TakeSavepoint
+from nsm_core.execution.base import LookAhead, TakeSavepoint
+from nsm_core.execution.cuda.ahead import CudaLookAhead
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import padded, run_linear
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
+from nsm_core.sampling.device import to_device
+from nsm_core.sampling.kernel import LARGEST_VOCABULARY
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -47,6 +51,9 @@ class CudaExecutor:
         if self.options.capture_at_start and self.options.graphs:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
+        # tokens of larger vocabularies are chosen on the host
+        is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
+        self.look_ahead: LookAhead | None = CudaLookAhead(self, self._device) if is_drawn_here else None
 
     draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
@@ -83,21 +90,36 @@ class CudaExecutor:
             run_linear(self.weights.output, hidden, logits)
         return logits
 
-    def _step_once(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
-        num_rows = len(rows)
-        bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
+    @property
+    def largest_batch(self) -> int:
+        """Rows that a step may have."""
+        return self._buckets[-1]
+
+    def inputs(self, num_rows: int) -> Tensor:
+        """[2, B] int64, B >= num_rows: rows of the pool, NO_ROW for padding, and ids, of the next step."""
+        bucket = self._bucket(num_rows)
         if self.options.graphs and bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket)
-        inputs = self._step.inputs(bucket)
-        padding = inputs.shape[1] - num_rows
-        # from memory that is not pinned: copied before the call returns, so nothing has to outlive it
-        inputs.copy_(torch.tensor([[*rows, *[NO_ROW] * padding], [*ids, *[0] * padding]]))
+            self._graphs[bucket] = self._capture(bucket)  # writes to its inputs
+        return self._step.inputs(bucket)
+
+    def replay(self, num_rows: int) -> Tensor:
+        """Launches the step that `inputs` holds: hidden [num_rows, d]."""
+        bucket = self._bucket(num_rows)
         if self.options.graphs:
             self._graphs[bucket].replay()
         else:
-            with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
+            with torch.cuda.device_of(self._step.inputs(bucket)):  # type: ignore[no-untyped-call]
                 self._step.run(bucket)
         return self._step.buffers(num_rows).hidden[:, : self._model.config.d_model].clone()
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_rows)
+
+    def _step_once(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        inputs = self.inputs(len(rows))
+        padding = inputs.shape[1] - len(rows)
+        inputs.copy_(self._tensor([[*rows, *[NO_ROW] * padding], [*ids, *[0] * padding]]))
+        return self.replay(len(rows))
 
     @torch.inference_mode()
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
@@ -116,4 +138,4 @@ class CudaExecutor:
         return graph
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(np.array(values, dtype=np.int64), self._device)

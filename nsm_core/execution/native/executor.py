@@ -12,11 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nsm_core.execution.base import LookAhead
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.library import load_library
 from nsm_core.execution.native.savepoint import NativeSavepoint
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State
 
@@ -47,8 +49,7 @@ class NativeExecutor:
         weights: NativeWeights | None = None,
     ) -> None:
         self._weights = weights or NativeWeights(model)
-        with torch.inference_mode():
-            self.initial: State = model.initial_state(1)
+        self.initial = _initial_state(model)
         self.pool = StatePool(model.state_spec, num_rows, poison=poison)
         self._width, self._vocab_size = model.config.d_model, model.config.vocab_size
         library = load_library()
@@ -60,6 +61,7 @@ class NativeExecutor:
         weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False
 
     draw = staticmethod(draw_tokens)
+    look_ahead: LookAhead | None = None  # nothing computes while Python works
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -107,6 +109,15 @@ class NativeExecutor:
         if runner is None:
             raise MemoryError("no memory for the native executor's work space")
         return int(runner)
+
+
+def _initial_state(model: NsmModel) -> State:
+    """`model.initial_state(1)` that takes no memory: the learned slots where they lie in the model, and one zero."""
+    state = {spec.name: torch.zeros((), dtype=spec.dtype).expand(1, *spec.shape) for spec in model.state_spec.tensors}
+    for index, block in enumerate(model.layers):
+        if isinstance(block.mixer, PulseMixer):
+            state[f"layers.{index}.slots"] = block.mixer.initial_slots.detach().float()[None]
+    return state
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:

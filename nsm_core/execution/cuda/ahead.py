@@ -1,0 +1,65 @@
+"""Steps of a GPU that are launched while the ones before them still run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsm_core.execution.base import MAX_STOP_IDS, Upcoming
+from nsm_core.execution.cuda.decode import NO_ROW
+from nsm_core.execution.cuda.kernels.ahead import NUM_COLUMNS, follow
+from nsm_core.sampling.device import to_device
+from nsm_core.state.pool import StatePool
+
+
+class Recorded(Protocol):
+    """The steps of an executor, by size."""
+
+    @property
+    def pool(self) -> StatePool: ...
+
+    @property
+    def largest_batch(self) -> int: ...
+
+    def inputs(self, num_rows: int) -> Tensor:
+        """[2, B] int64, B >= num_rows: rows of the pool, and ids, of the step that is replayed next."""
+        ...
+
+    def replay(self, num_rows: int) -> Tensor:
+        """Launches the step that `inputs` holds: hidden [num_rows, d]."""
+        ...
+
+
+class CudaLookAhead:
+    """See LookAhead. What comes from the host lies in pinned memory: copies of other memory wait for the device."""
+
+    def __init__(self, steps: Recorded, device: torch.device) -> None:
+        self._steps, self._device = steps, device
+        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+        self._steps.pool.check_leased(rows)
+        given = np.column_stack((rows, upcoming.ids, upcoming.sources, upcoming.stops))
+        most = self._steps.largest_batch
+        parts = [self._step_once(given[at : at + most], upcoming.sampled) for at in range(0, len(rows), most)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """A stream of its own, which waits for nothing: steps that touched the rows must have been waited for."""
+        return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
+
+    def _step_once(self, given: np.ndarray[tuple[int, ...], np.dtype[np.int64]], sampled: Tensor | None) -> Tensor:
+        num_rows = len(given)
+        inputs = self._steps.inputs(num_rows)
+        padded = np.full((inputs.shape[1], NUM_COLUMNS + MAX_STOP_IDS), NO_ROW, np.int64)
+        padded[:num_rows] = given
+        padded[num_rows:, 1] = 0
+        with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
+            follow(given=to_device(padded, self._device), sampled=sampled, rows=inputs[0], ids=inputs[1], no_row=NO_ROW)
+        return self._steps.replay(num_rows)
