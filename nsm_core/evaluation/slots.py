@@ -55,7 +55,7 @@ class _Tally:
 
     def __init__(self, router: Router) -> None:
         self.top_k = router.top_k
-        device = router.logits.weight.device
+        device = router.logits.bias.device
         self.count, self.write, self.log_decay = torch.zeros(
             3, router.heads, router.slots, dtype=torch.float64, device=device
         )

@@ -37,7 +37,7 @@ class RoutingProbe:
                 state = self._read(state, row, torch.tensor([list(tokens[:-1])], device=device))
         forget(self._layers)
         with watching(self._layers):
-            self._model.step(torch.tensor([tokens[-1] for tokens in ids], device=device), state)
+            self._model.peek(torch.tensor([tokens[-1] for tokens in ids], device=device), state)
         found = [(layer.name, look(layer, layer.state_of(state), state[POSITION])) for layer in self._layers]
         forget(self._layers)
         shown = [(name, seen) for name, seen in found if seen is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -112,12 +114,27 @@ class NsmModel(nn.Module):
     @spanned("model")
     def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
         """One token a row: ids [B] -> hidden [B,d] and the new state."""
-        x = self.embedding(ids) * self.config.d_model**0.5
         new_state: State = {POSITION: state[POSITION] + 1}
+
+        def keep(layer: int, carried: State) -> None:
+            new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
+
+        return self._step(ids, state, keep), new_state
+
+    @spanned("model")
+    def peek(self, ids: Tensor, state: State) -> Tensor:
+        """The hidden vectors of `step` for whoever wants no new state: a layer's is gone when the next one begins."""
+        return self._step(ids, state, lambda layer, carried: None)
+
+    def _step(self, ids: Tensor, state: State, keep: Callable[[int, State], None]) -> Tensor:
+        """`keep` is given each layer's new state."""
+        x = self.embedding(ids) * self.config.d_model**0.5
         for layer, block in enumerate(self.layers):
             x, carried = block.step(x, _layer_state(state, layer), state[POSITION])
-            new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
-        return self.final_norm(x), new_state
+            keep(layer, carried)
+            del carried
+        hidden: Tensor = self.final_norm(x)
+        return hidden
 
     @spanned("head")
     def logits(self, hidden: Tensor) -> Tensor:

@@ -25,13 +25,12 @@ UNUSED_WEIGHT = 1e-3
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """`name`: of LayerStats, and of the state's tensors; `start` [H, M, 2K], the learned slots; `used_at_start` [H, M]
-    bool: those in use then, none where a slot comes into use by leaving its start.
+    """`name`: of LayerStats, and of the state's tensors; `used_at_start` [H, M] bool: slots in use then, none where
+    they come into use by leaving their start.
     """
 
     name: str
     router: Router
-    start: Tensor
     used_at_start: Tensor
     num_allocated: int = 0
     num_pruned: int = 0
@@ -52,7 +51,7 @@ class ModelObserver:
         with torch.inference_mode():
             initial = model.initial_state(1)
         self._layers = [
-            _Layer(name, router, initial[f"layers.{name}.slots"][0], _used_at_start(initial, name))
+            _Layer(name, router, _used_at_start(initial, name))
             for name, router in _routers(model)
             if f"layers.{name}.slots" in initial
         ]
@@ -73,8 +72,10 @@ class ModelObserver:
         began = self._clock()
         weights: dict[str, Tensor] = {}
         with self._watching(weights):
-            self._model.step(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].start.device), state)
-        moved = [_moved(state[f"layers.{layer.name}.slots"], layer.start) for layer in self._layers]
+            self._model.peek(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].used_at_start.device), state)
+        initial = self._model.initial_state(1)  # for each look anew: it is megabytes
+        names = [f"layers.{layer.name}.slots" for layer in self._layers]
+        moved = [_moved(state[name], initial[name][0]) for name in names]
         active = [_active(state, layer.name) for layer in self._layers]
         used = [own if mask is None else mask for own, mask in zip(moved, active, strict=True)]
         self._count_changes(request_ids, is_fresh, used)

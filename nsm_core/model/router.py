@@ -68,7 +68,7 @@ class Router(nn.Module, abc.ABC):
     def forward(self, x: Tensor, valid: Tensor | None = None, active: Tensor | None = None) -> Tensor:
         """`valid` [...] bool: tokens that are none write nothing. `active` [..., H, M] bool: slots in use."""
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.logits.weight.dtype)
+            x = x.to(self.logits.bias.dtype)
             logits = torch.unflatten(self.logits(x), -1, (self.heads, self.slots))
             if active is not None:
                 logits = logits.masked_fill(~active, NEVER)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nsm_core.execution.native.library import Part
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
+from nsm_core.model.pulse import PulseMixer
 
 # Rows that are made at a time: the memory they take does not show beside the packed ones.
 PIECE_ROWS = 256
@@ -45,8 +46,26 @@ class UnpackedMatrix(nn.Module):
         return torch.cat([F.linear(given, self.rows(piece)) for piece in pieces], dim=-1)
 
 
+class HalfLinear(nn.Module):
+    """A Linear whose matrix [rows, cols] lies in fp16, as the kernels read routers, and is used in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("rounded", linear.weight.detach().half(), persistent=False)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """[rows, cols] fp32, made for whoever asks."""
+        return self.get_buffer("rounded").float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., cols] -> [..., rows]."""
+        return F.linear(x, self.weight, self.bias)
+
+
 def unpacked(model: NsmModel, weights: NativeWeights) -> NsmModel:
-    """A twin of `model` that has no matrices but those of `weights`, which are its own; it shares everything else.
+    """A twin of `model` with the matrices of `weights` and routers in fp16, none in fp32; it shares everything else.
 
     It computes what `model` does, up to how weights are rounded, slower. For inference only.
     """
@@ -62,4 +81,7 @@ def unpacked(model: NsmModel, weights: NativeWeights) -> NsmModel:
         replace(index, Part.DOWN, block.mlp.down)
         replace(index, Part.PROJECT, block.mixer.get_submodule("project"))
         replace(index, Part.OUT, block.mixer.get_submodule("out"))
+        if isinstance(block.mixer, PulseMixer):
+            logits = block.mixer.router.logits
+            kept[id(logits)] = HalfLinear(logits)
     return copy.deepcopy(model, kept)

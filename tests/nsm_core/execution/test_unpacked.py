@@ -11,6 +11,7 @@ import torch
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.native.library import Part, variants
 from nsm_core.execution.native.unpacked import unpacked
+from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import quantize_rows
 from nsm_core.tokenizer import Tokenizer
@@ -44,11 +45,14 @@ def test_it_computes_what_the_rounded_model_does(name: str) -> None:
     twin = unpacked(model, weights_of(name, NATIVE[0]))
     assert not {id(parameter) for parameter in twin.parameters()} - {id(parameter) for parameter in model.parameters()}
     assert {key for key, _ in twin.named_parameters()}.isdisjoint({"embedding.weight", "blocks.0.mlp.up.weight"})
+    assert not [key for key, _ in twin.named_parameters() if key.endswith("router.logits.weight")]
     reference = random_model(CONFIGS[name])
     reference.load_state_dict(model.state_dict())
     for key, parameter in reference.named_parameters():
         if key == "embedding.weight" or key.endswith(("up.weight", "down.weight", "project.weight", "out.weight")):
             parameter.copy_(rounded(model, key))
+        elif key.endswith("router.logits.weight"):
+            parameter.copy_(parameter.half())
     ids = torch.arange(14).view(2, 7)
     hidden, state = twin.forward(ids, twin.initial_state(2))
     want, want_state = reference.forward(ids, reference.initial_state(2))
@@ -58,6 +62,18 @@ def test_it_computes_what_the_rounded_model_does(name: str) -> None:
     torch.testing.assert_close(twin.logits(hidden), reference.logits(want), rtol=1e-4, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_routers_give_the_bits_of_the_file(tiny_tokenizer: Tokenizer) -> None:
+    model = random_model(small_config(tiny_tokenizer.vocab_size))
+    router = model.get_submodule("blocks.0.mixer.router")
+    router.get_parameter("logits.weight").copy_(
+        router.get_parameter("logits.weight").half()
+    )  # as files of int8 hold it
+    twin = unpacked(model, NativeWeights(model)).get_submodule("blocks.0.mixer.router")
+    x = torch.randn(3, model.config.d_model, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(twin(x), router(x), rtol=0, atol=0)
+
+
 def test_the_native_executor_outlives_the_loaded_model(tiny_tokenizer: Tokenizer) -> None:
     loaded = as_loaded(random_model(small_config(tiny_tokenizer.vocab_size)), tiny_tokenizer)
     chosen = choose_executor(dataclasses.replace(loaded, weight_format="int8"))
@@ -65,7 +81,7 @@ def test_the_native_executor_outlives_the_loaded_model(tiny_tokenizer: Tokenizer
     router = weakref.ref(loaded.model.get_parameter("blocks.0.mixer.router.logits.weight"))
     del loaded
     assert weight() is None
-    assert router() is not None  # in fp32 for whoever looks at it; small
+    assert router() is None
     executor = chosen.factory(chosen.model, num_rows=2, poison=True)
     executor.pool.lease(1)
     executor.pool.write(1, executor.initial)

@@ -230,6 +230,13 @@ def test_the_given_state_is_not_modified(model: NsmModel) -> None:
     assert all(torch.equal(state[name], before[name]) for name in before)
 
 
+def test_a_peek_is_a_step_without_its_state(model: NsmModel) -> None:
+    ids = random_ids(2, 9)
+    _, state = model(ids[:, :-1], model.initial_state(2))
+    hidden, _ = model.step(ids[:, -1], state)
+    torch.testing.assert_close(model.peek(ids[:, -1], state), hidden, rtol=0, atol=0)
+
+
 def test_packed_documents_do_not_leak_into_each_other(model: NsmModel) -> None:
     """The second document of a packed row reads as if it stood alone, whatever was before it."""
     second = random_ids(1, CHUNK_LEN, 5)
