@@ -61,7 +61,7 @@ def measure(model: Path | None, executor: str, max_slots: int) -> dict[str, Any]
 
 async def serve(backend: Any, num_rows: int, stages: dict[str, float]) -> None:
     """Every row of the pool reads a prompt and samples some tokens."""
-    from nsm_core.engine.request import GenerationRequest
+    from nsm_core.engine.request import Finished, GenerationRequest
     from nsm_core.sampling.params import SamplingParams
 
     await backend.start()
@@ -70,8 +70,9 @@ async def serve(backend: Any, num_rows: int, stages: dict[str, float]) -> None:
     prompt = tuple(range(1, 1 + PROMPT_TOKENS))
     requests = (GenerationRequest(request_id=str(row), prompt_ids=prompt, sampling=sampling) for row in range(num_rows))
     for handle in [backend.submit(request) for request in requests]:
-        async for _ in handle.batches():
-            pass
+        async for *_, last in handle.batches():
+            if isinstance(last, Finished) and last.error is not None:
+                raise last.error
     stages["all rows used"] = memory_mib("Rss")
     await backend.stop()
 
