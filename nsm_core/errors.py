@@ -126,11 +126,12 @@ class SnapshotCorrupt(NsmError):
 
 
 class Overloaded(NsmError):
-    """No room for another request now; try again after `retry_after_s`."""
+    """No room for another request now; try again after `retry_after_s`. `param` names the field that takes the room."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, param: str | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.param = param
 
 
 class DeadlineExceeded(NsmError):

@@ -53,7 +53,9 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     Overloaded: _Kind(
         "overloaded",
         "UNAVAILABLE",
-        lambda message, details: Overloaded(message, retry_after_s=details.get("retry_after_s", 1.0)),
+        lambda message, details: Overloaded(
+            message, retry_after_s=details.get("retry_after_s", 1.0), param=details.get("param")
+        ),
     ),
     EngineDead: _Kind("engine_dead", "UNAVAILABLE", lambda message, _: EngineDead(message)),
     DeadlineExceeded: _Kind("deadline_exceeded", "CANCELLED", lambda message, _: DeadlineExceeded(message)),

@@ -12,6 +12,7 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.tiers import EngineTier
+from nsm_core.errors import Overloaded
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.wishes import Wish
 from nsm_core.heap import trim_heap
@@ -101,7 +102,12 @@ class LocalBackend:
         self._engine.require_room()
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
-        return self._engine.submit(request)
+        self._engine.require_room()
+        try:
+            return self._engine.submit(request)
+        except Overloaded as error:  # there is room, but not for another of its kind
+            error.param = "include_routing" if request.include_routing else None
+            raise
 
     async def inspect_state(
         self,

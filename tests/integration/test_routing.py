@@ -129,6 +129,7 @@ async def test_more_requests_than_may_be_watched_at_a_time_are_turned_away(tiny_
         async with server.client.stream("POST", path, json=body):
             refused = await server.client.post(path, json={**wish, "include_routing": True})
             assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
+            assert (error_of(refused)["param"], refused.headers["retry-after"]) == ("include_routing", "1")
             assert (await server.client.post(path, json={**wish, "max_tokens": 1})).status_code == 200
 
 

@@ -22,6 +22,7 @@ ERRORS = [
     (SnapshotCorrupt("has 3 bytes"), "INVALID_ARG"),
     (StateMissing("no state abc"), "NOT_FOUND"),
     (Overloaded("the queue is full", retry_after_s=2.5), "UNAVAILABLE"),
+    (Overloaded("no room for another of these", param="include_routing"), "UNAVAILABLE"),
     (EngineDead("the engine failed"), "UNAVAILABLE"),
     (DeadlineExceeded("the deadline passed after 3 tokens"), "CANCELLED"),
     (NumericalError("not finite"), "INTERNAL"),
