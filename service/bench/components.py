@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.spans import PARTS, listening
-from service.bench.machine import machine, versions
 from service.bench.profile import profiled
-from service.bench.result import BenchResult, collect
+from service.bench.result import BenchResult
+from service.bench.run import BenchRun
 
 KIND = "components"
 STEPS = 8  # of a decoding batch in each repeat
@@ -69,7 +68,7 @@ def bench_components(
     tell: Callable[[int], None],
 ) -> BenchResult:
     """With `profile` a trace of one more repeat is written there. Raises CheckpointError, ConfigError or OSError."""
-    place, created = machine(), utc_now()
+    bench = BenchRun(KIND)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     loaded = load_checkpoint(model)
@@ -82,7 +81,11 @@ def bench_components(
         with profiled(profile):
             for _, run, _ in _runs(loaded.model, work):
                 run()
-    return _result(loaded, work, repeats, place=place, created=created)
+    return bench.result(
+        repeats,
+        subject={"model": loaded.name, "fingerprint": loaded.fingerprint, "numerics": loaded.numerics},
+        options={**dataclasses.asdict(work), "num_threads": torch.get_num_threads()},
+    )
 
 
 def _figures(model: NsmModel, work: ComponentWork) -> dict[str, float]:
@@ -120,19 +123,3 @@ def _decode(model: NsmModel, ids: torch.Tensor) -> None:
 def _prefill(model: NsmModel, ids: torch.Tensor) -> None:
     hidden, _ = model(ids, model.initial_state(1))
     model.logits(hidden[:, -1])
-
-
-def _result(
-    loaded: LoadedModel, work: ComponentWork, repeats: list[dict[str, float]], *, place: dict[str, object], created: str
-) -> BenchResult:
-    return BenchResult(
-        kind=KIND,
-        command=command_line(),
-        commit=source_commit(),
-        created=created,
-        machine=place,
-        versions=versions(),
-        subject={"model": loaded.name, "fingerprint": loaded.fingerprint, "numerics": loaded.numerics},
-        options={**dataclasses.asdict(work), "num_threads": torch.get_num_threads()},
-        measures=collect(repeats),
-    )

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.loader import load_checkpoint
 from service.backends.local import LocalBackend
 from service.bench.engine_load import EngineLoad, EngineWork, memory_figures
-from service.bench.machine import ProcessUse, machine, versions
+from service.bench.machine import ProcessUse
 from service.bench.profile import profiled
-from service.bench.result import BenchResult, collect
+from service.bench.result import BenchResult
+from service.bench.run import BenchRun
 from service.settings import Settings
 
 KIND = "engine"
@@ -28,7 +28,7 @@ async def bench_engine(
 
     Raises CheckpointError, ConfigError, or what the engine gives as an error.
     """
-    place, created = machine(), utc_now()
+    bench = BenchRun(KIND)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     before_mb = ProcessUse().rss_mb()  # the libraries are loaded, the model is not
@@ -46,13 +46,8 @@ async def bench_engine(
         model = backend.model
     finally:
         await backend.stop()
-    return BenchResult(
-        kind=KIND,
-        command=command_line(),
-        commit=source_commit(),
-        created=created,
-        machine=place,
-        versions=versions(),
+    return bench.result(
+        repeats,
         subject={"model": model.name, "fingerprint": model.fingerprint, "numerics": model.numerics},
         options={
             **dataclasses.asdict(work),
@@ -61,5 +56,4 @@ async def bench_engine(
             "max_slots": settings.max_slots,
             "token_budget": settings.token_budget,
         },
-        measures=collect(repeats),
     )

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nsm_core.errors import NsmError
-from nsm_core.evaluation.provenance import command_line, source_commit, utc_now
 from service.bench.http_client import Endpoint
 from service.bench.http_load import HttpLoad, HttpWork
-from service.bench.machine import ProcessUse, machine, versions
-from service.bench.result import BenchResult, collect
+from service.bench.machine import ProcessUse
+from service.bench.result import BenchResult
+from service.bench.run import BenchRun
 
 KIND = "http"
 
@@ -20,19 +20,13 @@ async def bench_http(
     endpoint: Endpoint, work: HttpWork, *, pid: int | None, tell: Callable[[int], None]
 ) -> BenchResult:
     """`pid`: of the server on this machine, for its CPU seconds and memory. Raises ConfigError or NsmError."""
-    place, created = machine(), utc_now()
+    bench = BenchRun(KIND)
     use = None if pid is None else ProcessUse(pid)
     repeats = await HttpLoad(endpoint, work, use).run(tell=tell)
-    return BenchResult(
-        kind=KIND,
-        command=command_line(),
-        commit=source_commit(),
-        created=created,
-        machine=place,
-        versions=versions(),
+    return bench.result(
+        repeats,
         subject={"url": endpoint.url, "models": await _models(endpoint)},
         options={**dataclasses.asdict(work), "has_pid": pid is not None},
-        measures=collect(repeats),
     )
 
 
