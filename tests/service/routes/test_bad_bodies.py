@@ -1,0 +1,158 @@
+"""Bodies that are no JSON, or none that is taken: a 4xx that says so; nothing of it disturbs the next request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, error_of, gateway
+from tests.samples import json_parsing_cases, utf8_byte_cases
+from tests.service.routes.refusals import assert_refused
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(), max_prompt_tokens=1000, max_body_bytes=100_000) as opened:
+        yield opened
+
+
+async def test_invalid_utf8_is_refused(server: Gateway) -> None:
+    cases = [raw for raw, _ in utf8_byte_cases()]
+    for raw in cases:
+        response = await server.client.post(COMPLETIONS, content=b'{"prompt": "' + raw + b'"}', headers=JSON)
+        if _is_utf8(raw):
+            assert response.status_code in (200, 400)  # control characters must be escaped in JSON
+        else:
+            assert response.status_code == 400, raw
+            assert error_of(response)["code"] == "invalid_json"
+    assert sum(not _is_utf8(raw) for raw in cases) == 72
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "given"),
+    [
+        (b'{"prompt": "Hi", "temperature": NaN}', "temperature", "NaN"),
+        (b'{"prompt": "Hi", "top_p": Infinity, "min_p": NaN}', "top_p", "Infinity"),
+        (b'{"prompt": "Hi", "presence_penalty": -1e999}', "presence_penalty", "-Infinity"),
+        (b'{"prompt": "Hi", "logit_bias": {"5": NaN}}', "logit_bias.5", "NaN"),
+        (b'{"prompt": [1, NaN]}', "prompt[1]", "NaN"),
+    ],
+)
+async def test_a_number_that_is_not_finite_is_told_with_its_field(
+    server: Gateway, raw: bytes, param: str, given: str
+) -> None:
+    """What json.dumps of Python sends for float("nan")."""
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, [f"{param} must be a finite number, got {given}"])
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "raw", [b"NaN", b'{"temperature": NaN,}', b'{"temperature": nan}', b'{"a": NaN}\xff', b"-1e999"]
+)
+async def test_what_is_not_json_in_another_way_too_is_told_as_that(server: Gateway, raw: bytes) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, ["not valid JSON"])
+    assert (error["param"], error["code"]) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/sessions/s1/generate"])
+async def test_json_parsing_suite(server: Gateway, path: str) -> None:
+    """None of these is a body of ours: what is JSON fails as a body, what is not fails as JSON; nothing crashes."""
+    for name, raw in json_parsing_cases().items():
+        response = await server.client.post(path, content=raw, headers=JSON)
+        error = error_of(response)
+        if name.startswith("n_"):
+            assert response.status_code in ((400,) if len(raw) <= 100_000 else (413,)), name
+            assert error["code"] in ("invalid_json", "body_too_large"), name
+        else:
+            assert 400 <= response.status_code < 500, name
+            assert name.startswith("i_") or error["code"] != "invalid_json", name
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 50_000, b'{"prompt":' * 9_000, b'{"logit_bias":' + b"[" * 1000 + b"]" * 1000 + b"}"]
+)
+async def test_deep_nesting_does_not_crash(server: Gateway, raw: bytes) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    await assert_refused(server, response, 400, [])
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        (None, 415),
+    ],
+)
+async def test_only_json_is_taken(server: Gateway, content_type: str | None, status: int) -> None:
+    """A web page can post a form to a local server, but no JSON."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = await server.client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        assert error_of(response)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    ("headers", "raw", "words"),
+    [
+        ({"content-encoding": "gzip"}, b"\x1f\x8b\x08", ["Content-Encoding", "got gzip"]),
+        ({"content-type": "application/json; charset=utf-16"}, b"{}", ["UTF-8", "utf-16"]),
+        ({}, '{"prompt": "x"}'.encode("utf-16"), ["UTF-8", "begins like UTF-16"]),
+        ({}, '{"prompt": "x"}'.encode("utf-32"), ["UTF-8", "begins like UTF-16"]),
+    ],
+    ids=["gzip", "charset", "utf-16", "utf-32"],
+)
+async def test_bodies_are_utf_8_as_they_are(
+    server: Gateway, headers: dict[str, str], raw: bytes, words: list[str]
+) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers={**JSON, **headers})
+    error = await assert_refused(server, response, 415, words)
+    assert error["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [(b"", ["body is required"]), (b"[]", ["object", "[]"]), (b"null", []), (b'"x"', ["object"])]
+)
+async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:
+    await assert_refused(server, await server.client.post(COMPLETIONS, content=raw, headers=JSON), 400, words)
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ('{"prompt": "Hi", "prompt": "Ho"}', "prompt"),
+        ('{"prompt": "a: b", "logit_bias": {"5": 1, "\\u0035": 2}}', "5"),
+        ('{"prompt": "x", "seed": 1e3, "s": [{"a": [], "b": 1, "b": 1}]}', "b"),
+        ('{"prompt": "x", "seed": 9223372036854775808, "seed": 1}', "seed"),
+    ],
+)
+async def test_a_name_stands_once_in_an_object(server: Gateway, raw: str, name: str) -> None:
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, [f"'{name}' stands in an object more than once"])
+    assert (error["param"], error["code"]) == (name, "duplicate_parameter")
+
+
+@pytest.mark.parametrize("prompt", ["a: b, {c: d}", '\\": "', ":"])
+async def test_colons_in_texts_are_no_names(server: Gateway, prompt: str) -> None:
+    response = await server.client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
+    assert response.status_code == 200, response.text
