@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nsm_core.model.loader import LoadedModel
@@ -18,6 +19,8 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure, encode_failure
 from nsm_core.wire.tensors import Tensors
+from service.backends import triton_generation, triton_upstream
+from service.backends.triton import TritonBackend
 from tests.models import RandomModel, as_loaded
 from tests.nsm_core.triton.fake_triton import worker_config
 from tests.redis_servers import free_port
@@ -186,3 +189,29 @@ def _written(answer: Answer) -> Any:
         response.infer_response.outputs.add(name=name, datatype=DATATYPES[array.dtype.kind], shape=array.shape)
         response.infer_response.raw_output_contents.append(raw)
     return response
+
+
+@contextlib.asynccontextmanager
+async def running_backend(*servers: StandIn, **options: Any) -> AsyncIterator[TritonBackend]:
+    """A gateway's backend on them."""
+    backend = TritonBackend([server.url for server in servers], **{"wait_s": 5.0, **options})
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.stop()
+
+
+async def is_up(backend: TritonBackend, number: int) -> bool:
+    """Whether so many of its servers are."""
+    return sum(upstream.is_up for upstream in backend.upstreams) == number
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's waits are shorter than in production."""
+    monkeypatch.setattr(triton_upstream, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(triton_upstream, "ANSWER_S", 1.5)
+    monkeypatch.setattr(triton_upstream, "RETRY_MIN_S", 0.05)
+    monkeypatch.setattr(triton_generation, "PLACE_S", 0.5)
+    monkeypatch.setattr(triton_generation, "FULL_S", 0.2)
+    monkeypatch.setattr(triton_generation, "DEADLINE_GRACE_S", 0.1)

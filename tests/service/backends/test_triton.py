@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +12,6 @@ import pytest
 
 from nsm_core.engine.request import FinishReason, GenerationRequest, PromptScored, PromptState, Resume
 from nsm_core.errors import (
-    ConfigError,
     DeadlineExceeded,
     EngineDead,
     InvalidRequest,
@@ -23,11 +21,20 @@ from nsm_core.errors import (
 )
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.calls import DescribeCall, StatusCall
-from service.backends import triton_generation, triton_upstream
+from service.backends import triton_generation
 from service.backends.triton import TritonBackend
 from tests.nsm_core.engine.harness import TOLERANCE, Outcome, assert_same_state, make_request, random_ids, small_model
 from tests.triton_servers import eventually
-from tests.triton_stand_in import MAX_SLOTS, QUEUE_LIMIT, StandIn, random_loaded, stand_ins
+from tests.triton_stand_in import (
+    MAX_SLOTS,
+    QUEUE_LIMIT,
+    StandIn,
+    hurry,
+    is_up,
+    random_loaded,
+    running_backend,
+    stand_ins,
+)
 
 TEXT: dict[str, Any] = {"prompt_ids": random_ids(1, 40), "temperature": 1.0, "max_tokens": 12, "seed": 3}
 STATES = small_model()  # for the layout of its states
@@ -64,29 +71,13 @@ class House:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are shorter than in production."""
-    monkeypatch.setattr(triton_upstream, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(triton_upstream, "ANSWER_S", 1.5)
-    monkeypatch.setattr(triton_upstream, "RETRY_MIN_S", 0.05)
-    monkeypatch.setattr(triton_generation, "PLACE_S", 0.5)
-    monkeypatch.setattr(triton_generation, "FULL_S", 0.2)
-    monkeypatch.setattr(triton_generation, "DEADLINE_GRACE_S", 0.1)
-
-
-@contextlib.asynccontextmanager
-async def running(*servers: StandIn, **options: Any) -> AsyncIterator[TritonBackend]:
-    backend = TritonBackend([server.url for server in servers], **{"wait_s": 5.0, **options})
-    await backend.start()
-    try:
-        yield backend
-    finally:
-        await backend.stop()
+    hurry(monkeypatch)
 
 
 @pytest.fixture
 async def house(tiny_tokenizer: Tokenizer) -> AsyncIterator[House]:
     one, two = (StandIn(random_loaded(tiny_tokenizer)) for _ in range(2))
-    async with stand_ins(one, two), running(one, two) as backend:
+    async with stand_ins(one, two), running_backend(one, two) as backend:
         yield House(one, two, backend)
 
 
@@ -177,10 +168,6 @@ async def test_R6_a_state_moves_only_when_its_server_lacks_it(house: House) -> N
     assert (stats.num_state_hits, stats.num_state_misses) == (1, 1)
 
 
-async def is_up(backend: TritonBackend, number: int) -> bool:
-    return sum(upstream.is_up for upstream in backend.upstreams) == number
-
-
 async def test_a_server_that_began_anew_between_two_heartbeats_is_asked_again_what_it_serves(house: House) -> None:
     """Another model might answer at its address; what it was given meanwhile is given up."""
     want = await house.generate(make_request("want", **TEXT))
@@ -228,7 +215,7 @@ async def test_T2_a_hung_server_loses_its_requests_and_its_place(house: House) -
 
 async def test_without_a_server_requests_are_refused_until_one_comes_back(tiny_tokenizer: Tokenizer) -> None:
     server = StandIn(random_loaded(tiny_tokenizer))
-    async with stand_ins(server), running(server) as backend:
+    async with stand_ins(server), running_backend(server) as backend:
         house = House(server, server, backend)
         want = await house.generate(make_request("want", **TEXT))
         await server.stop()
@@ -284,7 +271,7 @@ async def test_a_full_worker_is_overloaded_in_the_end(house: House) -> None:
 async def short(tiny_tokenizer: Tokenizer) -> AsyncIterator[House]:
     """Servers that take 16 tokens at once."""
     one, two = (StandIn(random_loaded(tiny_tokenizer), max_prompt_tokens=16) for _ in range(2))
-    async with stand_ins(one, two), running(one, two) as backend:
+    async with stand_ins(one, two), running_backend(one, two) as backend:
         yield House(one, two, backend)
 
 
@@ -371,53 +358,3 @@ async def test_a_state_is_inspected_by_whoever_can(house: House) -> None:
     assert report.num_bytes == house.backend.model.state_bytes
     with pytest.raises(SnapshotCorrupt):
         await house.backend.inspect_state(b"short")
-
-
-@pytest.mark.parametrize("other", [{"fingerprint": "other"}, {"numerics": "cuda/fp32"}], ids=str)
-async def test_R11_servers_of_different_models_are_refused_at_the_start(
-    tiny_tokenizer: Tokenizer, other: dict[str, str]
-) -> None:
-    one, two = StandIn(random_loaded(tiny_tokenizer)), StandIn(random_loaded(tiny_tokenizer, **other))
-    async with stand_ins(one, two):
-        with pytest.raises(ConfigError, match="this gateway serves"):
-            async with running(one, two):
-                pass
-
-
-async def test_a_server_of_another_model_than_the_settings_name_is_refused(tiny_tokenizer: Tokenizer) -> None:
-    server = StandIn(random_loaded(tiny_tokenizer))
-    async with stand_ins(server):
-        with pytest.raises(ConfigError, match="NSM_MODEL has wanted"):
-            async with running(server, fingerprint="wanted"):
-                pass
-
-
-async def test_a_server_that_comes_back_with_another_model_is_not_used(tiny_tokenizer: Tokenizer) -> None:
-    one, two = (StandIn(random_loaded(tiny_tokenizer)) for _ in range(2))
-    async with stand_ins(one, two), running(one, two) as backend:
-        await one.stop()
-        await eventually(lambda: is_up(backend, 1))
-        one.loaded = random_loaded(tiny_tokenizer, fingerprint="new")
-        await one.start()
-
-        async def is_refused() -> bool:
-            return isinstance(next(iter(backend.upstreams)).error, ConfigError)
-
-        await eventually(is_refused)
-        assert backend.is_ready()
-
-
-async def test_a_start_without_any_server_says_whom_it_asked(tiny_tokenizer: Tokenizer) -> None:
-    server = StandIn(random_loaded(tiny_tokenizer))
-    with pytest.raises(ConfigError, match=f"no Triton server of NSM_TRITON_URL is ready: {server.url}: the connection"):
-        async with running(server, wait_s=0.3):
-            pass
-
-
-async def test_before_the_start_there_is_no_model() -> None:
-    backend = TritonBackend(["127.0.0.1:1"], wait_s=1.0)
-    with pytest.raises(EngineDead):
-        _ = backend.model
-    with pytest.raises(EngineDead):
-        backend.submit(make_request())
-    assert not backend.is_ready()
