@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from service.api_keys import digest_of, new_key
+from tests.fakes import FakeBackend
+from tests.gateway import Gateway, gateway
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,3 +54,13 @@ def write_keys(path: Path, *keys: TestKey, **limits: str) -> Path:
     new.write_text("\n\n".join([*tables, *(key.line for key in keys)]) + "\n")
     os.replace(new, path)
     return path
+
+
+@contextlib.asynccontextmanager
+async def keyed(
+    path: Path, *keys: TestKey, backend: FakeBackend | None = None, is_live: bool = False, **limits: str
+) -> AsyncIterator[Gateway]:
+    """A gateway on the file `path` with these keys."""
+    write_keys(path, *keys, **limits)
+    async with gateway(backend or FakeBackend(), is_live=is_live, api_keys_file=path) as server:
+        yield server
