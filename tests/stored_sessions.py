@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import uuid
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
 
 from service.sessions.base import Lease, LeasedSession, SessionHead, SessionStore
+from service.sessions.redis import RedisSessionStore
+from service.sessions.redis_url import parse_redis_url
 from tests.snapshots import make_snapshot
 
 LEASE_S = 10.0
+Store = TypeVar("Store", bound=SessionStore)
 
 
 class Clock:
@@ -35,6 +40,21 @@ def expires_in(head: SessionHead) -> float:
 def without_expiry(head: SessionHead) -> SessionHead:
     """For clocks that move what is stored nearer to its end, because nobody can move a server's clock."""
     return dataclasses.replace(head, expires_at=None)
+
+
+@contextlib.asynccontextmanager
+async def opened(store: Store) -> AsyncIterator[Store]:
+    """The store, until it is closed again."""
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def opened_redis(url: str) -> contextlib.AbstractAsyncContextManager[RedisSessionStore]:
+    """The Redis store of a URL, until it is closed again."""
+    return opened(RedisSessionStore(parse_redis_url(url)))
 
 
 async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "a", **fields: Any) -> SessionHead:

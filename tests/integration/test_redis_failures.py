@@ -7,7 +7,7 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,26 +19,15 @@ from nsm_core.state.snapshot import Snapshot
 from service.sessions.base import SessionHead
 from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_keys import Keyspace
-from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
 from tests.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
 from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, commit_under, create
+from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = {"tenant": "a", "session_id": "s1"}
 Result = TypeVar("Result")
 DURABLE = ("appendonly yes", "appendfsync always")
-
-
-@contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[RedisSessionStore]:
-    store = RedisSessionStore(parse_redis_url(url))
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 @pytest.fixture
@@ -58,7 +47,7 @@ def sentinel(tmp_path: Path) -> Iterator[Topology]:
 async def test_D7_kill_9_in_any_moment_of_a_commit_loses_nothing_and_repeats_nothing(durable: Topology) -> None:
     """The server is back before the commit's patience ends, so each of them is acknowledged in the end."""
     rng, server = random.Random(5), durable.servers[0]
-    async with opened(durable.url) as store:
+    async with opened_redis(durable.url) as store:
         head = await create(store)
         for number in range(scaled(5, 20)):
             head = await commit(store, head, new_ids=(2 * number,), num_floats=100_000)
@@ -76,7 +65,7 @@ async def test_D7_kill_9_in_any_moment_of_a_commit_loses_nothing_and_repeats_not
 
 async def test_D7_a_commit_that_was_not_acknowledged_happened_once_or_not_at_all(durable: Topology) -> None:
     rng, server = random.Random(6), durable.servers[0]
-    async with opened(durable.url) as store:
+    async with opened_redis(durable.url) as store:
         head = await create(store)
         for number in range(scaled(3, 20)):
             taken = await acquire(store)
@@ -107,7 +96,7 @@ async def assert_whole(store: RedisSessionStore, head: SessionHead) -> None:
 
 
 async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(durable: Topology) -> None:
-    async with opened(durable.url) as store:
+    async with opened_redis(durable.url) as store:
         head = await commit(store, await create(store))
         durable.servers[0].kill()
         for call in (store.get(**KEY), acquire(store), store.usage(tenant="a"), store.check_writable()):
@@ -118,7 +107,7 @@ async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(dur
             assert caught.value.retry_after_s > 0
             assert "127.0.0.1" not in str(caught.value)  # clients read it
         with pytest.raises(StoreUnavailable, match=f"{durable.url}: .*cannot be reached"):
-            async with opened(durable.url):
+            async with opened_redis(durable.url):
                 pass
         await asyncio.to_thread(durable.servers[0].start)
         assert (await store.load(**KEY)).head == head
@@ -126,7 +115,7 @@ async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(dur
 
 
 async def test_D2_more_calls_than_connections_wait_and_then_are_told(durable: Topology) -> None:
-    async with opened(f"{durable.url}?max_connections=2&pool_timeout_s=0.2&socket_timeout_s=20") as store:
+    async with opened_redis(f"{durable.url}?max_connections=2&pool_timeout_s=0.2&socket_timeout_s=20") as store:
         head = await create(store)
         durable.servers[0].pause()
         waiting = [asyncio.create_task(store.get(**KEY)) for _ in range(2)]
@@ -144,7 +133,7 @@ async def test_D2_more_calls_than_connections_wait_and_then_are_told(durable: To
 
 
 async def test_a_server_that_hangs_is_given_up(durable: Topology) -> None:
-    async with opened(f"{durable.url}?socket_timeout_s=0.2") as store:
+    async with opened_redis(f"{durable.url}?socket_timeout_s=0.2") as store:
         head = await create(store)
         durable.servers[0].pause()
         with pytest.raises(StoreUnavailable, match="TimeoutError"):
@@ -156,7 +145,7 @@ async def test_a_server_that_hangs_is_given_up(durable: Topology) -> None:
 async def test_D3_a_full_server_takes_no_new_session_and_keeps_the_old_ones(tmp_path: Path) -> None:
     topology = start_single(tmp_path / "redis", "maxmemory 24mb", "maxmemory-policy noeviction")
     try:
-        async with opened(topology.url) as store:
+        async with opened_redis(topology.url) as store:
             heads: list[SessionHead] = []
             with pytest.raises(StorageFull, match="is full"):
                 await fill(store, heads)
@@ -196,7 +185,7 @@ async def fill(store: RedisSessionStore, heads: list[SessionHead]) -> None:
 async def test_a_running_turn_keeps_its_lease_on_a_full_server(tmp_path: Path) -> None:
     topology = start_single(tmp_path / "redis")
     try:
-        async with opened(topology.url) as store:
+        async with opened_redis(topology.url) as store:
             head = await create(store)
             lease = (await acquire(store)).lease
             set_limit(topology, 1)
@@ -220,7 +209,7 @@ def cluster(tmp_path: Path) -> Iterator[Topology]:
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
 async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, request: pytest.FixtureRequest) -> None:
     topology: Topology = request.getfixturevalue(kind)
-    async with opened(topology.url) as store:
+    async with opened_redis(topology.url) as store:
         head = await commit(store, await create(store), new_ids=(1,))
         lease = (await store.acquire(**KEY, holder="h", lease_s=60.0)).lease
         master = await asyncio.to_thread(copied_master, topology)
@@ -241,14 +230,14 @@ async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, 
 
 async def test_a_gateway_starts_while_a_replica_of_the_cluster_is_down(cluster: Topology) -> None:
     cluster.servers[-1].kill()
-    async with opened(cluster.url) as store:
+    async with opened_redis(cluster.url) as store:
         assert (await commit(store, await create(store))).version == 1
 
 
 async def test_D7_a_cluster_that_lost_a_part_serves_again_when_it_is_back(tmp_path: Path) -> None:
     topology = start_cluster(tmp_path / "redis")
     try:
-        async with opened(topology.url) as store:
+        async with opened_redis(topology.url) as store:
             for number in range(8):
                 await create(store, f"s{number}")
             topology.servers[0].kill()
@@ -289,7 +278,7 @@ async def eventually(call: Callable[[], Awaitable[Result]]) -> Result:
 
 async def test_D8_a_stopped_holder_finds_its_lease_taken(durable: Topology) -> None:
     """By the server's clock, and a real one: leases in the contract's tests only seem to grow old."""
-    async with opened(durable.url) as store:
+    async with opened_redis(durable.url) as store:
         head = await create(store)
         stale = (await store.acquire(**KEY, holder="stale", lease_s=0.05)).lease
         await asyncio.sleep(0.06)
@@ -300,7 +289,7 @@ async def test_D8_a_stopped_holder_finds_its_lease_taken(durable: Topology) -> N
 
 
 async def test_a_session_vanishes_by_itself_when_its_time_has_come(durable: Topology) -> None:
-    async with opened(durable.url) as store:
+    async with opened_redis(durable.url) as store:
         await commit(store, await create(store, ttl_s=0.05))
         await asyncio.sleep(0.06)
         with pytest.raises(NotFound):

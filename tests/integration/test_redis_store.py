@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import random
-import re
-import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from nsm_core.errors import ConfigError, InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
+from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
 from nsm_core.state.snapshot import Snapshot
 from service.records.factory import records_beside
 from service.sessions.base import LogMark, SessionHead
@@ -22,26 +17,14 @@ from service.sessions.redis import RedisSessionStore
 from service.sessions.redis_client import Attempt
 from service.sessions.redis_keys import Keyspace, SessionKeys
 from service.sessions.redis_scripts import REWIND
-from service.sessions.redis_url import parse_redis_url
 from tests.counts import scaled
 from tests.lossy_proxy import LossyProxy
-from tests.redis_servers import RedisClock, RedisServer, Topology, own_prefix, start_single
+from tests.redis_servers import RedisClock, RedisServer, Topology, own_prefix
 from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, commit_under, create
+from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = {"tenant": "a", "session_id": "s1"}
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "redis.md"
-
-
-@contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[RedisSessionStore]:
-    store = RedisSessionStore(parse_redis_url(url))
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 @pytest.fixture
@@ -51,7 +34,7 @@ def prefix() -> str:
 
 @pytest.fixture
 async def store(redis_single: Topology, prefix: str) -> AsyncIterator[RedisSessionStore]:
-    async with opened(redis_single.url_with(prefix=prefix)) as store:
+    async with opened_redis(redis_single.url_with(prefix=prefix)) as store:
         yield store
 
 
@@ -71,7 +54,7 @@ async def test_D1_a_cancelled_call_never_gives_its_answer_to_another(
 ) -> None:
     rng = random.Random(3)
     servers: Topology = request.getfixturevalue(topology)
-    async with opened(servers.own_url(max_connections=4)) as store:
+    async with opened_redis(servers.own_url(max_connections=4)) as store:
         names = [f"s{number}" for number in range(6)]
         for name in names:
             await commit(store, await create(store, name), num_floats=30_000)
@@ -118,7 +101,7 @@ def assert_whole(head: SessionHead, marks: tuple[LogMark, ...]) -> None:
 @pytest.fixture
 async def lossy(redis_single: Topology, prefix: str) -> AsyncIterator[tuple[RedisSessionStore, LossyProxy]]:
     port = redis_single.servers[0].port
-    async with LossyProxy(port) as proxy, opened(f"redis://127.0.0.1:{proxy.port}?prefix={prefix}") as store:
+    async with LossyProxy(port) as proxy, opened_redis(f"redis://127.0.0.1:{proxy.port}?prefix={prefix}") as store:
         yield store, proxy
 
 
@@ -293,7 +276,7 @@ async def test_a_lost_index_is_made_again_by_the_next_commits(
 
 async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_single: Topology) -> None:
     snapshot = make_snapshot(version=1).encode()
-    async with opened(redis_single.own_url(max_value_bytes=len(snapshot) - 1)) as store:
+    async with opened_redis(redis_single.own_url(max_value_bytes=len(snapshot) - 1)) as store:
         head = await create(store)
         leased = await acquire(store)
         with pytest.raises(StorageFull, match=rf"of {len(snapshot)} bytes .*max_value_bytes .* is {len(snapshot) - 1}"):
@@ -304,7 +287,7 @@ async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_sing
                 tenant="a", kind="item", record_id="i", document={"text": "x" * len(snapshot)}, expected_version=0
             )
         await store.release(leased.lease)
-    async with opened(redis_single.own_url(max_value_bytes=len(snapshot) + 1000)) as store:
+    async with opened_redis(redis_single.own_url(max_value_bytes=len(snapshot) + 1000)) as store:
         assert (await commit(store, await create(store))).version == 1
 
 
@@ -328,136 +311,9 @@ async def test_D5_lease_head_and_snapshot_come_in_one_round_trip(
     assert trips == [2]
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl", "allkeys-random"])
-async def test_D3_a_policy_that_may_drop_sessions_is_refused_at_start(redis_single: Topology, policy: str) -> None:
-    with redis_single.servers[0].client() as client:
-        client.config_set("maxmemory-policy", policy)
-        try:
-            with pytest.raises(ConfigError, match=f"maxmemory-policy {policy}, which may drop sessions"):
-                async with opened(redis_single.own_url()):
-                    pass
-        finally:
-            client.config_set("maxmemory-policy", "noeviction")
-
-
-async def test_a_server_without_append_only_file_is_warned_of(
-    redis_single: Topology, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "nsm.store"):
-        async with opened(redis_single.own_url()):
-            pass
-    assert "no append-only file" in caplog.text
-
-
-async def test_sessions_of_a_newer_build_are_refused(redis_single: Topology, prefix: str) -> None:
-    with redis_single.servers[0].client() as client:
-        client.set(Keyspace(prefix).schema, 2)
-    with pytest.raises(ConfigError, match="schema 2"):
-        async with opened(redis_single.url_with(prefix=prefix)):
-            pass
-
-
-def documented_acl_rules() -> list[str]:
-    """What docs/redis.md tells an operator to grant."""
-    block = re.search(r"ACL SETUSER nsm on >PASSWORD (.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
-    assert block is not None
-    return block[1].split()
-
-
-@pytest.fixture(params=["redis_single", "redis_cluster"])
-def acl_user(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of servers that know the user `nsm`, but for the scheme and the user."""
-    topology: Topology = request.getfixturevalue(request.param)
-    for server in topology.servers:
-        with server.client() as client:
-            client.execute_command("ACL", "SETUSER", "nsm", "on", ">p@ss", *documented_acl_rules())
-    yield topology.url
-    for server in topology.servers:
-        with server.client() as client:
-            client.execute_command("ACL", "DELUSER", "nsm")
-            for key in client.scan_iter("nsm:*"):
-                client.delete(key)
-
-
-async def test_an_acl_user_with_the_documented_commands_is_enough(acl_user: str) -> None:
-    async with opened(acl_user.replace("://", "://nsm:p%40ss@")) as store:
-        await every_call(store)
-
-
-@pytest.mark.parametrize(("password", "options"), [("wrong", ""), ("p%40ss", "?prefix=others")])
-async def test_a_user_who_may_not_is_refused_at_start(acl_user: str, password: str, options: str) -> None:
-    with pytest.raises(ConfigError, match="refuses the user") as caught:
-        async with opened(acl_user.replace("://", f"://nsm:{password}@") + options):
-            pass
-    assert "wrong" not in str(caught.value)
-
-
-async def test_a_database_that_is_not_there_is_refused_at_start(redis_single: Topology) -> None:
-    with pytest.raises(ConfigError, match="/99: the session store has no database of the number"):
-        async with opened(f"{redis_single.url}/99"):
-            pass
-
-
-async def every_call(store: RedisSessionStore) -> None:
-    head = await create(store, ttl_s=100.0)
-    head = await commit(store, head)
-    lease = await store.renew((await acquire(store)).lease, lease_s=1.0)
-    empty = {"snapshot": None, "position": 0, "model_fingerprint": "m1", "num_log_tokens": 0}
-    await store.rewind(lease, expected_version=1, **empty, num_sampled=0, seed=None)
-    await store.release((await acquire(store)).lease)
-    await store.update(**KEY, ttl_s=None)
-    assert (await store.load(**KEY)).snapshot is None
-    assert await store.read_log(**KEY) == ()
-    assert len(await store.log_marks(**KEY)) == 1
-    page = await store.list(tenant="a", limit=1)
-    assert len(page.heads) == (await store.usage(tenant="a")).num_sessions == 1
-    assert await store.list_tenants() == ("a",)
-    await store.check_writable()
-    await store.delete(**KEY)
-
-
-def make_certificate(directory: Path) -> None:
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
-    subprocess.run([*command, *name, *files], check=True, capture_output=True)
-
-
-async def test_over_tls_with_the_servers_certificate_checked(tmp_path: Path) -> None:
-    make_certificate(tmp_path)
-    tls = f"tls-cert-file {tmp_path}/cert.pem\ntls-key-file {tmp_path}/key.pem\ntls-auth-clients no"
-    topology = start_single(tmp_path / "server", tls)
-    try:
-        with topology.servers[0].client() as client:
-            client.config_set("port", 0)
-            client.config_set("tls-port", topology.servers[0].port)
-        url = f"rediss://127.0.0.1:{topology.servers[0].port}"
-        async with opened(f"{url}?tls_ca={tmp_path}/cert.pem") as store:
-            await every_call(store)
-        with pytest.raises(Exception, match="cannot be reached"):
-            async with opened(url):
-                pass
-        with pytest.raises(ConfigError, match="there is no file"):
-            async with opened(f"{url}?tls_ca=/nowhere.pem"):
-                pass
-    finally:
-        topology.stop()
-
-
 async def test_two_stores_on_one_server_exclude_each_other(redis_single: Topology, prefix: str) -> None:
     url = redis_single.url_with(prefix=prefix)
-    async with opened(url) as one, opened(url) as two:
+    async with opened_redis(url) as one, opened_redis(url) as two:
         head = await create(one)
         results = await asyncio.gather(
             *(commit(store, head, new_ids=(n,)) for n in range(4) for store in (one, two)), return_exceptions=True

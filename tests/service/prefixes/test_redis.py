@@ -10,7 +10,7 @@ from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.prefixes.base import PrefixBounds, PrefixKey, PrefixUsage
 from service.prefixes.redis import RedisPrefixStore
 from service.sessions.redis_url import parse_redis_url
-from tests.integration.test_redis_store import documented_acl_rules
+from tests.integration.test_redis_access import documented_acl_rules
 from tests.redis_servers import Topology, own_prefix, start_single
 
 pytestmark = pytest.mark.redis

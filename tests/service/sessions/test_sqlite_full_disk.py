@@ -17,9 +17,9 @@ from service.sessions.sqlite import SqliteSessionStore
 from service.sessions.sqlite_reserve import RESERVE_BYTES, Reserve
 from service.sessions.sqlite_schema import CHECKPOINT_PAGES, PAGE_BYTES
 from tests import stored_sessions
-from tests.service.sessions.test_sqlite import opened, start_writer
+from tests.service.sessions.test_sqlite import start_writer
 from tests.snapshots import make_snapshot
-from tests.stored_sessions import commit
+from tests.stored_sessions import commit, opened
 
 TENANT = "default"
 NUM_FLOATS = 100_000
