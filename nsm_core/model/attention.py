@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments, documents_of
 from nsm_core.spans import spanned
 from nsm_core.state.spec import State
@@ -48,8 +48,7 @@ class WindowAttention(Mixer):
         self.project = nn.Linear(d, d + 2 * kv_width, bias=False)
         self.log_scale = nn.Parameter(torch.zeros(self.heads))
         self.out = nn.Linear(d, d, bias=False)
-        nn.init.normal_(self.project.weight, std=d**-0.5)
-        nn.init.zeros_(self.out.weight)
+        init_projections(self.project, out=self.out)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"kv": (self.kv_heads, 2, self.window, self.head_dim)}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments
 from nsm_core.spans import span, spanned
 from nsm_core.state.spec import State
@@ -19,8 +19,7 @@ class SwiGlu(nn.Module):
         super().__init__()
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
-        nn.init.normal_(self.up.weight, std=d_model**-0.5)
-        nn.init.zeros_(self.down.weight)
+        init_projections(self.up, out=self.down)
 
     @spanned("feed_forward")
     def forward(self, x: Tensor) -> Tensor:

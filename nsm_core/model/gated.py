@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.frame import Frame, make_frame, open_chunk
 from nsm_core.model.gates import GATES
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.pulse import ShortConv
 from nsm_core.model.router import build_router
 from nsm_core.model.segments import Segments
@@ -41,8 +41,7 @@ class GatedMixer(Mixer):
         self.initial_slots = nn.Parameter(0.5 * torch.randn(heads, config.num_memory_slots, head_dim))
         self.out_norm = nn.Parameter(torch.ones(d))
         self.out = nn.Linear(d, d, bias=False)
-        nn.init.normal_(self.project.weight, std=d**-0.5)
-        nn.init.zeros_(self.out.weight)
+        init_projections(self.project, out=self.out)
 
     @property
     def scale(self) -> Tensor:

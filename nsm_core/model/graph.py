@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.block import SwiGlu
 from nsm_core.model.communicating import Communication
+from nsm_core.model.mixer import init_projections
 from nsm_core.model.router import build_router
 
 LEAST_SHARE = 1e-6  # of a node or an edge in a state, where logarithms are taken
@@ -38,9 +39,7 @@ class GraphMixer(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(heads))
         self.out_norm = nn.Parameter(torch.ones(d))
         self.out = nn.Linear(d, d, bias=False)
-        for made in (self.project, self.neighbours):
-            nn.init.normal_(made.weight, std=d**-0.5)
-        nn.init.zeros_(self.out.weight)
+        init_projections(self.project, self.neighbours, out=self.out)
 
     def forward(self, x: Tensor, edges: Tensor, valid: Tensor) -> Tensor:
         """x [B,N,d]; edges [B,N,N] in [0, 1], from row to column; valid [B,N] bool: nodes that are there -> [B,N,d]."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.frame import Frame, make_frame, open_chunk
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
@@ -105,10 +105,9 @@ class MemoryMixer(Mixer):
         self.initial_memory = nn.Parameter(0.5 * torch.randn(config.memory_rows, self.width))
         self.out_norm = nn.Parameter(torch.ones(read_width))
         self.out = nn.Linear(read_width, d, bias=False)
-        nn.init.normal_(self.project.weight, std=d**-0.5)
+        init_projections(self.project, out=self.out)
         nn.init.normal_(self.count.weight, std=0.1 * d**-0.5)
         nn.init.zeros_(self.count.bias)
-        nn.init.zeros_(self.out.weight)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         rows, width = self.initial_memory.shape

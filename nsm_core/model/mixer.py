@@ -31,3 +31,10 @@ class Mixer(nn.Module, abc.ABC):
     @abc.abstractmethod
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         """One token a row: x [B,d], positions [B] -> y [B,d] and the new state."""
+
+
+def init_projections(*inputs: nn.Linear, out: nn.Linear) -> None:
+    """How a layer starts: what it makes of its input keeps the variance, and `out` adds nothing to the residual yet."""
+    for matrix in inputs:
+        nn.init.normal_(matrix.weight, std=matrix.in_features**-0.5)
+    nn.init.zeros_(out.weight)

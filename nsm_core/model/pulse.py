@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.router import build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.short_conv.conv import short_conv
@@ -97,8 +97,7 @@ class PulseMixer(Mixer):
         self.initial_slots = nn.Parameter(initial)
         self.out_norm = nn.Parameter(torch.ones(d))
         self.out = nn.Linear(d, d, bias=False)
-        nn.init.normal_(self.project.weight, std=d**-0.5)
-        nn.init.zeros_(self.out.weight)
+        init_projections(self.project, out=self.out)
 
     @property
     def scale(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.mixer import Mixer
+from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments, first_tokens, valid_tokens
 from nsm_core.ops.linear_scan import linear_scan
 from nsm_core.state.spec import State
@@ -28,8 +28,7 @@ class LinearRecurrence(Mixer):
         low, high = (math.log(bound) for bound in OPEN_RANGE)
         self.open_bias = nn.Parameter(torch.logit(torch.linspace(low, high, d).exp()))
         self.out = nn.Linear(d, d, bias=False)
-        nn.init.normal_(self.project.weight, std=d**-0.5)
-        nn.init.zeros_(self.out.weight)
+        init_projections(self.project, out=self.out)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"hidden": (self.out.weight.shape[0],)}
