@@ -25,11 +25,18 @@ class Accounts:
         self._ledger = None if meter is None else EnergyLedger(meter)
         self._observer = observer
 
-    def begin(self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool) -> None:
+    @property
+    def is_look_due(self) -> bool:
+        """Whether the next step that decodes is to be looked at; its ids must be known."""
+        return self._observer is not None and self._observer.is_due
+
+    def begin(
+        self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool, *, may_look: bool = True
+    ) -> None:
         """Before a step."""
         if self._ledger is not None:
             self._ledger.begin()
-        if self._observer is not None and plan.decode and self._observer.is_due:
+        if self._observer is not None and plan.decode and may_look and self._observer.is_due:
             self._observe(self._observer, plan, running, pool)
 
     def charge(
@@ -46,6 +53,12 @@ class Accounts:
             tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}
             tokens |= {running[chunk.slot].request.request_id: chunk.length for chunk in plan.prefill}
             self._ledger.work(tokens, seconds, now=time.monotonic())
+
+    def charge_share(self, plan: Plan, slot: int, request_id: str, seconds: float) -> None:
+        """The request of this slot ends while a step is in flight that has taken `seconds` so far."""
+        if self._ledger is not None:
+            num_tokens = next((chunk.length for chunk in plan.prefill if chunk.slot == slot), 1)
+            self._ledger.work({request_id: num_tokens}, seconds * num_tokens / plan.num_tokens, now=time.monotonic())
 
     def count_drafts(self, *, num_drafted: int, num_accepted: int) -> None:
         """Of one request in one step."""

@@ -37,7 +37,7 @@ def make_end_state(
     runner.feed(slot, kept[num_read:num_wanted], since=earlier)
     new_ids = (*sequence.request.prompt_ids, *kept)
     return EndState(
-        state=runner.slots.pool(slot).pack(slot),
+        state=runner.pack(slot),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.accounts import Accounts
 from nsm_core.engine.admission import AdmissionCheck
+from nsm_core.engine.ahead import Hindrances, LaunchedStep, without_ended
 from nsm_core.engine.end_state import make_end_state
 from nsm_core.engine.failures import StepFailures
+from nsm_core.engine.live import LiveRequests
 from nsm_core.engine.output import StopMatch
 from nsm_core.engine.request import (
     EndState,
@@ -29,13 +31,14 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Drafts, Speculation
 from nsm_core.engine.tiers import EngineTier
 from nsm_core.engine.watched import WatchedRequests
-from nsm_core.errors import DeadlineExceeded, InvalidRequest, NsmError, NumericalError, StepFailed
+from nsm_core.errors import InvalidRequest, NsmError, NumericalError, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.model.observer import ModelObserver
-from nsm_core.sampling.result import SampledToken
+from nsm_core.sampling.result import NOT_FINITE, SampledToken
+from nsm_core.sampling.sampler import not_finite
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
 
@@ -85,20 +88,20 @@ class Engine:
         }
         self._whole_pool = whole.pool
         self._runner = Runner(whole, smaller)
-        self._sequences: dict[str, RunningSequence] = {}  # waiting and running, by request id
-        self._running: dict[int, RunningSequence] = {}  # by slot
-        self._cancelled: set[str] = set()
-        self._with_deadline: set[str] = set()  # those of `_sequences` that have one
+        self._live = LiveRequests()
         self._failures = StepFailures()
         self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()}, clock=clock)
         self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
+        self._hindrances = Hindrances(is_possible=whole.look_ahead is not None and whole.savepoint is None)
+        self._launched: LaunchedStep | None = None  # in flight; one of its requests is not over
+        self._settled_at = 0.0  # when the last step that was in flight was over, by the monotonic clock
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._sequences)
+        return bool(self._live.by_id)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
@@ -112,41 +115,39 @@ class Engine:
         Whatever it raises, nothing of the request stays here.
         """
         self.check(request)
-        if request.request_id in self._sequences:
+        if request.request_id in self._live.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival)
         self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), borders=request.keep_states_at)
-        self._sequences[request.request_id] = sequence
-        if request.deadline is not None:
-            self._with_deadline.add(request.request_id)
+        self._live.add(sequence)
 
     def cancel(self, request_id: str) -> None:
         """The request ends with `abort` before the next step; one that is over already is left alone."""
-        if request_id in self._sequences:
-            self._cancelled.add(request_id)
+        self._live.cancel(request_id)
 
     def abort_all(self) -> Events:
         """End every request now."""
-        self._cancelled.update(self._sequences)
+        self._live.cancel_all()
         return self._end_early()
 
     def step(self) -> Events:
         """Advance every scheduled request once; return what became visible.
 
-        What goes wrong in a step ends the requests that were in it; raises only where the engine cannot go on.
+        Where the executor can look ahead the next step is in flight then. What goes wrong in a step ends the requests
+        that were in it; raises only where the engine cannot go on.
         """
         events = self._end_early()
-        plan = self._watched.put_off(self._scheduler.plan(), self._sequences)
-        if plan.is_empty:
+        launched, self._launched = self._launched, None
+        plan = self._plan(launched)
+        if launched is None and plan.is_empty:
             self._accounts.rest()
             return events
         started = time.monotonic()
-        try:
-            self._advance(plan, events)
-            self._failures.forget()
-        except Exception as error:
-            self._fail(plan, self._failures.take(error), events)
-        if not self._sequences:
+        if launched is not None or self._hindrances.allow(plan, self._live.by_id):
+            self._step_ahead(launched, plan, events)
+        else:
+            self._step_alone(plan, events)
+        if not self._live.by_id:
             self._accounts.rest()
         self._accounts.counted.step_seconds += time.monotonic() - started
         return events
@@ -160,59 +161,115 @@ class Engine:
     def _end_early(self) -> Events:
         """Between steps: what was cancelled, and whose deadline passed."""
         events: Events = []
-        if not self._cancelled and not self._with_deadline:
-            return events
-        now = self._clock()
-        for request_id, sequence in list(self._sequences.items()):
-            deadline = sequence.request.deadline
-            if request_id in self._cancelled:
-                events += self._finish(sequence, FinishReason.ABORT)
-            elif deadline is not None and now >= deadline:
-                error = DeadlineExceeded(f"the deadline passed after {len(sequence.sampled)} tokens")
-                events += self._finish(sequence, FinishReason.ERROR, error=error)
-        self._cancelled.clear()
+        for sequence, error in self._live.take_ended(self._clock()):
+            self._charge_in_flight(sequence)
+            events += self._finish(sequence, FinishReason.ABORT if error is None else FinishReason.ERROR, error=error)
+        if self._launched is not None and not self._launched.has_any(self._live.running):
+            self._launched = None
         return events
+
+    def _charge_in_flight(self, sequence: RunningSequence) -> None:
+        """For its part in the step in flight, whose result it will not see."""
+        launched, slot = self._launched, sequence.slot
+        if launched is not None and slot is not None and launched.sequences.get(slot) is sequence:
+            seconds = time.monotonic() - max(launched.launched_at, self._settled_at)
+            self._accounts.charge_share(launched.plan, slot, sequence.request.request_id, seconds)
+
+    def _plan(self, launched: LaunchedStep | None) -> Plan:
+        """What to do next, behind the step in flight if there is one."""
+        plan = self._watched.put_off(self._scheduler.plan(), self._live.by_id)
+        return plan if launched is None else without_ended(plan, self._live.running)
+
+    def _step_alone(self, plan: Plan, events: Events) -> None:
+        """A step that is waited for before anything else is done."""
+        try:
+            self._advance(plan, events)
+            self._failures.forget()
+        except Exception as error:
+            self._fail(self._live.of(plan), self._failures.take(error), events)
+
+    def _step_ahead(self, launched: LaunchedStep | None, plan: Plan, events: Events) -> None:
+        """What the step in flight gave, once that of `plan` is launched behind it. Without one in flight, that of
+        `plan` is it, and the one after it is launched behind it.
+        """
+        if launched is None:
+            try:
+                launched = self._launch(plan, None)
+            except Exception as error:
+                self._fail(self._live.of(plan), self._failures.take(error), events)
+                return
+            plan = self._plan(launched)
+        following: LaunchedStep | None = None
+        failure: Exception | None = None
+        if not plan.is_empty and not self._accounts.is_look_due and self._hindrances.allow(plan, self._live.by_id):
+            try:
+                following = self._launch(plan, launched)
+            except Exception as error:  # no reason to lose what is in flight
+                failure = error
+        self._settle(launched, following, events)
+        if failure is not None:
+            self._fail(self._live.of(plan), self._failures.take(failure), events)
+        elif following is not None and following.has_any(self._live.running):
+            self._launched = following
+
+    def _launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
+        self._open(plan)
+        self._accounts.begin(plan, self._live.running, self._whole_pool, may_look=before is None)
+        launched = self._runner.launch(plan, self._live.running, before)
+        self._scheduler.apply(plan)
+        return launched
+
+    def _settle(self, launched: LaunchedStep, following: LaunchedStep | None, events: Events) -> None:
+        """Waits for the step in flight and applies it. One that fails takes the step behind it along."""
+        try:
+            ids = launched.wait()
+        except Exception as error:
+            behind = [] if following is None else following.sequences.values()
+            self._fail([*launched.sequences.values(), *behind], self._failures.take(error), events)
+            return
+        try:
+            self._apply_launched(launched, ids, events)
+            self._failures.forget()
+        except Exception as error:
+            self._fail(launched.sequences.values(), self._failures.take(error), events)
 
     def _advance(self, plan: Plan, events: Events) -> None:
         """Runs the plan. What became visible is in `events`, also where this raises in the middle."""
         self._open(plan)
-        self._accounts.begin(plan, self._running, self._whole_pool)
+        self._accounts.begin(plan, self._live.running, self._whole_pool)
         started = time.monotonic()
-        routing = self._watched.look(plan, self._running, self._runner.slots)
-        drafts = self._speculation.propose(plan, self._running)
-        result = self._runner.run(plan, self._running, drafts)
-        self._accounts.charge(plan, self._running, time.monotonic() - started, result.num_read)
+        routing = self._watched.look(plan, self._live.running, self._runner.slots)
+        drafts = self._speculation.propose(plan, self._live.running)
+        result = self._runner.run(plan, self._live.running, drafts)
+        self._accounts.charge(plan, self._live.running, time.monotonic() - started, result.num_read)
         self._scheduler.apply(plan)
         self._apply(plan, result, routing, events, drafts)
 
-    def _fail(self, plan: Plan, error: StepFailed, events: Events) -> None:
-        """Ends all requests of the plan that have not ended in it. Their states may be anything: none is kept."""
+    def _fail(self, sequences: Iterable[RunningSequence], error: StepFailed, events: Events) -> None:
+        """Ends those that have not ended yet. Their states may be anything: none is kept."""
         self._accounts.counted.num_failed_steps += 1
-        slots = (*plan.decode, *(chunk.slot for chunk in plan.prefill))
-        ids = [self._running[slot].request.request_id for slot in slots if slot in self._running]
-        ids += [admission.request_id for admission in plan.admitted]
-        for request_id in dict.fromkeys(ids):
-            if request_id in self._sequences:
-                events += self._finish(self._sequences[request_id], FinishReason.ERROR, error=error)
+        for sequence in sequences:
+            if self._live.has(sequence):
+                events += self._finish(sequence, FinishReason.ERROR, error=error)
 
     def _open(self, plan: Plan) -> None:
         now = self._clock()
         for admission in plan.admitted:
-            sequence = self._sequences[admission.request_id]
+            sequence = self._live.by_id[admission.request_id]
             sequence.timeline.admitted = now
             self._runner.open(admission.slot, sequence.request.resume, sequence.request.num_states)
-            self._running[admission.slot] = sequence
-            sequence.slot = admission.slot
+            self._live.open(admission.slot, sequence)
             self._watched.add(admission.slot, sequence)
             if self._runner.may_be_drafted(admission.slot):
                 self._speculation.add(admission.slot, sequence)
+            self._hindrances.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
 
     def _apply(
         self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events, drafts: Drafts
     ) -> None:
         for slot, scores in result.scored.items():
-            self._running[slot].prompt_scores += scores
+            self._live.running[slot].prompt_scores += scores
         for chunk in plan.prefill:
             self._keep_prompt_state(chunk)
         for slot, sampled in result.sampled.items():
@@ -220,16 +277,29 @@ class Engine:
                 self._take_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)
             else:
                 self._take_or_fail(slot, sampled, routing.get(slot), events)
+        self._hindrances.look_again(self._live.running)
+
+    def _apply_launched(self, launched: LaunchedStep, ids: Sequence[int], events: Events) -> None:
+        now = time.monotonic()
+        seconds, self._settled_at = now - max(launched.launched_at, self._settled_at), now
+        self._accounts.charge(launched.plan_of(self._live.running), self._live.running, seconds, {})
+        for slot, token_id in zip(launched.slots, ids, strict=True):
+            sequence = launched.sequences[slot]
+            sequence.num_in_flight -= 1
+            if self._live.running.get(slot) is sequence:  # not over, and the slot is not another's
+                is_good = token_id != NOT_FINITE
+                position = sequence.prompt_tokens + len(sequence.sampled)
+                self._take_or_fail(slot, SampledToken(token_id) if is_good else not_finite(position), None, events)
 
     def _take_accepted(
         self, slot: int, sampled: Sequence[SampledToken | NumericalError], num_drafted: int, events: Events
     ) -> None:
         """What came before the first draft and after each that was accepted. What ends the request is the last."""
-        sequence = self._running[slot]
+        sequence = self._live.running[slot]
         num_before = len(sequence.sampled)
         for token in sampled:
             self._take_or_fail(slot, token, None, events)
-            if slot not in self._running:
+            if slot not in self._live.running:
                 break
         num_accepted = min(len(sequence.sampled) - num_before, len(sampled) - 1)
         self._accounts.count_drafts(num_drafted=num_drafted, num_accepted=num_accepted)
@@ -241,10 +311,10 @@ class Engine:
         if isinstance(sampled, SampledToken):
             self._take(slot, sampled, routing, events)
         else:
-            events += self._finish(self._running[slot], FinishReason.ERROR, error=sampled)
+            events += self._finish(self._live.running[slot], FinishReason.ERROR, error=sampled)
 
     def _keep_prompt_state(self, chunk: Chunk) -> None:
-        sequence = self._running[chunk.slot]
+        sequence = self._live.running[chunk.slot]
         num_read = chunk.start + chunk.length
         if num_read in sequence.request.keep_states_at:
             position = sequence.resumed_position + num_read
@@ -253,7 +323,7 @@ class Engine:
 
     def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None, events: Events) -> None:
         """One more token of a request, and its end if that was the last."""
-        sequence = self._running[slot]
+        sequence = self._live.running[slot]
         request = sequence.request
         self._accounts.counted.tokens_generated += 1
         if sequence.timeline.first_token is None:
@@ -311,13 +381,12 @@ class Engine:
             energy=self._accounts.close(request.request_id),
         )
         self._scheduler.remove(request.request_id)
-        del self._sequences[request.request_id]
-        self._with_deadline.discard(request.request_id)
+        self._live.remove(sequence)
         if sequence.slot is not None:
             self._watched.remove(sequence.slot)
             self._speculation.remove(sequence.slot)
+            self._hindrances.remove(sequence.slot)
             self._runner.close(sequence.slot)
-            del self._running[sequence.slot]
         return [(request.request_id, finished)]
 
     def _end_state(self, sequence: RunningSequence, reason: FinishReason, stop: StopMatch | None) -> EndState | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from nsm_core.engine.ahead import LaunchedStep, upcoming
 from nsm_core.engine.batching import group_by_length
 from nsm_core.engine.drafted_states import DraftedStates
+from nsm_core.engine.hidden import Hidden
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
@@ -19,6 +22,7 @@ from nsm_core.engine.speculation import NO_DRAFTS, Drafts
 from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
+from nsm_core.sampling.device import to_device
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
@@ -40,41 +44,13 @@ class StepResult:
     num_read: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-class _Hidden:
-    """What a step read gave, by slot. Slots of one token stay rows of one tensor: a step may have hundreds of them."""
-
-    def __init__(self, slots: Sequence[int], rows: Tensor | None) -> None:
-        self._slots, self._rows = list(slots), rows
-        self._chunks: dict[int, Tensor] = {}
-
-    def add(self, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
-        """chunks[i] [length,d] belongs to slots[i]."""
-        self._chunks.update(zip(slots, chunks, strict=True))
-
-    def chunk(self, slot: int) -> Tensor:
-        """[length,d]."""
-        if self._rows is None or slot in self._chunks:
-            return self._chunks[slot]
-        index = self._slots.index(slot)
-        return self._rows[index : index + 1]
-
-    def last(self, slots: Sequence[int]) -> Tensor:
-        """[len(slots),d]: after each slot's last token."""
-        if self._rows is not None and slots == self._slots:
-            return self._rows
-        return torch.cat([self.chunk(slot)[-1:] for slot in slots])
-
-    def tails(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """[sum of lengths,d]: after each of a slot's last tokens."""
-        return torch.cat([self.chunk(slot)[-length:] for slot, length in zip(slots, lengths, strict=True)])
-
-
 class Runner:
     """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
 
     def __init__(self, executor: Executor, tiers: Mapping[int, Executor] = MappingProxyType({})) -> None:
         """`tiers`: the model with fewer states, by their number."""
         self._executor = executor
+        self._look_ahead = executor.look_ahead
         self._sampler = Sampler(executor.draw)
         self.slots = TieredSlots(executor, tiers)
         self._drafted = DraftedStates()
@@ -84,7 +60,7 @@ class Runner:
         executor = self.slots.put(slot, num_states)
         executor.pool.lease(slot)
         try:
-            executor.pool.write(slot, executor.initial if resume is None else executor.pool.spec.unpack(resume.state))
+            executor.pool.write(slot, executor.initial if resume is None else _stored(resume, executor))
         except Exception:
             self.close(slot)
             raise
@@ -117,18 +93,44 @@ class Runner:
             hidden = self._read_one_each(plan.decode, singles, sequences)
         longer = {chunk.slot: chunk for chunk in plan.prefill if chunk.length > 1}
         for executor, slots in self.slots.split(longer):
-            for group in group_by_length([longer[slot] for slot in slots]):
-                self._read_group(executor, group, sequences, hidden)
+            self._read_prompts(executor, [longer[slot] for slot in slots], sequences, hidden)
         for chunk in plan.prefill:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
                 self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
-        ready = [*plan.decode, *(chunk.slot for chunk in plan.prefill if _is_last(chunk, sequences))]
-        ready = [slot for slot in ready if slot not in result.sampled]
+        ready = [slot for slot in _ready(plan, sequences) if slot not in result.sampled]
         if drafts:
             self._sample_after_drafts(ready, drafts, hidden, sequences, result)
         else:
             self._sample(ready, hidden, sequences, result)
         return result
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, sequences: Mapping[int, RunningSequence], before: LaunchedStep | None) -> LaunchedStep:
+        """`run` without waiting, for sequences that may look ahead; `before` is still in flight, if it is given.
+
+        Raises what the executor raises.
+        """
+        if self._look_ahead is None:
+            raise RuntimeError("this executor waits for every step")
+        hidden, singles = Hidden(), [chunk for chunk in plan.prefill if chunk.length == 1]
+        if plan.decode or singles:
+            slots = sorted((*plan.decode, *(chunk.slot for chunk in singles))) if singles else list(plan.decode)
+            hidden = Hidden(slots, self._look_ahead.step(slots, upcoming(slots, singles, sequences, before)))
+        longer = [chunk for chunk in plan.prefill if chunk.length > 1]
+        self._read_prompts(self._executor, longer, sequences, hidden)
+        ready = _ready(plan, sequences)
+        rows = [sequences[slot] for slot in ready]
+        tokens = self._sampler.launch(self._executor.logits(hidden.last(ready)), rows) if ready else None
+        for row in rows:
+            row.num_in_flight += 1
+        taking_part = {slot: sequences[slot] for slot in (*plan.decode, *(chunk.slot for chunk in plan.prefill))}
+        return LaunchedStep(plan, taking_part, ready, tokens)
+
+    @torch.inference_mode()
+    def pack(self, slot: int) -> bytes:
+        """The slot's state, which no step in flight touches."""
+        with nullcontext() if self._look_ahead is None else self._look_ahead.beside():
+            return self.slots.pool(slot).pack(slot)
 
     @torch.inference_mode()
     def feed(self, slot: int, ids: Sequence[int], *, since: State | None = None) -> None:
@@ -141,15 +143,15 @@ class Runner:
 
     def _read_one_each(
         self, decode: Sequence[int], singles: Sequence[Chunk], sequences: Mapping[int, RunningSequence]
-    ) -> _Hidden:
+    ) -> Hidden:
         """One token for each slot."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
         ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
-        hidden = _Hidden((), None)
+        hidden = Hidden()
         for executor, slots in self.slots.split(sorted(ids)):  # neighbours in a pool are read without a copy
             rows = executor.step(slots, [ids[slot] for slot in slots])
             if executor is self._executor:
-                hidden = _Hidden(slots, rows)
+                hidden = Hidden(slots, rows)
             else:
                 hidden.add(slots, torch.split(rows, 1))
         return hidden
@@ -161,7 +163,7 @@ class Runner:
         sequences: Mapping[int, RunningSequence],
         drafts: Drafts,
         result: StepResult,
-    ) -> _Hidden:
+    ) -> Hidden:
         """Slots that decode read all of their text, and their drafts."""
         ids = {slot: (*sequences[slot].unread, *drafts.get(slot, ())) for slot in decode}
         result.num_read.update({slot: len(own) for slot, own in ids.items() if len(own) > 1})
@@ -172,7 +174,7 @@ class Runner:
             else:
                 self._drafted.catch_up(slot, sequences[slot])
         ids |= {chunk.slot: (sequences[chunk.slot].read_ids[chunk.start],) for chunk in singles}
-        hidden = _Hidden((), None)
+        hidden = Hidden()
         for executor, slots in self.slots.split(sorted(ids)):
             if all(len(ids[slot]) == 1 for slot in slots):
                 hidden.add(slots, torch.split(executor.step(slots, [ids[slot][0] for slot in slots]), 1))
@@ -180,17 +182,18 @@ class Runner:
                 hidden.add(slots, executor.read(slots, [ids[slot] for slot in slots]))
         return hidden
 
-    def _read_group(
+    def _read_prompts(
         self,
         executor: Executor,
-        group: Sequence[Chunk],
+        chunks: Sequence[Chunk],
         sequences: Mapping[int, RunningSequence],
-        hidden: _Hidden,
+        hidden: Hidden,
     ) -> None:
-        """Chunks of like lengths."""
-        slots = [chunk.slot for chunk in group]
-        ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
-        hidden.add(slots, executor.read(slots, ids))
+        """Those of like lengths together."""
+        for group in group_by_length(chunks):
+            slots = [chunk.slot for chunk in group]
+            ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
+            hidden.add(slots, executor.read(slots, ids))
 
     def _score(self, chunk: Chunk, hidden: Tensor, sequence: RunningSequence, result: StepResult) -> None:
         """hidden [length,d]: the logits after token t are the distribution of prompt token t + 1."""
@@ -205,7 +208,7 @@ class Runner:
     def _sample(
         self,
         slots: list[int],
-        hidden: _Hidden,
+        hidden: Hidden,
         sequences: Mapping[int, RunningSequence],
         result: StepResult,
     ) -> None:
@@ -219,7 +222,7 @@ class Runner:
         self,
         slots: list[int],
         drafts: Drafts,
-        hidden: _Hidden,
+        hidden: Hidden,
         sequences: Mapping[int, RunningSequence],
         result: StepResult,
     ) -> None:
@@ -234,6 +237,12 @@ class Runner:
                 result.further[slot] = further
             if len(further) + 1 < length:
                 self._drafted.take_back(slot, sequences[slot])
+
+
+def _stored(resume: Resume, executor: Executor) -> State:
+    """Where the pool is, without waiting for what is computed there."""
+    state = executor.pool.spec.unpack(resume.state)
+    return {name: to_device(value, executor.initial[name].device) for name, value in state.items()}
 
 
 def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:
@@ -252,6 +261,15 @@ def _agreed(sampled: list[SampledToken | NumericalError], drafts: Sequence[int])
         if not isinstance(token, SampledToken) or token.token_id != draft:
             return sampled[: index + 1]
     return sampled
+
+
+def _ready(plan: Plan, sequences: Mapping[int, RunningSequence]) -> list[int]:
+    """The slots that have read all they have to, those of one token first, in the order in which these are read."""
+    last = [chunk for chunk in plan.prefill if _is_last(chunk, sequences)]
+    if not last:
+        return list(plan.decode)
+    single = [chunk.slot for chunk in last if chunk.length == 1]
+    return [*sorted((*plan.decode, *single)), *(chunk.slot for chunk in last if chunk.length > 1)]
 
 
 def _is_last(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:

@@ -49,7 +49,7 @@ class LaunchedTokens:
         if ids.is_cuda:
             self._on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._on_host.copy_(ids, non_blocking=True)
-            self._is_copied = torch.cuda.Event()
+            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._is_copied.record(torch.cuda.current_stream(ids.device))
 
     def wait(self) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +22,10 @@ from nsm_core.engine.request import (
     Resume,
     TokenEvent,
 )
-from nsm_core.execution.base import ExecutorFactory, Savepoint, SequenceModel
+from nsm_core.execution.base import Executor, ExecutorFactory, Savepoint, SequenceModel, Upcoming
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
 from tests.models import RandomModel
@@ -86,6 +89,45 @@ class _WholeRow:
 
     def restore(self) -> None:
         self._pool.write(self._row, self._state)
+
+
+class FakeLookAhead:
+    """Computes at once what it is asked to launch, in the order of the calls, as a device would."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._width = 1
+        self.num_left_out = 0  # rows that turned out to be over
+
+    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+        sampled = [] if upcoming.sampled is None else upcoming.sampled.tolist()
+        ids = upcoming.ids.tolist()
+        live = []
+        for index, (source, stops) in enumerate(zip(upcoming.sources.tolist(), upcoming.stops.tolist(), strict=True)):
+            ids[index] = ids[index] if source < 0 else sampled[source]
+            if source < 0 or ids[index] not in (NOT_FINITE, *stops):
+                live.append(index)
+        self.num_left_out += len(rows) - len(live)
+        hidden = torch.full((len(rows), self._width), torch.nan)
+        if live:
+            stepped = self._executor.step([rows[index] for index in live], [ids[index] for index in live])
+            hidden = hidden[:, :1].repeat(1, stepped.shape[1])
+            hidden[live], self._width = stepped, stepped.shape[1]
+        return hidden
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def looking_ahead(factory: ExecutorFactory = EagerExecutor) -> ExecutorFactory:
+    """The same executor, launched a step ahead; without drafts."""
+
+    def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
+        executor: Any = factory(model, num_rows=num_rows, poison=poison)
+        executor.savepoint, executor.look_ahead = None, FakeLookAhead(executor)
+        return cast(Executor, executor)
+
+    return make
 
 
 @dataclasses.dataclass

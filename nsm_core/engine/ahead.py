@@ -1,0 +1,136 @@
+"""Looking ahead: a step is launched before the ids of the one before it have come, so that the device computes while
+Python works. What is given out stays that of plain steps, to the bit.
+
+The next step takes its ids from the last one on the device. A request that turns out to be over (end of text, a stop
+id, numbers that are not finite) is left out of it there, so its state is the one of its end. `max_tokens` is known
+beforehand. After a stop string the state has read one token too many: who keeps it may not take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nsm_core.engine.scheduler import Chunk, Plan
+from nsm_core.engine.sequence import RunningSequence
+from nsm_core.execution.base import MAX_STOP_IDS, Upcoming
+from nsm_core.sampling.device import LaunchedTokens
+from nsm_core.sampling.sampler import is_plain
+
+
+def may_look_ahead(sequence: RunningSequence) -> bool:
+    """Whether the sequence may be in a step that is launched before the last one is over.
+
+    Not where the host has a part in each token: log-probabilities, bias, penalties, routing that is told, ids that are
+    given. Not where a state is to be kept as it was in between: in a prompt, or before a stop string.
+    """
+    request = sequence.request
+    has_read = bool(sequence.sampled)
+    return (
+        is_plain(sequence.params)
+        and sequence.stop_ids is not None
+        and not sequence.may_be_taken_back
+        and not request.include_routing
+        and request.num_states is None
+        and sequence.given_id is None
+        and (has_read or not (request.keep_states_at or request.prompt_logprobs is not None))
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class LaunchedStep:
+    """A step in flight.
+
+    `sequences`: all that take part, by slot; a slot may have been given to another one since. `slots`: those for which
+    a token is sampled, in the order of `tokens`.
+    """
+
+    plan: Plan
+    sequences: dict[int, RunningSequence]
+    slots: list[int]
+    tokens: LaunchedTokens | None
+    launched_at: float = dataclasses.field(default_factory=time.monotonic)
+
+    def wait(self) -> list[int]:
+        """The ids of `slots`, NOT_FINITE for one whose numbers are not finite."""
+        return [] if self.tokens is None else self.tokens.wait()
+
+    def has_any(self, running: Mapping[int, RunningSequence]) -> bool:
+        """Whether one of its sequences is not over."""
+        return any(running.get(slot) is sequence for slot, sequence in self.sequences.items())
+
+    def plan_of(self, running: Mapping[int, RunningSequence]) -> Plan:
+        """The plan, without sequences that are over: what they have read too much is nobody's."""
+        over = {slot for slot, sequence in self.sequences.items() if running.get(slot) is not sequence}
+        if not over:
+            return self.plan
+        return Plan(
+            decode=tuple(slot for slot in self.plan.decode if slot not in over),
+            prefill=tuple(chunk for chunk in self.plan.prefill if chunk.slot not in over),
+        )
+
+
+def without_ended(plan: Plan, running: Mapping[int, RunningSequence]) -> Plan:
+    """The plan for a step after one in flight, without those that reach `max_tokens` in that one."""
+    decode = tuple(
+        slot
+        for slot, sequence in ((slot, running[slot]) for slot in plan.decode)
+        if len(sequence.sampled) + sequence.num_in_flight < sequence.params.max_tokens
+    )
+    return plan if len(decode) == len(plan.decode) else dataclasses.replace(plan, decode=decode)
+
+
+class Hindrances:
+    """The running requests of one engine in whose company no step is launched ahead."""
+
+    def __init__(self, *, is_possible: bool) -> None:
+        """`is_possible`: whether the executor can, and nothing else speaks against it."""
+        self._is_possible = is_possible
+        self._slots: set[int] = set()
+
+    def add(self, slot: int, sequence: RunningSequence) -> None:
+        """A request that has got its slot."""
+        if not may_look_ahead(sequence):
+            self._slots.add(slot)
+
+    def look_again(self, running: Mapping[int, RunningSequence]) -> None:
+        """They have had a step more: what hindered may be over."""
+        self._slots = {slot for slot in self._slots if not may_look_ahead(running[slot])}
+
+    def remove(self, slot: int) -> None:
+        """The request of this slot, in the way or not, is over."""
+        self._slots.discard(slot)
+
+    def allow(self, plan: Plan, sequences: Mapping[str, RunningSequence]) -> bool:
+        """Whether this plan may be launched. `sequences`: by request id."""
+        if not self._is_possible or self._slots:
+            return False
+        return all(may_look_ahead(sequences[admission.request_id]) for admission in plan.admitted)
+
+
+def upcoming(
+    slots: Sequence[int],
+    singles: Sequence[Chunk],
+    sequences: Mapping[int, RunningSequence],
+    before: LaunchedStep | None,
+) -> Upcoming:
+    """What `slots` read: `singles` a token of their prompts, the others what was sampled last, in `before` mostly."""
+    rows = [sequences[slot] for slot in slots]
+    stops = np.frombuffer(b"".join([row.stop_ids or b"" for row in rows]), np.int64).reshape(len(rows), MAX_STOP_IDS)
+    sampled_in = [] if before is None else before.slots
+    if not singles and slots == sampled_in:  # nobody came, nobody left
+        sources: Sequence[int] = range(len(slots))
+        ids: Sequence[int] = [0] * len(slots)
+    else:
+        given = {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
+        places = {slot: place for place, slot in enumerate(sampled_in) if slot not in given}
+        sources = [places.get(slot, -1) for slot in slots]
+        ids = [
+            given[slot] if slot in given else 0 if slot in places else row.sampled[-1]
+            for slot, row in zip(slots, rows, strict=True)
+        ]
+    sampled = None if before is None or before.tokens is None else before.tokens.ids
+    return Upcoming(np.array(ids, np.int64), np.array(sources, np.int64), stops, sampled)
