@@ -1,0 +1,137 @@
+"""Steps of a GPU whose ids are not known when they are launched; in the compiler's interpreter where there is none."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from nsm_core.execution.base import MAX_STOP_IDS, Executor, SequenceModel, Upcoming
+from nsm_core.model.nsm import NsmModel
+from nsm_core.sampling.result import NOT_FINITE
+from nsm_core.tokenizer import Tokenizer
+from tests.models import random_model, small_config
+from tests.nsm_core.engine.harness import make_engine, make_request, run_all
+
+executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
+from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
+from nsm_core.execution.cuda.kernels.ahead import NUM_COLUMNS, follow  # noqa: E402
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+FP32 = CudaOptions(weights=CudaWeights.FP32, graphs=HAS_GPU)
+
+
+def model_of(vocab_size: int) -> NsmModel:
+    model = random_model(small_config(vocab_size, layer_pattern="NW", window=10))
+    model.embedding.weight.mul_(0.5)
+    return model.to(DEVICE).eval()
+
+
+def stops_of(*rows: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([[*row, *[NOT_FINITE] * (MAX_STOP_IDS - len(row))] for row in rows], np.int64)
+
+
+def opened(model: NsmModel, num_rows: int) -> CudaExecutor:
+    executor = CudaExecutor(model, num_rows=num_rows, options=FP32)
+    for row in range(num_rows):
+        executor.pool.lease(row)
+        executor.pool.write(row, executor.initial)
+    return executor
+
+
+@pytest.mark.parametrize("num_stops", [1, 8])
+def test_rows_go_on_with_what_was_sampled_unless_it_ends_them(num_stops: int) -> None:
+    """In order: goes on, a stop id, not finite, an id from the host, another's stop id, padding."""
+    none = [NOT_FINITE] * (num_stops - 1)
+    given = torch.tensor(
+        [
+            [4, 99, 2, 7, *none],
+            [5, 99, 0, *none, 11],
+            [6, 99, 1, 7, *none],
+            [7, 11, -1, 11, *none],
+            [8, 99, 0, 12, *none],
+            [-1, 0, -1, -1, *none],
+        ],
+        device=DEVICE,
+    )
+    assert given.shape[1] == NUM_COLUMNS + num_stops
+    rows, ids = (torch.full((6,), 77, device=DEVICE) for _ in range(2))
+    follow(given=given, sampled=torch.tensor([11, NOT_FINITE, 13], device=DEVICE), rows=rows, ids=ids, no_row=-1)
+    assert rows.tolist() == [4, -1, -1, 7, 8, -1]
+    assert ids.tolist() == [13, 0, 0, 11, 11, 0]
+
+
+def test_without_a_step_before_it_all_ids_are_the_hosts() -> None:
+    given = torch.tensor([[2, 5, -1, 9], [3, 9, -1, 9]], device=DEVICE)
+    rows, ids = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    follow(given=given, sampled=None, rows=rows, ids=ids, no_row=-1)
+    assert (rows.tolist(), ids.tolist()) == ([2, 3], [5, 9])
+
+
+@pytest.mark.parametrize("largest", [2, 8])
+def test_rows_that_go_on_are_those_of_a_plain_step_and_the_others_keep_their_bits(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece, and in pieces of two rows."""
+    monkeypatch.setattr(executor_module, "BUCKETS", (1, 2, 4, 8)[: 2 if largest == 2 else 4])
+    model = model_of(48)
+    plain, ahead = opened(model, 4), opened(model, 4)
+    before = [ahead.pool.pack(row) for row in range(4)]
+    want = plain.step((0, 3), (21, 6))
+    look_ahead = ahead.look_ahead
+    assert look_ahead is not None
+    hidden = look_ahead.step(
+        (0, 1, 2, 3),
+        Upcoming(
+            ids=np.array([0, 0, 0, 6]),
+            sources=np.array([2, 0, 1, -1]),
+            stops=stops_of((20,), (19, 20), (), (6,)),
+            sampled=torch.tensor([20, NOT_FINITE, 21], device=DEVICE),
+        ),
+    )
+    assert hidden[[0, 3]].equal(want)
+    with look_ahead.beside():
+        after = [ahead.pool.pack(row) for row in range(4)]
+    assert [after[1], after[2]] == [before[1], before[2]]
+    assert [after[0], after[3]] == [plain.pool.pack(0), plain.pool.pack(3)]
+
+
+def test_a_vocabulary_whose_tokens_the_host_draws_is_never_looked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "LARGEST_VOCABULARY", 47)
+    assert CudaExecutor(model_of(48), num_rows=1, options=FP32).look_ahead is None
+
+
+def make_cuda(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
+    return cast(Executor, CudaExecutor(cast(NsmModel, model), num_rows=num_rows, poison=poison, options=FP32))
+
+
+def make_waiting(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
+    executor = make_cuda(model, num_rows=num_rows, poison=poison)
+    cast(CudaExecutor, executor).look_ahead = None
+    return executor
+
+
+def test_R12_R15_an_engine_that_looks_ahead_gives_what_one_gives_that_waits(tiny_tokenizer: Tokenizer) -> None:
+    """Prompts of one token: longer ones are read with others, by kernels whose bits depend on that."""
+    model = model_of(tiny_tokenizer.vocab_size)
+    requests = [
+        make_request(
+            str(index),
+            (index,),
+            max_tokens=1 + index % 3,
+            temperature=index % 3 / 2,
+            seed=index,
+            stop_token_ids=tuple(range(index, 512, 97)),
+        )
+        for index in range(5)
+    ]
+
+    waiting, ahead = (
+        make_engine(model, tiny_tokenizer, executor=executor, max_slots=2) for executor in (make_waiting, make_cuda)
+    )
+    want = run_all(waiting, requests, arrivals=(0, 0, 2))
+    assert run_all(ahead, requests, arrivals=(0, 0, 2)) == want
