@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.sessions.sqlite_connection import ConnectionThread
+from service.sessions.sqlite_schema import is_busy, use_write_ahead_log
 
 logger = logging.getLogger("nsm.prefixes")
 
@@ -18,10 +19,9 @@ SCHEMA = 1
 MAGIC = b"SQLite format 3\0"
 APPLICATION_ID_AT = 68  # of the file, 4 bytes, big endian
 BUSY_TIMEOUT_S = 5.0
+PAGE_BYTES = 16 * 1024
 
 PRAGMAS = """
-    PRAGMA page_size = 16384;
-    PRAGMA journal_mode = WAL;
     -- No fsync per entry: a power cut may take the newest ones back, and that is all it does.
     PRAGMA synchronous = NORMAL;
     PRAGMA journal_size_limit = 8388608;
@@ -68,6 +68,7 @@ def connect(path: Path) -> sqlite3.Connection:
     """Transactions are begun and ended by hand."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
+        use_write_ahead_log(connection, page_bytes=PAGE_BYTES, patience_s=BUSY_TIMEOUT_S)
         connection.executescript(PRAGMAS)
     except BaseException:
         connection.close()
@@ -88,6 +89,8 @@ def prepare_file(path: Path) -> None:
         try:
             _create(path)
         except sqlite3.DatabaseError as error:
+            if is_busy(error):  # it is another process's, and whole
+                raise
             logger.warning("the stored prefixes in %s cannot be read (%s); starting without them", path, error)
             _delete(path)
             _create(path)
@@ -96,10 +99,21 @@ def prepare_file(path: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
+    """By its header, which a damaged file may still have."""
     with path.open("rb") as file:
         header = file.read(APPLICATION_ID_AT + 4)
     application_id = int.from_bytes(header[APPLICATION_ID_AT:], "big")
-    return header.startswith(MAGIC) and application_id == APPLICATION_ID
+    return header.startswith(MAGIC) and (application_id == APPLICATION_ID or (not application_id and _is_new(path)))
+
+
+def _is_new(path: Path) -> bool:
+    """Whether another process is making it: what it has written may still be in the write-ahead log alone."""
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)) as connection:
+            (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            return not num_tables or connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+    except sqlite3.DatabaseError:
+        return False
 
 
 def _create(path: Path) -> None:

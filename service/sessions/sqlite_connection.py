@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
-from service.sessions.sqlite_schema import connect
+from service.sessions.sqlite_schema import connect, is_busy
 
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
@@ -130,7 +130,7 @@ def _by_code(error: sqlite3.Error) -> NsmError:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if is_full(error):
         return StorageFull("the session store is full")
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if is_busy(error):
         return StoreUnavailable("the session store is locked by another process")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return StoreUnavailable("the session store is damaged or not a database", retry_after_s=60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from nsm_core.errors import ConfigError
 
 APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file this is
 PAGE_BYTES = 16 * 1024  # snapshots are megabytes: commits measured a quarter faster than with 4 KiB
+LOCK_POLL_S = 0.005
 CHECKPOINT_PAGES = 256  # 4 MiB of write-ahead log before its pages move into the file; see sqlite_reserve
 
 # Entry i makes schema i + 1 from schema i. An entry never changes once released: files out there were made with it.
@@ -191,8 +193,6 @@ MIGRATIONS: tuple[str, ...] = (
 )
 
 PRAGMAS = f"""
-    PRAGMA page_size = {PAGE_BYTES};
-    PRAGMA journal_mode = WAL;
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};
     PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE_BYTES};
     -- FULL, not NORMAL: with NORMAL a kill loses nothing, but a power cut may take back turns that were acknowledged.
@@ -221,6 +221,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     try:
         _refuse_foreign_file(connection, path)
+        use_write_ahead_log(connection, page_bytes=PAGE_BYTES, patience_s=busy_timeout_s)
         connection.executescript(PRAGMAS)
         connection.create_function("crc32", 1, zlib.crc32, deterministic=True)
     except BaseException:
@@ -229,9 +230,33 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     return connection
 
 
+def use_write_ahead_log(connection: sqlite3.Connection, *, page_bytes: int, patience_s: float) -> None:
+    """A new file gets pages of that size and a write-ahead log; one that has a log keeps both.
+
+    Where two processes begin on a new file at once, SQLite fails one of them there and then, whatever its timeout.
+    """
+    connection.execute(f"PRAGMA page_size = {page_bytes}")
+    last_try = time.monotonic() + patience_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() > last_try:
+                raise
+        time.sleep(LOCK_POLL_S)
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether another connection has a lock: the low byte is the primary code."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
 def _refuse_foreign_file(connection: sqlite3.Connection, path: Path) -> None:
-    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    # In this order: another process may write both between the two, in one transaction
     (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     if application_id != APPLICATION_ID and num_tables:
         raise ConfigError(f"{path} is a database of another program")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from nsm_core.errors import StorageFull, StoreUnavailable
+from service.prefixes import sqlite_file
 from service.prefixes.base import PrefixBounds, PrefixKey
 from service.prefixes.sqlite import SqlitePrefixStore
 
@@ -66,6 +68,17 @@ async def test_a_file_of_another_program_stays_as_it_is(content: bytes, tmp_path
     with pytest.raises(StoreUnavailable):
         await store.find(tenant="a", family="f")
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("script", ["", sqlite_file.TABLES], ids=["begun", "made"])
+def test_a_file_that_another_process_is_making_is_ours(script: str, tmp_path: Path) -> None:
+    """Its mark is not in the file yet: at most in the write-ahead log."""
+    path = tmp_path / "prefixes.db"
+    with contextlib.closing(sqlite_file.connect(path)) as other:
+        other.executescript(script)
+        assert path.read_bytes()[68:72] == bytes(4)
+        sqlite_file.prepare_file(path)
+        assert other.execute("SELECT count(*) FROM prefixes").fetchone() == (0,)
 
 
 async def test_a_cache_does_not_take_the_disks_last_room(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import sqlite3
 import stat
+import threading
 import zlib
 from pathlib import Path
 
@@ -187,3 +189,18 @@ async def test_files_of_killed_processes_are_cleared_away(path: Path) -> None:
             assert len(list(path.parent.glob("sessions.db-open-*"))) == 2
         await acquire(store, tenant="default")
     assert [file.name for file in path.parent.iterdir()] == ["sessions.db"]
+
+
+def test_who_begins_on_a_new_file_at_the_same_moment_gets_in(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for number in range(20):
+            path, together = tmp_path / f"{number}.db", threading.Barrier(4)
+            sqlite_schema.create_file(path)
+
+            def begin(path: Path = path, together: threading.Barrier = together) -> None:
+                together.wait()
+                with contextlib.closing(sqlite_schema.connect(path, busy_timeout_s=5.0)) as connection:
+                    sqlite_schema.migrate(connection, path)
+
+            for done in [pool.submit(begin) for _ in range(4)]:
+                done.result()
