@@ -26,8 +26,9 @@ FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
 UNALIGNED = {"num_rows", "width", "num_pieces"}
 TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
 BF16, FP32 = "*bf16", "*fp32"
-SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64}
-RING = {"H": 8, "GROUP": 4, "HALF": 32, "PAIRS": 32}
+SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
+RING = {"H": 8, "GROUP": 4, "HALF": 32}
+READ = RING | {"CHANNELS": 64, "QUERIES": attention.QUERIES, "PLACES": attention.PLACES, "PRECISION": "ieee"}
 
 
 def source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]) -> ASTSource:
@@ -55,8 +56,9 @@ def may_race(ttgir: str) -> bool:
 
 def build(label: str, kernel: Any, types: dict[str, str | None], constants: dict[str, Any], **options: int) -> bool:
     started = time.monotonic()
+    options |= {"launch_pdl": True}
     try:
-        compiled = triton.compile(source(kernel, types, constants), target=TARGET, options=options)
+        compiled = triton.compile(source(kernel, types, constants | {"CHAINED": True}), target=TARGET, options=options)
     except Exception as error:  # the compiler raises errors of many kinds: all mean that the kernel does not build
         print(f"{label:16s}  FAILED {type(error).__name__}: {error}", flush=True)
         return False
@@ -69,13 +71,23 @@ def build(label: str, kernel: Any, types: dict[str, str | None], constants: dict
 
 def build_linear(form: str, columns: int) -> bool:
     """A form of the linear layer with bf16 weights, or the router's in fp32."""
-    is_router = form == "router"
-    is_normed, has_residual = form in ("project", "up", "router"), form == "out"
-    types = {"x_ptr": BF16 if has_residual else FP32, "weight_ptr": FP32 if is_router else BF16}
-    types |= {"bias_ptr": FP32 if is_router else None, "residual_ptr": FP32 if has_residual else None}
-    types |= {"out_ptr": BF16 if form in ("project", "up") else FP32}
-    constants = {"NORM": is_normed, "GATED": form == "up", "SPLIT": is_router, "COLS": columns, "DEPTH": linear.DEPTH}
-    constants |= {"ROWS": linear.ROWS, "PRECISION": "tf32" if is_router else "ieee"}
+    is_router, is_stream = form == "router", form == "out"
+    is_normed = form in ("project", "up", "router")
+    types = {"x_ptr": FP32 if is_router else BF16, "weight_ptr": FP32 if is_router else BF16}
+    types |= {"rest_ptr": FP32 if is_router else None, "squares_ptr": FP32 if is_normed else None}
+    types |= {"bias_ptr": FP32 if is_router else None, "residual_ptr": FP32 if is_stream else None}
+    types |= {"out_ptr": BF16 if form in ("project", "up") else FP32, "low_ptr": BF16 if is_stream else None}
+    types |= {"high_ptr": FP32 if is_stream else None, "rest_out_ptr": FP32 if is_stream else None}
+    types |= {"squares_out_ptr": FP32 if is_stream else None}
+    constants = {
+        "NORM": is_normed,
+        "GATED": form == "up",
+        "SECOND": form == "up" or is_router,
+        "COLS": columns,
+        "DEPTH": linear.DEPTH,
+    }
+    constants |= {"ROWS": linear.ROWS, "PRECISION": "tf32" if is_router else "ieee", "PARTS": 32}
+    constants |= {"BESIDE": is_router, "LINES": 16 if is_router else 8, "PER_LINE": 32 if is_router else 64}
     stages = linear.FP32_STAGES if is_router else linear.STAGES[columns]
     return build(f"{form} {columns}", linear._linear, types, constants, num_warps=4, num_stages=stages)
 
@@ -83,15 +95,15 @@ def build_linear(form: str, columns: int) -> bool:
 def build_others() -> list[bool]:
     sigmoid = {"projected_ptr": BF16, "out_ptr": BF16, "bias_ptr": None, "timescale_ptr": None}
     softmax = {"projected_ptr": BF16, "out_ptr": BF16}
-    ring = {"projected_ptr": BF16, "out_ptr": BF16}
+    ring = {"projected_ptr": BF16, "ring_ptr": "*fp16", "out_ptr": BF16}
     warps = {"num_warps": slots.NUM_WARPS}
     return [
-        build("begin", rows._begin, {}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
+        build("begin", rows._begin, {"low_ptr": BF16}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
         build("final norm", rows._final_norm, {}, {"D": 512, "WIDTH": 512}, num_warps=1),
         build("slots, sigmoid", slots._slot_step, sigmoid, SLOTS | {"TOP_K": 0}, **warps),
         build("slots, softmax", slots._slot_step, softmax, SLOTS | {"TOP_K": 8}, **warps),
-        build("ring", attention._read_ring, ring, RING | {"PLACES": attention.PLACES}, num_warps=attention.NUM_WARPS),
-        build("join", attention._join, ring, RING | {"PIECES": 16}, num_warps=1),
+        build("ring", attention._read_ring, ring, READ, num_warps=attention.NUM_WARPS),
+        build("join", attention._join, ring, RING | {"PAIRS": 32, "PIECES": 16}, num_warps=1),
     ]
 
 

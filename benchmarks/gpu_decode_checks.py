@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsm_core.execution.cuda.decode import DecodeStep
 from nsm_core.execution.cuda.executor import CudaExecutor
-from nsm_core.execution.cuda.kernels.linear import Linear, padded, run_linear
+from nsm_core.execution.cuda.kernels.linear import Linear, Stream, make_stream, padded, run_linear, split
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.execution.eager import EagerExecutor
@@ -70,19 +70,57 @@ def check_linears(model: NsmModel, dtype: torch.dtype, batches: Sequence[int]) -
     forms |= {"router": layer.mixer.router, "logits": weights.output}
     for batch in batches:
         for name, linear in forms.items():
-            x_dtype = torch.float32 if linear.is_normed or name == "logits" else dtype
-            x = torch.zeros(batch, linear.weight.shape[1], device=device, dtype=x_dtype)
-            x[:, : linear.width] = torch.randn(batch, linear.width, device=device).to(x_dtype)
-            residual = (
-                torch.randn(batch, padded(linear.num_outputs), device=device) if name in ("out", "down") else None
-            )
-            is_rounded = name in ("project", "up")
-            out = torch.full((batch, padded(linear.num_outputs)), torch.nan, device=device)
-            out = out.to(dtype) if is_rounded else out if residual is None else residual.clone()
-            run_linear(linear, x, out, residual=None if residual is None else out)
-            error = relative(out[:, : linear.num_outputs], linear_reference(linear, x, residual))
+            x = random_input(linear, name, batch, dtype)
+            out: Tensor | Stream = output_of(linear, name, batch, dtype, device)
+            residual = None
+            if isinstance(out, Stream):
+                out.full.normal_()
+                residual = out.full.clone()
+            run_linear(linear, x, out)
+            got = out.full if isinstance(out, Stream) else out
+            want = linear_reference(linear, x.full if isinstance(x, Stream) else x, residual)
+            error = relative(got[:, : linear.num_outputs], want)
             own = torch.float32 if name == "router" else dtype
             yield {"form": name, "dtype": str(own), "batch": batch, "error": error} | _ok(error < LINEAR_TOLERANCE[own])
+
+
+def random_input(linear: Linear, name: str, batch: int, dtype: torch.dtype) -> Tensor | Stream:
+    """What the form of a linear layer is given in a step."""
+    device = linear.weight.device
+    x = torch.zeros(batch, linear.weight.shape[1], device=device)
+    x[:, : linear.width] = torch.randn(batch, linear.width, device=device)
+    return stream_of(x, dtype) if linear.is_normed else x if name == "logits" else x.to(dtype)
+
+
+def stream_of(x: Tensor, dtype: torch.dtype) -> Stream:
+    """x [B, padded width] fp32, in all forms."""
+    stream = make_stream(len(x), x.shape[1], dtype, x.device)
+    stream.full.copy_(x)
+    stream.squares.copy_(x.square().unflatten(1, (-1, 16)).sum(dim=2))
+    stream.low.copy_(x)
+    for form, value in zip((stream.high, stream.rest), split(x).chunk(2), strict=True):
+        form.copy_(value)
+    return stream
+
+
+def output_of(linear: Linear, name: str, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor | Stream:
+    """What it writes to: the residual stream after `out` and `down`."""
+    if name in ("out", "down"):
+        return make_stream(batch, linear.num_outputs, dtype, device)
+    own = dtype if name in ("project", "up") else torch.float32
+    return torch.full((batch, padded(linear.num_outputs)), torch.nan, device=device, dtype=own)
+
+
+def everything_written(
+    linear: Linear, x: Tensor | Stream, name: str, dtype: torch.dtype, columns: int | None
+) -> Tensor:
+    """What a launch writes, of each row side by side."""
+    batch = len(x.full) if isinstance(x, Stream) else len(x)
+    out = output_of(linear, name, batch, dtype, linear.weight.device)
+    run_linear(linear, x, out, columns=columns)
+    if isinstance(out, Stream):
+        return torch.cat((out.full, out.low, out.high, out.rest, out.squares), dim=1)
+    return out[:, : linear.num_outputs]
 
 
 def linear_reference(linear: Linear, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -104,23 +142,19 @@ def linear_reference(linear: Linear, x: Tensor, residual: Tensor | None) -> Tens
 @torch.inference_mode()
 def check_same_bits(model: NsmModel, dtype: torch.dtype, *, times: int = 20) -> Iterator[Row]:
     """Products again and again, and in tiles of other widths: a race shows as another bit."""
-    device, rows = model.embedding.weight.device, 512
+    rows = 512
     weights = pack_weights(model, dtype)
     layer = weights.layers[0]
     forms = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
     for name, linear in (forms | {"router": layer.mixer.router, "logits": weights.output}).items():
-        x_dtype = torch.float32 if linear.is_normed or name == "logits" else dtype
-        x = torch.zeros(rows, linear.weight.shape[1], device=device, dtype=x_dtype)
-        x[:, : linear.width] = torch.randn(rows, linear.width, device=device).to(x_dtype)
+        x = random_input(linear, name, rows, dtype)
         outputs = []
         for columns in (None, *((16, 32) if linear.is_split else (16, 32, 64))) * times:
-            outputs.append(torch.full((rows, padded(linear.num_outputs)), torch.nan, device=device))
-            run_linear(linear, x, outputs[-1], columns=columns)
-        alone = torch.full_like(outputs[0][:1], torch.nan)
-        run_linear(linear, x[100:101], alone)
-        width = linear.num_outputs
-        same = sum(out[:, :width].equal(outputs[0][:, :width]) for out in outputs)
-        is_alone = alone[:, :width].equal(outputs[0][100:101, :width])
+            outputs.append(everything_written(linear, x, name, dtype, columns))
+        one = x.rows(slice(100, 101)) if isinstance(x, Stream) else x[100:101]
+        alone = everything_written(linear, one, name, dtype, None)
+        same = sum(out.equal(outputs[0]) for out in outputs)
+        is_alone = alone.equal(outputs[0][100:101])
         yield {"form": name, "same": same, "of": len(outputs), "alone": is_alone} | _ok(
             same == len(outputs) and is_alone
         )
@@ -143,12 +177,12 @@ def check_blocks(model: NsmModel) -> Iterator[Row]:
         on = step.buffers(5)
         step.begin(on)
         width = model.config.d_model
-        x = on.x[:, :width].clone()
+        x = on.x.full[:, :width].clone()
         prefix = f"layers.{index}."
         carried = {name.removeprefix(prefix): value[rows] for name, value in state.items() if name.startswith(prefix)}
         want, want_state = model.layers[index].step(x, carried, state[POSITION][rows])
         step.block(index, on)
-        errors = {"x": relative(on.x[:, :width], want)}
+        errors = {"x": relative(on.x.full[:, :width], want)}
         errors |= {name: relative(pool.tensors[prefix + name][rows], value) for name, value in want_state.items()}
         yield {"block": kind, "errors": errors} | _ok(max(errors.values()) < FP32_TOLERANCE)
 

@@ -14,7 +14,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.execution.cuda.decode import DecodeStep
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.kernels import attention, slots
-from nsm_core.execution.cuda.kernels.linear import Linear, run_linear, tile_columns
+from nsm_core.execution.cuda.kernels.linear import Linear, Stream, run_linear, tile_columns
+from nsm_core.execution.cuda.options import CudaWeights
 from nsm_core.execution.cuda.weights import SlotLayer, pack_weights
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.model.bundled import BUNDLED
@@ -67,7 +68,8 @@ class Bench:
     def __init__(self, model: NsmModel, num_rows: int) -> None:
         self.model, self.device = model, model.embedding.weight.device
         self.weights = pack_weights(model, torch.bfloat16)
-        self.pool = StatePool(model.state_spec, num_rows, self.device)
+        self.held_as = self.weights.rings(CudaWeights.BF16.ring_dtype)
+        self.pool = StatePool(model.state_spec, num_rows, self.device, held_as=self.held_as)
         self.step = DecodeStep(self.weights, model.config, self.pool.tensors, num_rows)
         self.logits = torch.empty(num_rows, model.config.vocab_size, device=self.device)
         for name, value in self.pool.tensors.items():
@@ -92,9 +94,9 @@ class Bench:
     def floor_bytes(self, batch: int) -> int:
         """What a step must move: all matrices once, and the states of its rows."""
         states = 0
-        for tensor in self.model.state_spec.tensors:
-            is_ring = tensor.name.endswith("kv")  # read as a whole; one place in it is written
-            states += tensor.num_bytes * (1 if is_ring else 2)
+        for name, tensor in self.pool.tensors.items():
+            is_ring = name in self.held_as  # read as a whole; one place in it is written
+            states += tensor[0].nbytes * (1 if is_ring else 2)
         return self.weights.num_bytes + batch * states
 
 
@@ -147,7 +149,7 @@ def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
         for index, mixer in ring_layers:
             step.read_ring(mixer, f"layers.{index}.", on)
 
-    def linears(chosen: list[Linear], given: torch.Tensor, to: torch.Tensor) -> None:
+    def linears(chosen: list[Linear], given: torch.Tensor | Stream, to: torch.Tensor | Stream) -> None:
         for linear in chosen:
             run_linear(linear, given, to)
 
@@ -156,9 +158,9 @@ def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
         "rings": read_rings,
         "project": lambda: linears([layer.mixer.project for layer in layers], on.x, on.projected),
         "router": lambda: linears([mixer.router for _, mixer in slot_layers], on.x, on.router),
-        "out": lambda: linears([layer.out for layer in layers], on.mixed, on.hidden),
+        "out": lambda: linears([layer.out for layer in layers], on.mixed, on.x),
         "up": lambda: linears([layer.up for layer in layers], on.x, on.gated),
-        "down": lambda: linears([layer.down for layer in layers], on.gated, on.hidden),
+        "down": lambda: linears([layer.down for layer in layers], on.gated, on.x),
         "logits": lambda: run_linear(bench.weights.output, on.hidden, bench.logits[:batch]),
         "greedy": lambda: choose_tokens(bench.logits[:batch], None),
     }
@@ -180,7 +182,7 @@ def variants(bench: Bench) -> Iterator[Row]:
     for name, linear, given, out in (
         ("project", layer.mixer.project, on.x, on.projected),
         ("up", layer.up, on.x, on.gated),
-        ("down", layer.down, on.gated, on.hidden),
+        ("down", layer.down, on.gated, on.x),
         ("logits", bench.weights.output, on.hidden, bench.logits[:batch]),
     ):
         row = {"batch": batch, "what": name, "chosen": tile_columns(linear, batch)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,14 +18,23 @@ class StatePool:
     """Storage for `num_rows` states. Only leased rows can be read or written; everything else raises RuntimeError.
 
     `poison`: free rows are filled with NaN, so that a read of one shows in the output (debugging and tests).
+    `held_as`: tensors that lie here in another dtype than the spec's, by name. What comes in is rounded to it, what
+    goes out has the spec's dtype; what came out and goes in again is the same to the bit.
     """
 
     def __init__(
-        self, spec: StateSpec, num_rows: int, device: torch.device | str = "cpu", *, poison: bool = False
+        self,
+        spec: StateSpec,
+        num_rows: int,
+        device: torch.device | str = "cpu",
+        *,
+        poison: bool = False,
+        held_as: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self.spec = spec
         self.num_rows = num_rows
-        self._storage = spec.zeros(num_rows, device)
+        self._dtypes = {tensor.name: tensor.dtype for tensor in spec.tensors}
+        self._storage = spec.zeros(num_rows, device, held_as)
         self._leased: set[int] = set()
         self._poison = poison
         if poison:
@@ -38,11 +48,11 @@ class StatePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows, leased or not."""
-        return self.num_rows * self.spec.num_bytes
+        return sum(tensor.nbytes for tensor in self._storage.values())
 
     @property
     def tensors(self) -> State:
-        """Storage of all rows, [num_rows, *shape], for an executor that works on its leased rows in place."""
+        """Storage of all rows, [num_rows, *shape], as it is held, for an executor that works on its rows in place."""
         return self._storage
 
     def lease(self, row: int) -> None:
@@ -64,9 +74,11 @@ class StatePool:
         """Tensors [len(rows), *shape]. May share memory with the pool: read it, and only until the next write."""
         self.check_leased(rows)
         if is_contiguous(rows):
-            return {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in self._storage.items()}
-        index = self._index(rows)
-        return {name: tensor.index_select(0, index) for name, tensor in self._storage.items()}
+            held = {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in self._storage.items()}
+        else:
+            index = self._index(rows)
+            held = {name: tensor.index_select(0, index) for name, tensor in self._storage.items()}
+        return {name: tensor.to(self._dtypes[name]) for name, tensor in held.items()}
 
     def scatter(self, rows: Sequence[int], state: Mapping[str, Tensor]) -> None:
         """Entry i of `state` [len(rows), *shape] becomes the content of rows[i]; a copy."""
@@ -77,7 +89,7 @@ class StatePool:
             return
         index = self._index(rows)
         for name, tensor in self._storage.items():
-            tensor.index_copy_(0, index, state[name])
+            tensor.index_copy_(0, index, state[name].to(tensor.dtype))
 
     def write(self, row: int, state: Mapping[str, Tensor]) -> None:
         """A state [1, *shape] becomes the content of the row; a copy."""

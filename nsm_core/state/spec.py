@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,17 @@ class StateSpec:
             {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in self.tensors
         ]
 
-    def zeros(self, num_rows: int, device: torch.device | str = "cpu") -> State:
-        """Storage for `num_rows` states: every tensor [num_rows, *shape]."""
-        return {t.name: torch.zeros((num_rows, *t.shape), dtype=t.dtype, device=device) for t in self.tensors}
+    def zeros(
+        self,
+        num_rows: int,
+        device: torch.device | str = "cpu",
+        held_as: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> State:
+        """Storage for `num_rows` states: every tensor [num_rows, *shape]. `held_as`: other dtypes, by name."""
+        return {
+            t.name: torch.zeros((num_rows, *t.shape), dtype=held_as.get(t.name, t.dtype), device=device)
+            for t in self.tensors
+        }
 
     def pack(self, state: Mapping[str, Tensor], row: int = 0) -> bytes:
         """Row `row` of a batched state as bytes: the tensors in layout order, little endian, no padding."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.execution.cuda.kernels.attention import attend_in_place, num_pieces
-from nsm_core.execution.cuda.kernels.linear import padded, run_linear
+from nsm_core.execution.cuda.kernels.chain import may_chain
+from nsm_core.execution.cuda.kernels.linear import ROWS, Linear, Stream, make_stream, padded, run_linear
 from nsm_core.execution.cuda.kernels.rows import begin_step, final_norm
 from nsm_core.execution.cuda.kernels.slots import slot_step_in_place
 from nsm_core.execution.cuda.weights import AttentionLayer, DecodeWeights, SlotLayer
@@ -24,8 +23,8 @@ NO_ROW = -1  # where a batch is padded
 class Buffers:
     """What a step reads and writes besides weights and states, [B, ...] each.
 
-    rows and ids int64 are its input, hidden [B, padded d] fp32 is its result. The residual stream x is fp32, what is
-    made from it has the dtype of the products. What pads a width is zero and stays so.
+    rows and ids int64 are its input, hidden [B, padded d] is its result. It and what is made from the residual stream x
+    have the dtype of the products. What pads a width is zero and stays so.
     """
 
     rows: Tensor
@@ -33,7 +32,7 @@ class Buffers:
     start: Tensor
     cos: Tensor
     sin: Tensor
-    x: Tensor
+    x: Stream
     projected: Tensor
     router: Tensor
     mixed: Tensor
@@ -44,7 +43,10 @@ class Buffers:
 
     def first(self, batch: int) -> Buffers:
         """Of the first rows, in the same memory."""
-        return Buffers(**{field.name: getattr(self, field.name)[:batch] for field in dataclasses.fields(self)})
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Buffers(
+            **{name: value.rows(slice(batch)) if name == "x" else value[:batch] for name, value in own.items()}
+        )
 
 
 def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) -> Buffers:
@@ -65,14 +67,14 @@ def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) ->
         start=torch.zeros(batch, dtype=torch.int64, device=device),
         cos=zeros(half),
         sin=zeros(half),
-        x=zeros(width),
+        x=make_stream(batch, config.d_model, dtype, device),
         projected=zeros(max(padded(layer.mixer.project.num_outputs) for layer in layers), dtype),
         router=zeros(padded(max(routers, default=1))),
         mixed=zeros(width, dtype),
         gated=zeros(padded(config.mlp_hidden), dtype),
         sums=zeros(pieces * config.head_dim),
         stats=zeros(pieces * 2),
-        hidden=zeros(width),
+        hidden=zeros(width, dtype),
     )
 
 
@@ -86,7 +88,7 @@ class DecodeStep:
         self._buffers = make_buffers(weights, config, self.inputs(max_batch))
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
-        self._router_stream = _stream(device) if device.type == "cuda" else None
+        self._may_chain = may_chain(device)
 
     def inputs(self, batch: int) -> Tensor:
         """[2, batch or one more] int64: rows of the pool, NO_ROW for padding, and ids."""
@@ -104,7 +106,7 @@ class DecodeStep:
         for index in range(len(self._weights.layers)):
             self.block(index, on)
         gain, eps = self._weights.final_gain, self._config.norm_eps
-        final_norm(rows=on.rows, x=on.x, gain=gain, hidden=on.hidden, eps=eps)
+        final_norm(rows=on.rows, x=on.x, gain=gain, hidden=on.hidden, eps=eps, is_chained=self._is_chained(on))
 
     def begin(self, on: Buffers) -> None:
         """Embeddings, and positions moved on."""
@@ -124,18 +126,24 @@ class DecodeStep:
     def block(self, index: int, on: Buffers) -> None:
         """One layer over x, in place."""
         layer, prefix = self._weights.layers[index], f"layers.{index}."
+        self._linear(layer.mixer.project, on.x, on.projected)
         if isinstance(layer.mixer, SlotLayer):
-            with self._beside():
-                run_linear(layer.mixer.router, on.x, on.router)
-            run_linear(layer.mixer.project, on.x, on.projected)
-            self._join()
+            self._linear(layer.mixer.router, on.x, on.router, is_beside=True)
             self.move_slots(layer.mixer, prefix, on)
         else:
-            run_linear(layer.mixer.project, on.x, on.projected)
             self.read_ring(layer.mixer, prefix, on)
-        run_linear(layer.out, on.mixed, on.x, residual=on.x)
-        run_linear(layer.up, on.x, on.gated)
-        run_linear(layer.down, on.gated, on.x, residual=on.x)
+        self._linear(layer.out, on.mixed, on.x)
+        self._linear(layer.up, on.x, on.gated)
+        self._linear(layer.down, on.gated, on.x)
+
+    def _linear(self, linear: Linear, x: Tensor | Stream, out: Tensor | Stream, *, is_beside: bool = False) -> None:
+        run_linear(linear, x, out, is_chained=self._may_chain, is_beside=is_beside)
+
+    def _is_chained(self, on: Buffers) -> bool:
+        """Whether kernels over states begin early. With many rows they fill the device by themselves: what begins
+        beside the products before only takes their place.
+        """
+        return self._may_chain and len(on.rows) <= ROWS
 
     def move_slots(self, layer: SlotLayer, prefix: str, on: Buffers) -> None:
         """Between the projections of a slot layer; its states in place."""
@@ -147,6 +155,7 @@ class DecodeStep:
             tail=self._states[prefix + "conv_tail"],
             slots=self._states[prefix + "slots"],
             out=on.mixed,
+            is_chained=self._is_chained(on),
         )
 
     def read_ring(self, layer: AttentionLayer, prefix: str, on: Buffers) -> None:
@@ -163,25 +172,8 @@ class DecodeStep:
             stats=on.stats,
             out=on.mixed,
             eps=self._config.norm_eps,
+            is_chained=self._is_chained(on),
         )
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a stream of its own: the two projections of a layer leave room for each other."""
-        if self._router_stream is None:
-            yield
-            return
-        self._router_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._router_stream):
-            yield
-
-    def _join(self) -> None:
-        if self._router_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._router_stream)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _even(batch: int) -> int:

@@ -42,8 +42,9 @@ class CudaExecutor:
         self._device = model.embedding.weight.device
         with torch.inference_mode():
             self.initial: State = model.initial_state(1)
-        self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
         self.weights = pack_weights(model, self.options.weights.dtype)
+        held_as = self.weights.rings(self.options.weights.ring_dtype)
+        self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison, held_as=held_as)
         largest = next((bucket for bucket in BUCKETS if bucket >= num_rows), BUCKETS[-1])
         self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
         self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)

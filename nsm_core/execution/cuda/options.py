@@ -28,6 +28,13 @@ class CudaWeights(enum.StrEnum):
     def dtype(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
 
+    @property
+    def ring_dtype(self) -> torch.dtype:
+        """What the keys and values of windows lie in. fp16 with bf16 weights too: it holds the values, which are
+        rounded to bf16 as they are made, and has three bits more for the keys, which are normalised.
+        """
+        return torch.float32 if self is CudaWeights.FP32 else torch.float16
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
@@ -43,7 +50,7 @@ class CudaOptions:
 
 def numerics(weights: CudaWeights, device: torch.device) -> str:
     """The class within which equal input gives equal bits."""
-    return f"cuda/{weights}/kernels-1/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
+    return f"cuda/{weights}/kernels-2/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
 
 
 def why_not_cuda(model: NsmModel) -> str | None:

@@ -55,6 +55,11 @@ class DecodeWeights:
     final_gain: Tensor
     output: Linear
 
+    def rings(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The states that are rings, by name, to be held as `dtype`."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {f"layers.{index}.kv": dtype for index, mixer in mixers if isinstance(mixer, AttentionLayer)}
+
     @property
     def num_bytes(self) -> int:
         """Bytes that a step reads of matrices."""

@@ -7,12 +7,16 @@ puts these into the ring. The cut is the same for every batch, so batches of any
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PLACES = 64
-NUM_WARPS = 2
+from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
+
+PLACES = 128
+QUERIES = 16  # the fewest rows of a product of the matrix units
+NUM_WARPS = 4
 
 
 @triton.jit
@@ -23,6 +27,26 @@ def _rotated(x_ptr, cos, sin, pairs, is_pair, eps, HALF: tl.constexpr):
     factor = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
     first, second = first * factor, second * factor
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotated_queries(
+    x_ptr, cos_ptr, sin_ptr, eps, GROUP: tl.constexpr, HALF: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """The heads of a group, normed and rotated: [QUERIES,CHANNELS] fp32, zero beyond the group and the width."""
+    members, channels = tl.arange(0, QUERIES), tl.arange(0, CHANNELS)
+    is_first = channels < HALF
+    is_channel = channels < 2 * HALF
+    mask = (members < GROUP)[:, None] & is_channel[None, :]
+    at = x_ptr + members[:, None] * (2 * HALF)
+    x = tl.load(at + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    other_half = tl.where(is_first, channels + HALF, channels - HALF)
+    other = tl.load(at + other_half[None, :], mask=mask, other=0.0).to(tl.float32)
+    pairs = tl.where(is_first, channels, channels - HALF)
+    cos = tl.load(cos_ptr + pairs, mask=is_channel, other=0.0)
+    sin = tl.load(sin_ptr + pairs, mask=is_channel, other=0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / (2 * HALF) + eps)
+    return (x * cos[None, :] + other * tl.where(is_first, -sin, sin)[None, :]) * factor[:, None]
 
 
 @triton.jit
@@ -43,43 +67,46 @@ def _read_ring(
     H: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    QUERIES: tl.constexpr,
     PLACES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     K: tl.constexpr = 2 * HALF
     piece, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows_ptr + index)
     if row < 0:
+        wait_for_previous(CHAINED)
         return
     start = tl.load(start_ptr + index)
     places = piece * PLACES + tl.arange(0, PLACES)
+    channels, members = tl.arange(0, CHANNELS), tl.arange(0, QUERIES)
     # before the text has filled the ring once, its first places are the ones that hold tokens
     is_seen = (places < window) & (places < start)
-    pairs = tl.arange(0, PAIRS)
-    is_pair = pairs < HALF
-    mask = is_seen[:, None] & is_pair[None, :]
-    kv_heads = H // GROUP
-    at = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + places[:, None] * K + pairs[None, :]
-    first_keys = tl.load(at, mask=mask, other=0.0)
-    second_keys = tl.load(at + HALF, mask=mask, other=0.0)
-    first_values = tl.load(at + window * K, mask=mask, other=0.0)
-    second_values = tl.load(at + window * K + HALF, mask=mask, other=0.0)
-    cos = tl.load(cos_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
-    sin = tl.load(sin_ptr + index * HALF + pairs, mask=is_pair, other=0.0)
-    for member in tl.static_range(GROUP):
-        head = kv_head * GROUP + member
-        x_ptr = projected_ptr + index * projected_stride + head * K
-        first, second = _rotated(x_ptr, cos, sin, pairs, is_pair, eps, HALF)
-        scores = tl.sum(first_keys * first[None, :] + second_keys * second[None, :], axis=1)
-        scores = tl.where(is_seen, scores * tl.load(scale_ptr + head), -float("inf"))
-        largest = tl.max(scores, axis=0)
-        # a piece without tokens has nothing but -inf
-        weights = tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest))
-        to = (index * H + head).to(tl.int64) * num_pieces + piece
-        tl.store(stats_ptr + 2 * to, largest)
-        tl.store(stats_ptr + 2 * to + 1, tl.sum(weights, axis=0))
-        tl.store(sums_ptr + to * K + pairs, tl.sum(weights[:, None] * first_values, axis=0), mask=is_pair)
-        tl.store(sums_ptr + to * K + HALF + pairs, tl.sum(weights[:, None] * second_values, axis=0), mask=is_pair)
+    mask = is_seen[:, None] & (channels < K)[None, :]
+    at = ring_ptr + (row * (H // GROUP) + kv_head) * (2 * window * K) + places[:, None] * K + channels[None, :]
+    keys = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    values = tl.load(at + window * K, mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(CHAINED)
+    x_ptr = projected_ptr + index * projected_stride + kv_head * GROUP * K
+    queries = _rotated_queries(
+        x_ptr, cos_ptr + index * HALF, sin_ptr + index * HALF, eps, GROUP, HALF, QUERIES, CHANNELS
+    )
+    heads = kv_head * GROUP + members
+    is_member = members < GROUP
+    scale = tl.load(scale_ptr + heads, mask=is_member, other=0.0)
+    scores = tl.dot(queries.to(keys.dtype), tl.trans(keys), input_precision=PRECISION) * scale[:, None]
+    scores = tl.where(is_seen[None, :], scores, -float("inf"))
+    largest = tl.max(scores, axis=1)
+    # a piece without tokens has nothing but -inf
+    weights = tl.exp(scores - tl.where(largest == -float("inf"), 0.0, largest)[:, None]).to(values.dtype)
+    sums = tl.dot(weights, values, input_precision=PRECISION)
+    to = (index * H + heads).to(tl.int64) * num_pieces + piece
+    tl.store(stats_ptr + 2 * to, largest, mask=is_member)
+    tl.store(stats_ptr + 2 * to + 1, tl.sum(weights.to(tl.float32), axis=1), mask=is_member)
+    mask = is_member[:, None] & (channels < K)[None, :]
+    tl.store(sums_ptr + to[:, None] * K + channels[None, :], sums, mask=mask)
 
 
 @triton.jit
@@ -104,8 +131,10 @@ def _join(
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     PIECES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     K: tl.constexpr = 2 * HALF
+    wait_for_previous(CHAINED)
     head, index = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + index)
     if row < 0:
@@ -143,10 +172,11 @@ def _join(
     tl.store(out_at + HALF, ((second_sum + own_weight * second_value) / total).to(dtype), mask=is_pair)
     if head % GROUP == 0:
         place = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + (start % window) * K + pairs
-        tl.store(place, first_key, mask=is_pair)
-        tl.store(place + HALF, second_key, mask=is_pair)
-        tl.store(place + window * K, first_value, mask=is_pair)
-        tl.store(place + window * K + HALF, second_value, mask=is_pair)
+        held = ring_ptr.dtype.element_ty
+        tl.store(place, first_key.to(held), mask=is_pair)
+        tl.store(place + HALF, second_key.to(held), mask=is_pair)
+        tl.store(place + window * K, first_value.to(held), mask=is_pair)
+        tl.store(place + window * K + HALF, second_value.to(held), mask=is_pair)
 
 
 def num_pieces(window: int) -> int:
@@ -167,19 +197,32 @@ def attend_in_place(
     stats: Tensor,
     out: Tensor,
     eps: float,
+    is_chained: bool,
 ) -> None:
     """rows, start [B] int64; projected [B, >= (H + 2 Hkv) K]: q, k, v; cos, sin [B,K/2]; scale [H].
 
-    ring [rows of the pool, Hkv, 2, window, K] fp32 gets the token at place start % window; out [B, >= H K] is what the
-    output projection reads. sums [>= B H pieces K] and stats [>= 2 B H pieces] fp32: what passes between the kernels.
+    ring [rows of the pool, Hkv, 2, window, K] fp16 or fp32 gets the token at place start % window; queries and weights
+    are rounded like it. out [B, >= H K] is what the output projection reads. sums [>= B H pieces K] and stats
+    [>= 2 B H pieces] fp32: what passes between the kernels.
     """
     _, kv_heads, _, window, head_dim = ring.shape
     heads, pieces = scale.shape[0], num_pieces(window)
-    constants = {"H": heads, "GROUP": heads // kv_heads, "HALF": head_dim // 2}
-    constants["PAIRS"] = triton.next_power_of_2(head_dim // 2)
+    group, half = heads // kv_heads, head_dim // 2
     shared = (rows, start, projected, projected.stride(0), cos, sin, scale, ring, sums, stats)
     _read_ring[(pieces, kv_heads, rows.shape[0])](
-        *shared, window, pieces, eps, PLACES=PLACES, num_warps=NUM_WARPS, **constants
+        *shared,
+        window,
+        pieces,
+        eps,
+        H=heads,
+        GROUP=group,
+        HALF=half,
+        CHANNELS=max(16, triton.next_power_of_2(head_dim)),
+        QUERIES=max(QUERIES, triton.next_power_of_2(group)),
+        PLACES=PLACES,
+        PRECISION="tf32x3" if ring.dtype == torch.float32 else "ieee",
+        num_warps=NUM_WARPS,
+        **chained(is_chained),
     )
     _join[(heads, rows.shape[0])](
         *shared,
@@ -188,7 +231,11 @@ def attend_in_place(
         window,
         pieces,
         eps,
+        H=heads,
+        GROUP=group,
+        HALF=half,
+        PAIRS=triton.next_power_of_2(half),
         PIECES=triton.next_power_of_2(pieces),
         num_warps=1 if pieces <= 16 else 8,
-        **constants,
+        **chained(is_chained),
     )

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
+from nsm_core.execution.cuda.kernels.linear import Stream, truncated
+
 TURN = 2 * math.pi
 
 
@@ -23,6 +26,10 @@ def _begin(
     position_ptr,
     start_ptr,
     x_ptr,
+    low_ptr,
+    high_ptr,
+    rest_ptr,
+    squares_ptr,
     x_stride,
     turns_ptr,
     cos_ptr,
@@ -44,7 +51,16 @@ def _begin(
     channels = tl.arange(0, WIDTH)
     is_channel = channels < D
     x = tl.load(embedding_ptr + tl.load(ids_ptr + index) * D + channels, mask=is_channel, other=0.0) * factor
-    tl.store(x_ptr + index * x_stride + channels, x, mask=is_channel)
+    at = index * x_stride + channels
+    high = truncated(x)
+    tl.store(x_ptr + at, x, mask=is_channel)
+    tl.store(high_ptr + at, high, mask=is_channel)
+    tl.store(rest_ptr + at, x - high, mask=is_channel)
+    if low_ptr is not None:
+        tl.store(low_ptr + at, x.to(low_ptr.dtype.element_ty), mask=is_channel)
+    parts = tl.arange(0, WIDTH // 16)
+    squares = tl.sum(tl.reshape(x * x, [WIDTH // 16, 16]), axis=1)
+    tl.store(squares_ptr + index * (x_stride // 16) + parts, squares, mask=parts < x_stride // 16)
     if turns_ptr is not None:
         pairs = tl.arange(0, ANGLES)
         # whole turns leave in fp64: of a position of a million an fp32 angle would be off by a twentieth of a radian
@@ -56,8 +72,18 @@ def _begin(
 
 @triton.jit
 def _final_norm(
-    rows_ptr, x_ptr, x_stride, gain_ptr, hidden_ptr, hidden_stride, eps, D: tl.constexpr, WIDTH: tl.constexpr
+    rows_ptr,
+    x_ptr,
+    x_stride,
+    gain_ptr,
+    hidden_ptr,
+    hidden_stride,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_previous(CHAINED)
     index = tl.program_id(0)
     if tl.load(rows_ptr + index) < 0:
         return
@@ -66,7 +92,8 @@ def _final_norm(
     x = tl.load(x_ptr + index * x_stride + channels, mask=is_channel, other=0.0)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
     gain = tl.load(gain_ptr + channels, mask=is_channel, other=0.0)
-    tl.store(hidden_ptr + index * hidden_stride + channels, x * factor * gain, mask=is_channel)
+    hidden = (x * factor * gain).to(hidden_ptr.dtype.element_ty)
+    tl.store(hidden_ptr + index * hidden_stride + channels, hidden, mask=is_channel)
 
 
 def begin_step(
@@ -77,14 +104,14 @@ def begin_step(
     factor: float,
     position: Tensor,
     start: Tensor,
-    x: Tensor,
+    x: Stream,
     turns: Tensor | None,
     cos: Tensor,
     sin: Tensor,
 ) -> None:
     """rows, ids [B] int64; embedding [V,d] fp32; position [rows of the pool] int64, moved on by one.
 
-    Writes x [B, >= d], `start` [B]: the position before this token; and with `turns` [K/2] fp64, turns of each
+    Writes x, `start` [B]: the position before this token; and with `turns` [K/2] fp64, turns of each
     pair a token, cos and sin [B, K/2].
     """
     width = embedding.shape[1]
@@ -95,27 +122,31 @@ def begin_step(
         factor,
         position,
         start,
-        x,
-        x.stride(0),
+        x.full,
+        None if x.low is x.full else x.low,
+        x.high,
+        x.rest,
+        x.squares,
+        x.full.stride(0),
         turns,
         cos,
         sin,
         TURN,
         D=width,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=max(16, triton.next_power_of_2(width)),
         HALF=cos.shape[1],
         ANGLES=triton.next_power_of_2(cos.shape[1]),
         num_warps=1,
     )
 
 
-def final_norm(*, rows: Tensor, x: Tensor, gain: Tensor, hidden: Tensor, eps: float) -> None:
-    """x [B, >= d] fp32 -> hidden [B, >= d] fp32, normalised."""
+def final_norm(*, rows: Tensor, x: Stream, gain: Tensor, hidden: Tensor, eps: float, is_chained: bool) -> None:
+    """x [B, >= d] -> hidden [B, >= d], normalised."""
     width = gain.shape[0]
     _final_norm[(rows.shape[0],)](
         rows,
-        x,
-        x.stride(0),
+        x.full,
+        x.full.stride(0),
         gain,
         hidden,
         hidden.stride(0),
@@ -123,4 +154,5 @@ def final_norm(*, rows: Tensor, x: Tensor, gain: Tensor, hidden: Tensor, eps: fl
         D=width,
         WIDTH=triton.next_power_of_2(width),
         num_warps=1,
+        **chained(is_chained),
     )

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsm_core.execution.cuda.kernels.chain import chained, prefetch, wait_for_previous
 from nsm_core.ops.routing.kernel import distribution, kth_largest_after, softplus
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
 
@@ -122,19 +123,25 @@ def _slot_step(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    LINES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     D: tl.constexpr = H * K
     head, index = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + index)
     if row < 0:
+        wait_for_previous(CHAINED)
         return
     slots, in_head = tl.arange(0, SLOTS), tl.arange(0, CHANNELS)
     is_channel = in_head < K
     mask = (slots < M)[:, None] & is_channel[None, :]
-    at = slots_ptr + (row * H + head) * (M * 2 * K) + slots[:, None] * (2 * K) + in_head[None, :]
-    # the bytes that take the time: asked for first
-    keys = tl.load(at, mask=mask, other=0.0)
-    values = tl.load(at + K, mask=mask, other=0.0)
+    row_ptr = slots_ptr + (row * H + head) * (M * 2 * K)
+    at = row_ptr + slots[:, None] * (2 * K) + in_head[None, :]
+    # the bytes that take the time: asked for first, and first to leave the cache, where the weights should stay
+    keys = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if CHAINED:
+        prefetch(row_ptr + K + tl.minimum(slots, M - 1)[:, None] * (2 * K) + 32 * tl.arange(0, LINES)[None, :])
+    wait_for_previous(CHAINED)
     x_ptr = projected_ptr + index * projected_stride
     tail_ptr += row * ((TAPS - 1) * 3 * D)
     own = head * K + in_head
@@ -155,13 +162,15 @@ def _slot_step(
         SLOTS,
     )
     keys += write[:, None] * (k[None, :] - keys)
-    values += write[:, None] * (v[None, :] - values)
-    tl.store(at, keys, mask=mask)
-    tl.store(at + K, values, mask=mask)
+    tl.store(at, keys, mask=mask, eviction_policy="evict_first")
     logits = tl.load(scale_ptr + head) * tl.sum(keys * q[None, :], axis=1)
     logits = tl.where(slots < M, logits, -float("inf"))
     weights = tl.exp(logits - tl.max(logits, axis=0))
     weights = weights / tl.sum(weights, axis=0)
+    # only now, when the keys need no registers any more: more programs find room, and wait for memory in turn
+    values = tl.load(at + K, mask=mask, other=0.0, eviction_policy="evict_first")
+    values += write[:, None] * (v[None, :] - values)
+    tl.store(at + K, values, mask=mask, eviction_policy="evict_first")
     read = _normed(tl.sum(weights[:, None] * values, axis=0), eps, K)
     gate = tl.load(x_ptr + 3 * D + own, mask=is_channel, other=0.0).to(tl.float32)
     read = read * tl.load(gain_ptr + own, mask=is_channel, other=0.0) * gate * tl.sigmoid(gate)
@@ -187,7 +196,15 @@ class SlotWeights:
 
 
 def slot_step_in_place(
-    weights: SlotWeights, *, rows: Tensor, projected: Tensor, router: Tensor, tail: Tensor, slots: Tensor, out: Tensor
+    weights: SlotWeights,
+    *,
+    rows: Tensor,
+    projected: Tensor,
+    router: Tensor,
+    tail: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    is_chained: bool,
 ) -> None:
     """rows [B] int64; projected [B, >= 4d]: q, k, v and the gate; router [B, >= H M (+ H)] fp32: logits and strengths.
 
@@ -222,5 +239,7 @@ def slot_step_in_place(
         TOP_K=weights.top_k,
         SLOTS=block_slots,
         CHANNELS=channels,
+        LINES=max(1, channels // 32),
         num_warps=max(1, NUM_WARPS * block_slots * channels // 4096),
+        **chained(is_chained),
     )

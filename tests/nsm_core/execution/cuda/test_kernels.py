@@ -15,6 +15,7 @@ from tests.models import random_model
 
 linear_kernel = pytest.importorskip("nsm_core.execution.cuda.kernels.linear", reason="the compiler is not installed")
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep  # noqa: E402  imports the compiler
+from nsm_core.execution.cuda.kernels.linear import Stream, make_stream  # noqa: E402
 from nsm_core.execution.cuda.weights import pack_weights  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,6 +39,17 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
+def stream_of(x: Tensor) -> Stream:
+    """x [B, padded width] fp32, for products in fp32."""
+    stream = make_stream(len(x), x.shape[1], torch.float32, DEVICE)
+    stream.full.copy_(x)
+    stream.squares.copy_(x.square().unflatten(1, (-1, 16)).sum(dim=2))
+    high, rest = linear_kernel.split(x).chunk(2)
+    stream.high.copy_(high)
+    stream.rest.copy_(rest)
+    return stream
+
+
 @pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 16, 64), (63, 33, 20), (64, 32, 65), (65, 100, 130)])
 def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: int, is_gated: bool) -> None:
@@ -49,7 +61,7 @@ def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: 
     x = torch.zeros(rows, depth, device=DEVICE)
     x[:, :width] = torch.randn(rows, width, device=DEVICE)
     out = torch.full((rows, outputs + 3), torch.nan, device=DEVICE)
-    linear_kernel.run_linear(linear, x, out)
+    linear_kernel.run_linear(linear, stream_of(x), out)
     want = torch.nn.functional.rms_norm(x[:, :width].double(), (width,), eps=1e-3) @ weight[:, :width].double().T
     if is_gated:
         want = torch.nn.functional.silu(want[:, :outputs]) * want[:, outputs:]
@@ -57,12 +69,16 @@ def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: 
     assert bool(out[:, outputs:].isnan().all())
 
 
-def test_a_linear_layer_adds_to_the_residual_in_place() -> None:
-    weight, x = torch.randn(48, 64, device=DEVICE) / 8, torch.randn(5, 64, device=DEVICE)
-    residual = torch.randn(5, 48, device=DEVICE)
-    out = residual.clone()
-    linear_kernel.run_linear(linear_kernel.Linear(weight, 64), x, out, residual=out)
-    assert relative_error(out, residual + x @ weight.T) < TOLERANCE
+def test_a_linear_layer_adds_to_the_stream_in_all_its_forms() -> None:
+    weight, x = torch.randn(64, 64, device=DEVICE) / 8, torch.randn(5, 64, device=DEVICE)
+    before = torch.randn(5, 64, device=DEVICE)
+    stream = make_stream(5, 64, torch.float16, DEVICE)
+    stream.full.copy_(before)
+    linear_kernel.run_linear(linear_kernel.Linear(weight, 64), x, stream)
+    assert relative_error(stream.full, before + x @ weight.T) < TOLERANCE
+    assert stream.low.equal(stream.full.half())
+    torch.testing.assert_close(stream.squares.sum(dim=1), stream.full.square().sum(dim=1))
+    assert torch.cat((stream.high, stream.rest)).equal(linear_kernel.split(stream.full))
 
 
 def test_a_split_weight_multiplies_as_the_whole_one() -> None:
@@ -71,7 +87,7 @@ def test_a_split_weight_multiplies_as_the_whole_one() -> None:
     assert torch.equal(halves[:20] + halves[20:], weight)
     assert not bool((halves[:20].view(torch.int32) & 0x1FFF).any())  # ten bits after the point: what TF32 has
     out = torch.full((70, 20), torch.nan, device=DEVICE)
-    linear_kernel.run_linear(linear_kernel.Linear(halves, 64, is_split=True), x, out)
+    linear_kernel.run_linear(linear_kernel.Linear(halves, 64, is_split=True), stream_of(x), out)
     assert relative_error(out, x.double() @ weight.double().T) < 1e-6
 
 
@@ -117,7 +133,7 @@ def check_block(config: ModelConfig, positions: list[int]) -> None:
     step.begin(on)
     step.block(0, on)
 
-    assert relative_error(on.x[1 : 1 + len(rows), : config.d_model], want) < TOLERANCE
+    assert relative_error(on.x.full[1 : 1 + len(rows), : config.d_model], want) < TOLERANCE
     assert pool[POSITION][rows].equal(state[POSITION] + 1)
     for name, value in want_state.items():
         got = pool[f"layers.0.{name}"][rows]
