@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def _require(condition: bool, message: str) -> None:
 def require_at_least(name: str, value: float, low: float) -> None:
     """Raises ConfigError that names the setting, its bound and what was given. Infinity and NaN are no numbers here."""
     _require(low <= value < math.inf, f"{name} must be a number of at least {low}, got {value}")
+
+
+def require_one_of(name: str, value: object, choices: Collection[str]) -> None:
+    """Raises ConfigError that names the setting, what it may be and what was given."""
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _later(default: Any) -> Any:
@@ -122,7 +128,8 @@ class ModelConfig:
             self.write_top_k <= self.num_memory_slots,
             f"write_top_k ({self.write_top_k}) must be at most num_memory_slots ({self.num_memory_slots})",
         )
-        _require(self.router in ROUTERS, f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
+        for name, choices in (("router", ROUTERS), ("gate", GATES), ("projector", PROJECTORS)):
+            require_one_of(name, getattr(self, name), choices)
         _require(
             self.router == "softmax" or self.write_top_k == self.num_memory_slots,
             f"write_top_k must be num_memory_slots ({self.num_memory_slots}) with the sigmoid router, "
@@ -134,10 +141,6 @@ class ModelConfig:
             f"({self.timescale_groups})",
         )
         _require(self.taper > 0, f"taper must be above 0, got {self.taper}")
-        _require(self.gate in GATES, f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
-        _require(
-            self.projector in PROJECTORS, f"projector must be one of {', '.join(PROJECTORS)}, got {self.projector!r}"
-        )
         _require(64 % self.gate_chunk == 0, f"gate_chunk must be 1, 2, 4, 8, 16, 32 or 64, got {self.gate_chunk}")
         _require(
             self.communication_interval >= 64 and self.communication_interval % 64 == 0,
@@ -289,10 +292,7 @@ class EngineConfig:
     speculation: str = "lookup"
 
     def __post_init__(self) -> None:
-        _require(
-            self.speculation in SPECULATIONS,
-            f"speculation must be {' or '.join(SPECULATIONS)}, got {self.speculation!r}",
-        )
+        require_one_of("speculation", self.speculation, SPECULATIONS)
         for name, low in (("max_slots", 1), ("token_budget", 1), ("queue_limit", 0)):
             require_at_least(name, getattr(self, name), low)
         _require(

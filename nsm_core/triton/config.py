@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsm_core.config import EngineConfig, require_at_least
+from nsm_core.config import EngineConfig, require_at_least, require_one_of
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
 from nsm_core.execution.wishes import WISHES, Wish
@@ -48,10 +48,8 @@ class WorkerConfig:
     energy_core_watts: float = CORE_WATTS
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if self.executor not in WISHES:
-            raise ConfigError(f"executor must be one of {', '.join(WISHES)}, got {self.executor!r}")
+        require_one_of("device", self.device, DEVICES)
+        require_one_of("executor", self.executor, WISHES)
         for name, low in (
             ("num_threads", 0),
             ("max_prompt_tokens", 1),

@@ -351,5 +351,5 @@ def test_what_is_counted(tiny_tokenizer: Tokenizer) -> None:
 
 
 def test_an_unknown_way_to_draft_is_refused() -> None:
-    with pytest.raises(ConfigError, match="speculation must be off or lookup, got 'ngram'"):
+    with pytest.raises(ConfigError, match="speculation must be one of off, lookup, got 'ngram'"):
         make_engine(None, None, speculation="ngram")  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_the_file_names_every_parameter_with_its_default() -> None:
         ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got inf"),
         ("drain_s", "1e9", "parameter drain_s must be at most 3600 seconds, got 1000000000.0"),
         ("device", "tpu", "parameter device must be one of auto, cpu, cuda, got 'tpu'"),
-        ("speculation", "ngram", "parameter speculation must be off or lookup, got 'ngram'"),
+        ("speculation", "ngram", "parameter speculation must be one of off, lookup, got 'ngram'"),
         ("max_slot", "3", "unknown parameter max_slot; known: max_slots, token_budget"),
     ],
 )
