@@ -1,17 +1,19 @@
 """Python's part of a step: `python -m benchmarks.host_step`. A table, then one line of JSON.
 
 The engine with an executor that computes nothing (its logits are of one array, made beforehand), by itself, and in its
-thread with a reader of every request on the event loop. CPU time; the best of several runs, since a busy
-neighbour only adds to it.
+thread with a reader of every request on the event loop; then, for executors that look ahead, with steps that are
+launched and waited for later. CPU time; the best of several runs, since a busy neighbour only adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.evaluation.provenance import source_commit
+from nsm_core.execution.base import Upcoming
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
@@ -50,13 +53,14 @@ class NoModel:
 
 
 class NoExecutor:
-    """Returns at once. `width` of the logits: small, so that choosing a token from them costs little."""
+    """Returns at once. Its logits are narrow, so that choosing a token from them costs little."""
 
     draw = staticmethod(draw_reference)
     savepoint = None
-    look_ahead = None
+    prompt_unit = 1
 
-    def __init__(self, model: NoModel, *, num_rows: int, poison: bool) -> None:
+    def __init__(self, model: NoModel, *, num_rows: int, poison: bool, looks_ahead: bool = False) -> None:
+        self.look_ahead = NoLookAhead(self) if looks_ahead else None
         self.initial = model.initial_state(1)
         self.pool = StatePool(SPEC, num_rows, poison=poison)
         self._hidden = torch.zeros(num_rows, 1)
@@ -72,6 +76,19 @@ class NoExecutor:
         return self._logits[: len(hidden)]
 
 
+class NoLookAhead:
+    """Launches nothing."""
+
+    def __init__(self, executor: NoExecutor) -> None:
+        self._executor = executor
+
+    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+        return self._executor.step(rows, ())
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
 def make_requests(num_rows: int, num_tokens: int, turn: int, *, stop: bool) -> list[GenerationRequest]:
     sampling = SamplingParams(
         max_tokens=num_tokens, temperature=0.0, ignore_eos=True, stop=("never seen",) if stop else ()
@@ -81,14 +98,17 @@ def make_requests(num_rows: int, num_tokens: int, turn: int, *, stop: bool) -> l
     ]
 
 
-def new_engine(tokenizer: Tokenizer, num_rows: int) -> Engine:
+def new_engine(tokenizer: Tokenizer, num_rows: int, *, looks_ahead: bool) -> Engine:
     config = EngineConfig(max_slots=num_rows, token_budget=max(256, num_rows), queue_limit=num_rows)
-    return Engine(NoModel(), tokenizer, fingerprint="none", config=config, executor=NoExecutor)
+    executor = functools.partial(NoExecutor, looks_ahead=looks_ahead)
+    return Engine(NoModel(), tokenizer, fingerprint="none", config=config, executor=executor)
 
 
-def measure_steps(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int, *, stop: bool) -> float:
+def measure_steps(
+    tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int, *, stop: bool, looks_ahead: bool = False
+) -> float:
     """Microseconds of CPU a step of decoding, without anybody who reads; the best of the repeats."""
-    engine, times = new_engine(tokenizer, num_rows), list[float]()
+    engine, times = new_engine(tokenizer, num_rows, looks_ahead=looks_ahead), list[float]()
     for turn in range(repeats):
         for request in make_requests(num_rows, num_tokens, turn, stop=stop):
             engine.add(request)
@@ -102,7 +122,7 @@ def measure_steps(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats:
 
 async def measure_with_readers(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int) -> float:
     """The same of all the process, with the engine's thread and a reader of each request on the event loop."""
-    engine, times = AsyncEngine(new_engine(tokenizer, num_rows)), list[float]()
+    engine, times = AsyncEngine(new_engine(tokenizer, num_rows, looks_ahead=False)), list[float]()
 
     async def read(request: GenerationRequest) -> None:
         async for _ in engine.submit(request).batches():
@@ -127,14 +147,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer, results = Tokenizer.load(find_checkpoint(None)), []
-    print(f"{'rows':>5}{'step, us':>10}{'a token':>9}{'with a stop string':>20}{'with readers':>14}")
+    print(f"{'rows':>5}{'step, us':>10}{'a token':>9}{'with a stop string':>20}{'with readers':>14}{'ahead':>9}")
     for num_rows in args.rows:
-        plain, stops = (
-            measure_steps(tokenizer, num_rows, args.tokens, args.repeats, stop=stop) for stop in (False, True)
-        )
-        readers = asyncio.run(measure_with_readers(tokenizer, num_rows, args.tokens, args.repeats))
-        results.append({"rows": num_rows, "step_us": plain, "step_with_stop_us": stops, "with_readers_us": readers})
-        print(f"{num_rows:>5}{plain:>10.0f}{plain / num_rows:>9.2f}{stops:>20.0f}{readers:>14.0f}")
+        sizes = (tokenizer, num_rows, args.tokens, args.repeats)
+        plain, stops = (measure_steps(*sizes, stop=stop) for stop in (False, True))
+        readers = asyncio.run(measure_with_readers(*sizes))
+        ahead = measure_steps(*sizes, stop=False, looks_ahead=True)
+        row = {"rows": num_rows, "step_us": plain, "step_with_stop_us": stops, "with_readers_us": readers}
+        results.append(row | {"ahead_us": ahead})
+        print(f"{num_rows:>5}{plain:>10.0f}{plain / num_rows:>9.2f}{stops:>20.0f}{readers:>14.0f}{ahead:>9.0f}")
     print(json.dumps({"commit": source_commit(), "results": results}))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -143,6 +144,11 @@ class Tokenizer:
             raise InvalidRequest(f"a token id must be in [0, {self.vocab_size - 1}], got {token_id}")
         return self._token_bytes[token_id]
 
+    @functools.cached_property
+    def ascii_texts(self) -> Mapping[int, str]:
+        """The texts of tokens that are ASCII, by id: nearly all."""
+        return {token_id: raw.decode("ascii") for token_id, raw in enumerate(self._token_bytes) if raw.isascii()}
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of `ids`. Raises InvalidRequest for an unknown id."""
         return b"".join(map(self.token_bytes, ids))
@@ -157,12 +163,14 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._texts = tokenizer.ascii_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._has_part = False  # bytes of an unfinished character wait
 
     def feed(self, token_id: int) -> str:
         """Text that became complete with this token; an unfinished character waits for its other bytes."""
-        return self.feed_bytes(self._tokenizer.token_bytes(token_id))
+        text = None if self._has_part else self._texts.get(token_id)
+        return self.feed_bytes(self._tokenizer.token_bytes(token_id)) if text is None else text
 
     def feed_bytes(self, raw: bytes) -> str:
         """Like `feed`, for a part of a token or several."""

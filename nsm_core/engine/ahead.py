@@ -45,13 +45,14 @@ class LaunchedStep:
     """A step in flight.
 
     `sequences`: all that take part, by slot; a slot may have been given to another one since. `slots`: those for which
-    a token is sampled, in the order of `tokens`.
+    a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it.
     """
 
     plan: Plan
     sequences: dict[int, RunningSequence]
     slots: list[int]
     tokens: LaunchedTokens | None
+    ending: set[int]
     launched_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def wait(self) -> list[int]:
@@ -62,6 +63,12 @@ class LaunchedStep:
         """Whether one of its sequences is not over."""
         return any(running.get(slot) is sequence for slot, sequence in self.sequences.items())
 
+    def behind(self, plan: Plan) -> Plan:
+        """The plan for the step after this one, without those that will be over."""
+        if not self.ending:
+            return plan
+        return dataclasses.replace(plan, decode=tuple(slot for slot in plan.decode if slot not in self.ending))
+
     def plan_of(self, running: Mapping[int, RunningSequence]) -> Plan:
         """The plan, without sequences that are over: what they have read too much is nobody's."""
         over = {slot for slot, sequence in self.sequences.items() if running.get(slot) is not sequence}
@@ -71,16 +78,6 @@ class LaunchedStep:
             decode=tuple(slot for slot in self.plan.decode if slot not in over),
             prefill=tuple(chunk for chunk in self.plan.prefill if chunk.slot not in over),
         )
-
-
-def without_ended(plan: Plan, running: Mapping[int, RunningSequence]) -> Plan:
-    """The plan for a step after one in flight, without those that reach `max_tokens` in that one."""
-    decode = tuple(
-        slot
-        for slot, sequence in ((slot, running[slot]) for slot in plan.decode)
-        if len(sequence.sampled) + sequence.num_in_flight < sequence.params.max_tokens
-    )
-    return plan if len(decode) == len(plan.decode) else dataclasses.replace(plan, decode=decode)
 
 
 class Hindrances:
@@ -122,15 +119,13 @@ def upcoming(
     stops = np.frombuffer(b"".join([row.stop_ids or b"" for row in rows]), np.int64).reshape(len(rows), MAX_STOP_IDS)
     sampled_in = [] if before is None else before.slots
     if not singles and slots == sampled_in:  # nobody came, nobody left
-        sources: Sequence[int] = range(len(slots))
-        ids: Sequence[int] = [0] * len(slots)
+        sources, ids = np.arange(len(slots)), np.zeros(len(slots), np.int64)
     else:
         given = {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
         places = {slot: place for place, slot in enumerate(sampled_in) if slot not in given}
-        sources = [places.get(slot, -1) for slot in slots]
-        ids = [
-            given[slot] if slot in given else 0 if slot in places else row.sampled[-1]
-            for slot, row in zip(slots, rows, strict=True)
-        ]
+        sources = np.array([places.get(slot, -1) for slot in slots])
+        ids = np.zeros(len(slots), np.int64)
+        for index in np.flatnonzero(sources < 0).tolist():
+            ids[index] = given[slots[index]] if slots[index] in given else rows[index].sampled[-1]
     sampled = None if before is None or before.tokens is None else before.tokens.ids
-    return Upcoming(np.array(ids, np.int64), np.array(sources, np.int64), stops, sampled)
+    return Upcoming(ids, sources, stops, sampled)

@@ -10,7 +10,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.accounts import Accounts
 from nsm_core.engine.admission import AdmissionCheck
-from nsm_core.engine.ahead import Hindrances, LaunchedStep, without_ended
+from nsm_core.engine.ahead import Hindrances, LaunchedStep
 from nsm_core.engine.end_state import make_end_state
 from nsm_core.engine.failures import StepFailures
 from nsm_core.engine.live import LiveRequests
@@ -79,10 +79,13 @@ class Engine:
             fingerprint=fingerprint,
             tiers={size: tier.model.state_spec for size, tier in tiers.items()},
         )
-        self._scheduler = Scheduler(
-            max_slots=config.max_slots, token_budget=config.token_budget, queue_limit=config.queue_limit
-        )
         whole = executor(model, num_rows=config.max_slots, poison=poison)
+        self._scheduler = Scheduler(
+            max_slots=config.max_slots,
+            token_budget=config.token_budget,
+            queue_limit=config.queue_limit,
+            prompt_unit=whole.prompt_unit,
+        )
         smaller = {
             size: tier.executor(tier.model, num_rows=config.max_slots, poison=poison) for size, tier in tiers.items()
         }
@@ -178,7 +181,7 @@ class Engine:
     def _plan(self, launched: LaunchedStep | None) -> Plan:
         """What to do next, behind the step in flight if there is one."""
         plan = self._watched.put_off(self._scheduler.plan(), self._live.by_id)
-        return plan if launched is None else without_ended(plan, self._live.running)
+        return plan if launched is None else launched.behind(plan)
 
     def _step_alone(self, plan: Plan, events: Events) -> None:
         """A step that is waited for before anything else is done."""
@@ -286,7 +289,9 @@ class Engine:
         for slot, token_id in zip(launched.slots, ids, strict=True):
             sequence = launched.sequences[slot]
             sequence.num_in_flight -= 1
-            if self._live.running.get(slot) is sequence:  # not over, and the slot is not another's
+            if self._live.running.get(slot) is not sequence:  # over; the slot may be another's
+                continue
+            if not self._take_plain(sequence, token_id, events):
                 is_good = token_id != NOT_FINITE
                 position = sequence.prompt_tokens + len(sequence.sampled)
                 self._take_or_fail(slot, SampledToken(token_id) if is_good else not_finite(position), None, events)
@@ -321,10 +326,22 @@ class Engine:
             state = self._runner.slots.pool(chunk.slot).pack(chunk.slot)
             sequence.prompt_states.append(PromptState(position=position, state=state))
 
+    def _take_plain(self, sequence: RunningSequence, token_id: int, events: Events) -> bool:
+        """One more token of a request that does nothing but show text, as most do; whether it was such a one."""
+        text = sequence.take_plain(token_id)
+        if text is None:
+            return False
+        self._accounts.counted.tokens_generated += 1
+        token = TokenEvent(index=len(sequence.sampled), token_id=token_id, text=text)
+        events.append((sequence.request.request_id, token))
+        return True
+
     def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None, events: Events) -> None:
         """One more token of a request, and its end if that was the last."""
         sequence = self._live.running[slot]
         request = sequence.request
+        if sampled.logprob is None and routing is None and self._take_plain(sequence, sampled.token_id, events):
+            return
         self._accounts.counted.tokens_generated += 1
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = self._clock()

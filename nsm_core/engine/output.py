@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from nsm_core.engine.stop_strings import ROOT, StopStrings
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -71,6 +72,8 @@ class OutputStream:
         self._has_stops = bool(params.stop)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._ignores_eos = params.ignore_eos
+        end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
+        self._not_plain = frozenset((*params.stop_token_ids, *end_ids, NOT_FINITE))
         self._place = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
@@ -88,6 +91,15 @@ class OutputStream:
         if token_id == self._tokenizer.end_of_text_id and not self._ignores_eos:
             return self._end(StopMatch(reason=None, num_dropped=1))
         return self._feed_bytes(self._tokenizer.token_bytes(token_id))
+
+    def feed_plain(self, token_id: int) -> str | None:
+        """`feed` of an output without stop strings, for most of its tokens: the text. None, and nothing done, for a
+        token that is more than that: the end, or no token at all.
+        """
+        if token_id in self._not_plain:
+            return None
+        self._num_tokens += 1
+        return self._decoder.feed(token_id)
 
     def finish(self) -> str:
         """Ends an output that met no stop: text held back and an unfinished character. Empty after a stop."""

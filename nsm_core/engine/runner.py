@@ -121,10 +121,14 @@ class Runner:
         ready = _ready(plan, sequences)
         rows = [sequences[slot] for slot in ready]
         tokens = self._sampler.launch(self._executor.logits(hidden.last(ready)), rows) if ready else None
-        for row in rows:
+        ending = set()
+        for slot, row in zip(ready, rows, strict=True):
             row.num_in_flight += 1
-        taking_part = {slot: sequences[slot] for slot in (*plan.decode, *(chunk.slot for chunk in plan.prefill))}
-        return LaunchedStep(plan, taking_part, ready, tokens)
+            if len(row.sampled) + row.num_in_flight == row.params.max_tokens:
+                ending.add(slot)
+        taking_part = dict(zip(ready, rows, strict=True))
+        taking_part |= {chunk.slot: sequences[chunk.slot] for chunk in plan.prefill}
+        return LaunchedStep(plan, taking_part, ready, tokens, ending)
 
     @torch.inference_mode()
     def pack(self, slot: int) -> bytes:

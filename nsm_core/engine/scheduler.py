@@ -8,11 +8,14 @@ The policy, in one place:
   A step serves as many as can get a chunk of MIN_CHUNK_LEN tokens (short prompts take less and leave the rest), from
   the front, in equal shares; what nobody else needs goes to the front again. So a huge prompt delays a short one that
   comes later by a few steps, and chunks stay large enough for the model to be fast.
+- Where the model's bits depend on where a prompt is cut, it is cut at multiples of a unit, whatever else runs. Then a
+  step reads one unit at least, if there is any prompt, even where decoding has taken the whole budget.
 - Requests wait in order of arrival for a slot; the lowest free slot is given first, so that running rows stay dense.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -78,13 +81,14 @@ class _Progress:
 class Scheduler:
     """Which requests wait, which run in which slot, and how far each has read its prompt."""
 
-    def __init__(self, *, max_slots: int, token_budget: int, queue_limit: int) -> None:
-        self._token_budget = token_budget
+    def __init__(self, *, max_slots: int, token_budget: int, queue_limit: int, prompt_unit: int = 1) -> None:
+        self._token_budget, self._prompt_unit = token_budget, prompt_unit
         self._queue_limit = queue_limit
         self._free_slots = set(range(max_slots))
         self._waiting: dict[str, _Progress] = {}  # in order of arrival
         self._running: dict[int, _Progress] = {}
         self._reading: list[int] = []  # slots with unread prompt, next in turn first
+        self._decoding: list[int] = []  # the other running slots, in order
 
     @property
     def num_waiting(self) -> int:
@@ -109,10 +113,10 @@ class Scheduler:
             Admission(slot, request_id)
             for slot, request_id in zip(sorted(self._free_slots), self._waiting, strict=False)
         )
-        decode = tuple(sorted(slot for slot, progress in self._running.items() if progress.is_decoding))
+        decode = tuple(self._decoding)
         unread = [self._unread(slot, self._running[slot]) for slot in self._reading]
         unread += [self._unread(admission.slot, self._waiting[admission.request_id]) for admission in admitted]
-        return Plan(admitted, decode, _share(unread, self._token_budget - len(decode)))
+        return Plan(admitted, decode, _share(unread, self._token_budget - len(decode), self._prompt_unit))
 
     def apply(self, plan: Plan) -> None:
         """The plan was run: requests got their slots and have read their chunks."""
@@ -124,7 +128,9 @@ class Scheduler:
             progress = self._running[chunk.slot]
             progress.num_read += chunk.length
             self._reading.remove(chunk.slot)
-            if not progress.is_decoding:
+            if progress.is_decoding:
+                bisect.insort(self._decoding, chunk.slot)
+            else:
                 self._reading.append(chunk.slot)
 
     def remove(self, request_id: str) -> None:
@@ -134,26 +140,32 @@ class Scheduler:
         slot = next(slot for slot, progress in self._running.items() if progress.request_id == request_id)
         del self._running[slot]
         self._free_slots.add(slot)
-        if slot in self._reading:
-            self._reading.remove(slot)
+        (self._reading if slot in self._reading else self._decoding).remove(slot)
 
     @staticmethod
     def _unread(slot: int, progress: _Progress) -> Chunk:
         return Chunk(slot, progress.num_read, progress.next_border - progress.num_read)
 
 
-def _share(unread: Sequence[Chunk], budget: int) -> tuple[Chunk, ...]:
-    """Cuts what is unread (next in turn first) down to `budget` tokens."""
+def _share(unread: Sequence[Chunk], budget: int, unit: int) -> tuple[Chunk, ...]:
+    """Cuts what is unread (next in turn first) down to `budget` tokens, at multiples of `unit`."""
+    if unit > 1:
+        budget = max(budget, unit)
     if not unread or budget <= 0:
         return ()
     share = max(MIN_CHUNK_LEN, budget // len(unread))
     lengths: list[int] = []
     for chunk in unread:
-        lengths.append(min(chunk.length, share, budget))
+        lengths.append(_whole_units(chunk.length, min(share, budget), unit))
         budget -= lengths[-1]
     for index, chunk in enumerate(unread):
-        extra = min(chunk.length - lengths[index], budget)
+        extra = _whole_units(chunk.length - lengths[index], budget, unit)
         lengths[index] += extra
         budget -= extra
     pairs = zip(unread, lengths, strict=True)
     return tuple(Chunk(chunk.slot, chunk.start, length) for chunk, length in pairs if length)
+
+
+def _whole_units(length: int, most: int, unit: int) -> int:
+    """All of `length`, or as many whole units as fit into `most`."""
+    return length if length <= most else max(0, most) // unit * unit

@@ -45,6 +45,8 @@ class RunningSequence:
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
         # What penalties look at, and nobody else: an array as long as the vocabulary
         self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
+        is_plain = self._counts is None and not request.sampling.stop and not request.sampled_ids
+        self._num_plain = self.params.max_tokens - 1 if is_plain else 0
         reread = _settled(request, tokenizer)
         for token_id in reread:
             self.take(token_id)
@@ -96,6 +98,17 @@ class RunningSequence:
         """What the next token is to be, when it was sampled before, somewhere else."""
         num_sampled = len(self.sampled)
         return self.request.sampled_ids[num_sampled] if num_sampled < len(self.request.sampled_ids) else None
+
+    def take_plain(self, token_id: int) -> str | None:
+        """One more sampled token where it brings text and nothing else: the text. None, and nothing done, for all
+        others: the first and the last, ids that end a text, those of requests with penalties or stop strings.
+        """
+        if not 0 < len(self.sampled) < self._num_plain:
+            return None
+        text = self.output.feed_plain(token_id)
+        if text is not None:
+            self.sampled.append(token_id)
+        return text
 
     def take(self, token_id: int) -> Step:
         """One more sampled token."""
