@@ -19,16 +19,17 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.execution.base import MAX_STOP_IDS, Upcoming
 from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.sampling.sampler import is_plain
+from nsm_core.state.spec import State
 
 
 def may_look_ahead(sequence: RunningSequence) -> bool:
     """Whether the sequence may be in a step that is launched before the last one is over.
 
     Not where the host has a part in each token: log-probabilities, bias, penalties, routing that is told, ids that are
-    given. Not where a state is to be kept as it was in between: in a prompt, or before a stop string.
+    given. Not where a stop string may make an earlier state the last one.
     """
     request = sequence.request
-    has_read = bool(sequence.sampled)
+    is_scored = request.prompt_logprobs is not None and not sequence.sampled
     return (
         is_plain(sequence.params)
         and sequence.stop_ids is not None
@@ -36,7 +37,7 @@ def may_look_ahead(sequence: RunningSequence) -> bool:
         and not request.include_routing
         and request.num_states is None
         and sequence.given_id is None
-        and (has_read or not (request.keep_states_at or request.prompt_logprobs is not None))
+        and not is_scored
     )
 
 
@@ -45,19 +46,21 @@ class LaunchedStep:
     """A step in flight.
 
     `sequences`: all that take part, by slot; a slot may have been given to another one since. `slots`: those for which
-    a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it.
+    a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it. `kept`: by
+    slot, copies of states that are asked for as they are after this step.
     """
 
     plan: Plan
     sequences: dict[int, RunningSequence]
     slots: list[int]
-    tokens: LaunchedTokens | None
+    tokens: LaunchedTokens
     ending: set[int]
+    kept: dict[int, State]
     launched_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def wait(self) -> list[int]:
         """The ids of `slots`, NOT_FINITE for one whose numbers are not finite."""
-        return [] if self.tokens is None else self.tokens.wait()
+        return self.tokens.wait()
 
     def has_any(self, running: Mapping[int, RunningSequence]) -> bool:
         """Whether one of its sequences is not over."""
@@ -127,5 +130,4 @@ def upcoming(
         ids = np.zeros(len(slots), np.int64)
         for index in np.flatnonzero(sources < 0).tolist():
             ids[index] = given[slots[index]] if slots[index] in given else rows[index].sampled[-1]
-    sampled = None if before is None or before.tokens is None else before.tokens.ids
-    return Upcoming(ids, sources, stops, sampled)
+    return Upcoming(ids, sources, stops, before.tokens.ids if before is not None and sampled_in else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from nsm_core.config import EngineConfig
@@ -11,39 +11,27 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.accounts import Accounts
 from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.ahead import Hindrances, LaunchedStep
-from nsm_core.engine.end_state import make_end_state
 from nsm_core.engine.failures import StepFailures
 from nsm_core.engine.live import LiveRequests
-from nsm_core.engine.output import StopMatch
+from nsm_core.engine.outcomes import Events as Events
+from nsm_core.engine.outcomes import Outcomes
 from nsm_core.engine.request import (
-    EndState,
-    Event,
-    Finished,
     FinishReason,
     GenerationRequest,
-    PromptScored,
-    PromptState,
-    TokenEvent,
 )
-from nsm_core.engine.runner import Runner, StepResult
-from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
+from nsm_core.engine.runner import Runner
+from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.speculation import Drafts, Speculation
+from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.tiers import EngineTier
 from nsm_core.engine.watched import WatchedRequests
-from nsm_core.errors import InvalidRequest, NsmError, NumericalError, StepFailed
+from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.inspection.probe import RoutingProbe
-from nsm_core.inspection.routing import TokenRouting
 from nsm_core.model.observer import ModelObserver
-from nsm_core.sampling.result import NOT_FINITE, SampledToken
-from nsm_core.sampling.sampler import not_finite
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
-
-# Events of one step, each with the id of its request.
-Events = list[tuple[str, Event]]
 
 
 class Engine:
@@ -97,9 +85,19 @@ class Engine:
         self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
         self._hindrances = Hindrances(is_possible=whole.look_ahead is not None and whole.savepoint is None)
         self._launched: LaunchedStep | None = None  # in flight; one of its requests is not over
-        self._settled_at = 0.0  # when the last step that was in flight was over, by the monotonic clock
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
+        self._outcomes = Outcomes(
+            live=self._live,
+            scheduler=self._scheduler,
+            runner=self._runner,
+            accounts=self._accounts,
+            watched=self._watched,
+            speculation=self._speculation,
+            hindrances=self._hindrances,
+            tokenizer=tokenizer,
+            clock=clock,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -166,7 +164,9 @@ class Engine:
         events: Events = []
         for sequence, error in self._live.take_ended(self._clock()):
             self._charge_in_flight(sequence)
-            events += self._finish(sequence, FinishReason.ABORT if error is None else FinishReason.ERROR, error=error)
+            events += self._outcomes.finish(
+                sequence, FinishReason.ABORT if error is None else FinishReason.ERROR, error=error
+            )
         if self._launched is not None and not self._launched.has_any(self._live.running):
             self._launched = None
         return events
@@ -175,7 +175,7 @@ class Engine:
         """For its part in the step in flight, whose result it will not see."""
         launched, slot = self._launched, sequence.slot
         if launched is not None and slot is not None and launched.sequences.get(slot) is sequence:
-            seconds = time.monotonic() - max(launched.launched_at, self._settled_at)
+            seconds = self._outcomes.seconds_of(launched)
             self._accounts.charge_share(launched.plan, slot, sequence.request.request_id, seconds)
 
     def _plan(self, launched: LaunchedStep | None) -> Plan:
@@ -189,7 +189,7 @@ class Engine:
             self._advance(plan, events)
             self._failures.forget()
         except Exception as error:
-            self._fail(self._live.of(plan), self._failures.take(error), events)
+            self._outcomes.fail(self._live.of(plan), self._failures.take(error), events)
 
     def _step_ahead(self, launched: LaunchedStep | None, plan: Plan, events: Events) -> None:
         """What the step in flight gave, once that of `plan` is launched behind it. Without one in flight, that of
@@ -199,7 +199,7 @@ class Engine:
             try:
                 launched = self._launch(plan, None)
             except Exception as error:
-                self._fail(self._live.of(plan), self._failures.take(error), events)
+                self._outcomes.fail(self._live.of(plan), self._failures.take(error), events)
                 return
             plan = self._plan(launched)
         following: LaunchedStep | None = None
@@ -211,7 +211,7 @@ class Engine:
                 failure = error
         self._settle(launched, following, events)
         if failure is not None:
-            self._fail(self._live.of(plan), self._failures.take(failure), events)
+            self._outcomes.fail(self._live.of(plan), self._failures.take(failure), events)
         elif following is not None and following.has_any(self._live.running):
             self._launched = following
 
@@ -228,13 +228,13 @@ class Engine:
             ids = launched.wait()
         except Exception as error:
             behind = [] if following is None else following.sequences.values()
-            self._fail([*launched.sequences.values(), *behind], self._failures.take(error), events)
+            self._outcomes.fail([*launched.sequences.values(), *behind], self._failures.take(error), events)
             return
         try:
-            self._apply_launched(launched, ids, events)
+            self._outcomes.apply_launched(launched, ids, events)
             self._failures.forget()
         except Exception as error:
-            self._fail(launched.sequences.values(), self._failures.take(error), events)
+            self._outcomes.fail(launched.sequences.values(), self._failures.take(error), events)
 
     def _advance(self, plan: Plan, events: Events) -> None:
         """Runs the plan. What became visible is in `events`, also where this raises in the middle."""
@@ -246,14 +246,7 @@ class Engine:
         result = self._runner.run(plan, self._live.running, drafts)
         self._accounts.charge(plan, self._live.running, time.monotonic() - started, result.num_read)
         self._scheduler.apply(plan)
-        self._apply(plan, result, routing, events, drafts)
-
-    def _fail(self, sequences: Iterable[RunningSequence], error: StepFailed, events: Events) -> None:
-        """Ends those that have not ended yet. Their states may be anything: none is kept."""
-        self._accounts.counted.num_failed_steps += 1
-        for sequence in sequences:
-            if self._live.has(sequence):
-                events += self._finish(sequence, FinishReason.ERROR, error=error)
+        self._outcomes.apply(plan, result, routing, events, drafts)
 
     def _open(self, plan: Plan) -> None:
         now = self._clock()
@@ -267,148 +260,3 @@ class Engine:
                 self._speculation.add(admission.slot, sequence)
             self._hindrances.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position
-
-    def _apply(
-        self, plan: Plan, result: StepResult, routing: Mapping[int, TokenRouting], events: Events, drafts: Drafts
-    ) -> None:
-        for slot, scores in result.scored.items():
-            self._live.running[slot].prompt_scores += scores
-        for chunk in plan.prefill:
-            self._keep_prompt_state(chunk)
-        for slot, sampled in result.sampled.items():
-            if slot in drafts:
-                self._take_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)
-            else:
-                self._take_or_fail(slot, sampled, routing.get(slot), events)
-        self._hindrances.look_again(self._live.running)
-
-    def _apply_launched(self, launched: LaunchedStep, ids: Sequence[int], events: Events) -> None:
-        now = time.monotonic()
-        seconds, self._settled_at = now - max(launched.launched_at, self._settled_at), now
-        self._accounts.charge(launched.plan_of(self._live.running), self._live.running, seconds, {})
-        for slot, token_id in zip(launched.slots, ids, strict=True):
-            sequence = launched.sequences[slot]
-            sequence.num_in_flight -= 1
-            if self._live.running.get(slot) is not sequence:  # over; the slot may be another's
-                continue
-            if not self._take_plain(sequence, token_id, events):
-                is_good = token_id != NOT_FINITE
-                position = sequence.prompt_tokens + len(sequence.sampled)
-                self._take_or_fail(slot, SampledToken(token_id) if is_good else not_finite(position), None, events)
-
-    def _take_accepted(
-        self, slot: int, sampled: Sequence[SampledToken | NumericalError], num_drafted: int, events: Events
-    ) -> None:
-        """What came before the first draft and after each that was accepted. What ends the request is the last."""
-        sequence = self._live.running[slot]
-        num_before = len(sequence.sampled)
-        for token in sampled:
-            self._take_or_fail(slot, token, None, events)
-            if slot not in self._live.running:
-                break
-        num_accepted = min(len(sequence.sampled) - num_before, len(sampled) - 1)
-        self._accounts.count_drafts(num_drafted=num_drafted, num_accepted=num_accepted)
-        self._speculation.tell(slot, num_drafted=num_drafted, num_accepted=num_accepted)
-
-    def _take_or_fail(
-        self, slot: int, sampled: SampledToken | NumericalError, routing: TokenRouting | None, events: Events
-    ) -> None:
-        if isinstance(sampled, SampledToken):
-            self._take(slot, sampled, routing, events)
-        else:
-            events += self._finish(self._live.running[slot], FinishReason.ERROR, error=sampled)
-
-    def _keep_prompt_state(self, chunk: Chunk) -> None:
-        sequence = self._live.running[chunk.slot]
-        num_read = chunk.start + chunk.length
-        if num_read in sequence.request.keep_states_at:
-            position = sequence.resumed_position + num_read
-            state = self._runner.slots.pool(chunk.slot).pack(chunk.slot)
-            sequence.prompt_states.append(PromptState(position=position, state=state))
-
-    def _take_plain(self, sequence: RunningSequence, token_id: int, events: Events) -> bool:
-        """One more token of a request that does nothing but show text, as most do; whether it was such a one."""
-        text = sequence.take_plain(token_id)
-        if text is None:
-            return False
-        self._accounts.counted.tokens_generated += 1
-        token = TokenEvent(index=len(sequence.sampled), token_id=token_id, text=text)
-        events.append((sequence.request.request_id, token))
-        return True
-
-    def _take(self, slot: int, sampled: SampledToken, routing: TokenRouting | None, events: Events) -> None:
-        """One more token of a request, and its end if that was the last."""
-        sequence = self._live.running[slot]
-        request = sequence.request
-        if sampled.logprob is None and routing is None and self._take_plain(sequence, sampled.token_id, events):
-            return
-        self._accounts.counted.tokens_generated += 1
-        if sequence.timeline.first_token is None:
-            sequence.timeline.first_token = self._clock()
-        if request.prompt_logprobs is not None and not sequence.sampled:
-            events.append((request.request_id, PromptScored(logprobs=(None, *sequence.prompt_scores))))
-        if sequence.prompt_states:
-            events += [(request.request_id, kept) for kept in sequence.take_prompt_states()]
-        given_id = sequence.given_id if request.sampled_ids else None
-        step = sequence.take(sampled.token_id if given_id is None else given_id)
-        index = len(sequence.sampled)
-        if given_id is None:
-            # The token that stops is not visible itself: what it released comes with Finished
-            text = step.text if step.stop is None else ""
-            token = TokenEvent(
-                index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob, routing=routing
-            )
-            events.append((request.request_id, token))
-        if step.stop is not None:
-            events += self._finish(sequence, FinishReason.STOP, text=step.text, stop=step.stop)
-        elif index == request.sampling.max_tokens:
-            events += self._finish(sequence, FinishReason.LENGTH)
-        elif sequence.may_be_taken_back:
-            if step.holding_since is not None:
-                self._runner.take_back(slot, sequence)  # drafts may have been read past where the held text begins
-            sequence.rewind_points.update(
-                num_fed=index - 1,  # the token sampled last is not fed yet
-                num_read=sequence.num_fed,
-                holding_since=step.holding_since,
-                copy=lambda: self._runner.slots.pool(slot).copy(slot),
-            )
-
-    def _finish(
-        self,
-        sequence: RunningSequence,
-        reason: FinishReason,
-        *,
-        text: str = "",
-        stop: StopMatch | None = None,
-        error: NsmError | None = None,
-    ) -> Events:
-        """The only way a request ends: its last event, its slot or its place in the queue free again."""
-        request = sequence.request
-        finished = Finished(
-            reason=reason,
-            text=text + sequence.output.finish(),
-            stop_reason=None if stop is None else stop.reason,
-            num_dropped_tokens=0 if stop is None else stop.num_dropped,
-            prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=sequence.resumed_position,
-            completion_tokens=len(sequence.sampled),
-            end_state=self._end_state(sequence, reason, stop),
-            error=error,
-            timings=sequence.timeline.timings(self._clock()),
-            energy=self._accounts.close(request.request_id),
-        )
-        self._scheduler.remove(request.request_id)
-        self._live.remove(sequence)
-        if sequence.slot is not None:
-            self._watched.remove(sequence.slot)
-            self._speculation.remove(sequence.slot)
-            self._hindrances.remove(sequence.slot)
-            self._runner.close(sequence.slot)
-        return [(request.request_id, finished)]
-
-    def _end_state(self, sequence: RunningSequence, reason: FinishReason, stop: StopMatch | None) -> EndState | None:
-        """None where nothing is kept: not asked for, aborted or failed."""
-        slot = sequence.slot
-        if not sequence.request.keep_state or slot is None or reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return None
-        return make_end_state(self._runner, sequence, slot, stop, self._tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
@@ -22,7 +22,7 @@ from nsm_core.engine.speculation import NO_DRAFTS, Drafts
 from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
-from nsm_core.sampling.device import to_device
+from nsm_core.sampling.device import LaunchedTokens, to_device
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
@@ -118,9 +118,16 @@ class Runner:
             hidden = Hidden(slots, self._look_ahead.step(slots, upcoming(slots, singles, sequences, before)))
         longer = [chunk for chunk in plan.prefill if chunk.length > 1]
         self._read_prompts(self._executor, longer, sequences, hidden)
+        # in front of the tokens: who has waited for them has waited for the copies
+        pool = self._executor.pool
+        kept = {
+            chunk.slot: pool.copy(chunk.slot)
+            for chunk in plan.prefill
+            if chunk.start + chunk.length in sequences[chunk.slot].request.keep_states_at
+        }
         ready = _ready(plan, sequences)
         rows = [sequences[slot] for slot in ready]
-        tokens = self._sampler.launch(self._executor.logits(hidden.last(ready)), rows) if ready else None
+        tokens = self._sampler.launch(self._executor.logits(hidden.last(ready)), rows) if ready else self._no_tokens()
         ending = set()
         for slot, row in zip(ready, rows, strict=True):
             row.num_in_flight += 1
@@ -128,13 +135,26 @@ class Runner:
                 ending.add(slot)
         taking_part = dict(zip(ready, rows, strict=True))
         taking_part |= {chunk.slot: sequences[chunk.slot] for chunk in plan.prefill}
-        return LaunchedStep(plan, taking_part, ready, tokens, ending)
+        return LaunchedStep(plan, taking_part, ready, tokens, ending, kept)
+
+    def _no_tokens(self) -> LaunchedTokens:
+        """To wait for all the same: nobody is to launch steps without end."""
+        return LaunchedTokens(next(iter(self._executor.initial.values())).new_empty(0, dtype=torch.int64))
 
     @torch.inference_mode()
     def pack(self, slot: int) -> bytes:
         """The slot's state, which no step in flight touches."""
-        with nullcontext() if self._look_ahead is None else self._look_ahead.beside():
+        with self._beside():
             return self.slots.pool(slot).pack(slot)
+
+    @torch.inference_mode()
+    def pack_kept(self, state: State) -> bytes:
+        """A copy of a step that has been waited for."""
+        with self._beside():
+            return self._executor.pool.spec.pack(state)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._look_ahead is None else self._look_ahead.beside()
 
     @torch.inference_mode()
     def feed(self, slot: int, ids: Sequence[int], *, since: State | None = None) -> None:

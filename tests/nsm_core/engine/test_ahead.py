@@ -18,7 +18,7 @@ from nsm_core.engine.ahead import may_look_ahead
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.failures import MAX_FAILURES_IN_A_ROW
-from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, PromptState, TokenEvent, joules_of
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import DeadlineExceeded, NumericalError, StepFailed
 from nsm_core.execution.base import MAX_STOP_IDS, ExecutorFactory, SequenceModel
@@ -283,24 +283,36 @@ def test_who_may_look_ahead(tiny_tokenizer: Tokenizer) -> None:
     assert not may_look_ahead(may(make_request(stop=("x",))))
     for change in ({"include_routing": True}, {"num_states": 2}, {"sampled_ids": (4,)}):
         assert not may_look_ahead(may(dataclasses.replace(make_request(), **change)))
-    for change in ({"keep_states_at": (1,)}, {"prompt_logprobs": 0}):
-        sequence = may(dataclasses.replace(make_request(), **change))
-        assert not may_look_ahead(sequence)
-        sequence.take(5)  # its prompt has been read
-        assert may_look_ahead(sequence)
+    assert may_look_ahead(may(dataclasses.replace(make_request(), keep_states_at=(1,))))
+    scored = may(make_request(prompt_logprobs=0))
+    assert not may_look_ahead(scored)
+    scored.take(5)  # its prompt has been read
+    assert may_look_ahead(scored)
 
 
-def test_kept_prompt_states_and_given_ids_come_first_and_what_follows_looks_ahead(
+@pytest.mark.parametrize("budget", [2, 7, 64])
+@pytest.mark.parametrize("places", [(1,), (2, 3), (1, 4, 9), (9,), (3, 10)])
+def test_states_in_a_prompt_are_those_of_their_places(
+    tiny_tokenizer: Tokenizer, budget: int, places: tuple[int, ...]
+) -> None:
+    """The next chunk is launched before they are taken."""
+    pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, max_slots=2, token_budget=budget)
+    request = dataclasses.replace(make_request(prompt_ids=random_ids(1, 10), max_tokens=4), keep_states_at=places)
+    outcome = pair.compare([request, make_request("b", random_ids(2, 12))])["a"]
+    assert [event.position for event in outcome.events if isinstance(event, PromptState)] == list(places)
+
+
+def test_scored_prompts_and_given_ids_come_first_and_what_follows_looks_ahead(
     tiny_tokenizer: Tokenizer, notes: list[str]
 ) -> None:
     model = ScriptedModel(list(range(100, 140)), vocab_size=512, prompt_len=3)
     pair = Pair(model, tiny_tokenizer, Noting)
-    request = dataclasses.replace(make_request(prompt_ids=(1, 2, 3), max_tokens=12), keep_states_at=(2,))
+    request = make_request(prompt_ids=(1, 2, 3), max_tokens=12, prompt_logprobs=0)
     outcome = pair.compare([request])["a"]
     assert notes.count("wait") > 8
     del notes[:]
-    again = pair.compare([dataclasses.replace(request, keep_states_at=(), sampled_ids=tuple(outcome.ids[:4]))])["a"]
-    assert again.tokens == outcome.tokens[4:]
+    request = dataclasses.replace(request, prompt_logprobs=None, sampled_ids=tuple(outcome.ids[:4]))
+    assert pair.compare([request])["a"].tokens == outcome.tokens[4:]
     assert notes.count("wait") > 5
 
 
