@@ -88,6 +88,7 @@ def build_linear(form: str, columns: int) -> bool:
     }
     constants |= {"ROWS": linear.ROWS, "PRECISION": "tf32" if is_router else "ieee", "PARTS": 32}
     constants |= {"BESIDE": is_router, "LINES": 16 if is_router else 8, "PER_LINE": 32 if is_router else 64}
+    constants |= {"IS_PADDED": True}
     stages = linear.FP32_STAGES if is_router else linear.STAGES[columns]
     return build(f"{form} {columns}", linear._linear, types, constants, num_warps=4, num_stages=stages)
 

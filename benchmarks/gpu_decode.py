@@ -83,6 +83,7 @@ def all_checks(model: NsmModel, has_gpu: bool) -> dict[str, Callable[[], Iterato
             "block": lambda: checks.check_blocks(model),
             "step": lambda: checks.check_steps(model, fp32, num_steps=2, num_rows=3),
             "invariance": lambda: checks.check_invariance(model, fp32, (1, 3)),
+            "prompts": lambda: checks.check_prompts(model, fp32, (1, 3), length=150),
             "sampler": lambda: checks.check_sampler(torch.randn(8, 200)),
         }
     bf16 = CudaOptions(weights=CudaWeights.BF16)
@@ -94,6 +95,7 @@ def all_checks(model: NsmModel, has_gpu: bool) -> dict[str, Callable[[], Iterato
         "step bf16": lambda: checks.check_steps(model, bf16, num_steps=16, num_rows=24),
         "replays": lambda: checks.check_replays(model, CudaWeights.BF16),
         "invariance": lambda: checks.check_invariance(model, bf16, (*checks.BATCHES, 512)),
+        "prompts": lambda: checks.check_prompts(model, bf16),
         "sampler": lambda: checks.check_sampler(3 * torch.randn(256, model.config.vocab_size, device="cuda")),
     }
 

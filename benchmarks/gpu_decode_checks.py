@@ -273,6 +273,39 @@ def check_invariance(model: NsmModel, options: CudaOptions, batches: Sequence[in
         } | _ok(all(equal))
 
 
+@torch.inference_mode()
+def check_prompts(
+    model: NsmModel, options: CudaOptions, batches: Sequence[int] = BATCHES, *, length: int = 1500
+) -> Iterator[Row]:
+    """A prompt alone and at once, cut and beside others: its hidden vectors and its state have the same bits."""
+    subject = random_states(model, 1, first=2000)
+    ids = torch.randint(model.config.vocab_size, (length,)).tolist()
+    unit, draw = CudaExecutor.prompt_unit, random.Random(0)
+    alone: tuple[Tensor, State] | None = None
+    for batch in batches:
+        executor = CudaExecutor(model, num_rows=batch, options=options)
+        lease(executor, range(batch), random_states(model, batch))
+        place, start, hidden = batch // 2, 0, []
+        executor.pool.write(place, subject)
+        while start < length:
+            cut = length if batch == 1 else min(length, start + unit * draw.randint(1, 1 + length // unit // 3))
+            texts = [[1] * draw.randint(1, max(1, cut - start)) for _ in range(batch)]
+            texts[place] = ids[start:cut]
+            hidden.append(executor.read(range(batch), texts)[place])
+            start = cut
+        result = (torch.cat(hidden), executor.pool.copy(place))
+        alone = alone or result
+        differing = [name for name, value in result[1].items() if not value.equal(alone[1][name])]
+        same = int((result[0] == alone[0]).all(dim=1).sum())
+        yield {
+            "batch": batch,
+            "calls": len(hidden),
+            "same_tokens": same,
+            "of": length,
+            "other_states": differing,
+        } | _ok(same == length and not differing)
+
+
 def check_sampler(logits: Tensor) -> Iterator[Row]:
     """The device's choice against the host's, by wishes drawn at random; a row that is not finite."""
     draw = random.Random(0)

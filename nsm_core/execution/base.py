@@ -118,6 +118,14 @@ class Executor(Protocol):
         ...
 
     @property
+    def prompt_unit(self) -> int:
+        """A row's bits depend on where its prompt is cut, unless cuts lie this many tokens, or a multiple, apart.
+
+        1: they never do, or always.
+        """
+        ...
+
+    @property
     def savepoint(self) -> TakeSavepoint | None:
         """How drafts of tokens are taken back; None: none may be tried.
 

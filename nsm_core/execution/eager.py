@@ -24,7 +24,8 @@ class EagerExecutor:
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
 
     draw = staticmethod(draw_reference)
-    savepoint: TakeSavepoint | None = None  # products of other shapes round otherwise
+    prompt_unit = 1  # products of other shapes round otherwise
+    savepoint: TakeSavepoint | None = None  # for the same reason
     look_ahead: LookAhead | None = None  # nothing computes while Python works
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+# See `attend`
+Attend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """q [B,T,H,K], scaled; kv [B,Hkv,2,S,K]; mask [B or 1, T, S] bool (None: causal, T = S) -> [B,T,H K]."""
+    k, v = (x.repeat_interleave(q.shape[2] // kv.shape[1], dim=1) for x in kv.unbind(dim=2))
+    mask = None if mask is None else mask[:, None]
+    read = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+    return read.transpose(1, 2).flatten(-2)
+
+
 class WindowAttention(Mixer):
     """A token attends to itself and to the `window` tokens before it; grouped keys and values, QK-norm, rotary.
 
@@ -48,6 +61,7 @@ class WindowAttention(Mixer):
         self.project = nn.Linear(d, d + 2 * kv_width, bias=False)
         self.log_scale = nn.Parameter(torch.zeros(self.heads))
         self.out = nn.Linear(d, d, bias=False)
+        self.attend: Attend = attend  # of several tokens; whoever computes the model may have its own
         init_projections(self.project, out=self.out)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -70,15 +84,6 @@ class WindowAttention(Mixer):
     def _normed(self, x: Tensor, heads: int) -> Tensor:
         return F.rms_norm(torch.unflatten(x, -1, (heads, self.head_dim)), (self.head_dim,), eps=self.eps)
 
-    def _attend(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-        """q [B,T,H,K], kv [B,Hkv,2,S,K], mask [B or 1, T, S] bool (None: causal, T = S) -> [B,T,d]."""
-        k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in kv.unbind(dim=2))
-        mask = None if mask is None else mask[:, None]
-        read = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
-        )
-        return read.transpose(1, 2).flatten(-2)
-
     @spanned("attention")
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
         """state: kv [B,Hkv,2,window,K]."""
@@ -86,11 +91,11 @@ class WindowAttention(Mixer):
         num_tokens, ring = x.shape[1], state["kv"]
         joined = torch.cat((self._in_order(ring, segments).to(kv.dtype), kv), dim=3)
         if segments.is_fresh and num_tokens <= self.window:
-            read = self._attend(q, kv, self._fresh_mask(segments))
+            read = self.attend(q, kv, self._fresh_mask(segments))
         elif num_tokens > self.window and num_tokens % self.window == 0:
             read = self._attend_in_blocks(q, joined, segments)
         else:
-            read = self._attend(q, joined, self._mask(segments, num_tokens))
+            read = self.attend(q, joined, self._mask(segments, num_tokens))
         out: Tensor = self.out(read)
         return out, {"kv": self._as_ring(joined, segments).to(ring.dtype)}
 
@@ -142,7 +147,7 @@ class WindowAttention(Mixer):
         near = (distance >= 0) & (distance <= window)
         blocks = (num_blocks, window)
         mask = near & (distance <= torch.unflatten(segments.positions, 1, blocks)[..., None])
-        read = self._attend(torch.unflatten(q, 1, blocks).flatten(0, 1), pairs.flatten(0, 1), mask.flatten(0, 1))
+        read = self.attend(torch.unflatten(q, 1, blocks).flatten(0, 1), pairs.flatten(0, 1), mask.flatten(0, 1))
         return torch.unflatten(read, 0, (-1, num_blocks)).flatten(1, 2)
 
     def _as_ring(self, joined: Tensor, segments: Segments) -> Tensor:

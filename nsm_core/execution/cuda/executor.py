@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nsm_core.execution.base import LookAhead, TakeSavepoint
 from nsm_core.execution.cuda.ahead import CudaLookAhead
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
-from nsm_core.execution.cuda.kernels.linear import padded, run_linear
-from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
+from nsm_core.execution.cuda.kernels.linear import run_linear
+from nsm_core.execution.cuda.options import CudaOptions
+from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
 from nsm_core.sampling.device import to_device
@@ -46,6 +46,7 @@ class CudaExecutor:
         held_as = self.weights.rings(self.options.weights.ring_dtype)
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison, held_as=held_as)
         largest = next((bucket for bucket in BUCKETS if bucket >= num_rows), BUCKETS[-1])
+        self._prompts = prompt_model(model, self.options.weights.prompt_dtype)
         self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
         self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -57,6 +58,7 @@ class CudaExecutor:
         self.look_ahead: LookAhead | None = CudaLookAhead(self, self._device) if is_drawn_here else None
 
     draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
+    prompt_unit = PROMPT_UNIT
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 
     @torch.inference_mode()
@@ -74,19 +76,14 @@ class CudaExecutor:
         is_ragged = any(len(row) < longest for row in ids)
         lengths = self._tensor([len(row) for row in ids]) if is_ragged else None
         piece_len = max(1, PREFILL_TOKENS // SUPER_CHUNK_LEN // len(rows)) * SUPER_CHUNK_LEN
-        is_rounded = self.options.weights is not CudaWeights.FP32
-        # bf16 with fp16 weights too: the decay factors of a chunk pass the range of fp16
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_rounded):
-            hidden, state = self._model.forward(padded_ids, self.pool.gather(rows), lengths, piece_len=piece_len)
+        hidden, state = self._prompts.forward(padded_ids, self.pool.gather(rows), lengths, piece_len=piece_len)
         self.pool.scatter(rows, state)
         return [hidden[index, : len(row)].float() for index, row in enumerate(ids)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        width = hidden.shape[1]
-        if padded(width) != width or not hidden.is_contiguous():
-            hidden = F.pad(hidden, (0, padded(width) - width)).contiguous()
-        logits = hidden.new_empty(hidden.shape[0], self.weights.output.num_outputs)
+        hidden = hidden.contiguous()
+        logits = torch.empty(hidden.shape[0], self.weights.output.num_outputs, device=hidden.device)
         with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
             run_linear(self.weights.output, hidden, logits)
         return logits

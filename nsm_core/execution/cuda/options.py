@@ -29,11 +29,14 @@ class CudaWeights(enum.StrEnum):
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
 
     @property
+    def prompt_dtype(self) -> torch.dtype:
+        """The same of prompts: bf16 with fp16 too, since the decay factors of a chunk pass the range of fp16."""
+        return torch.float32 if self is CudaWeights.FP32 else torch.bfloat16
+
+    @property
     def ring_dtype(self) -> torch.dtype:
-        """What the keys and values of windows lie in. fp16 with bf16 weights too: it holds the values, which are
-        rounded to bf16 as they are made, and has three bits more for the keys, which are normalised.
-        """
-        return torch.float32 if self is CudaWeights.FP32 else torch.float16
+        """What the keys and values of windows lie in: those of bf16 prompts without loss where it is bf16."""
+        return self.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

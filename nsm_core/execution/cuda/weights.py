@@ -71,19 +71,20 @@ class DecodeWeights:
         return total
 
 
-def _pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, width] -> [N, padded width], zeros beyond the width."""
     return F.pad(weight, (0, padded(weight.shape[1]) - weight.shape[1])).to(dtype).contiguous()
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> Linear:
-    return Linear(_pack(weight, dtype), weight.shape[1])
+    return Linear(pack_matrix(weight, dtype), weight.shape[1])
 
 
 def _after_norm(
     norm: torch.nn.RMSNorm, weight: Tensor, dtype: torch.dtype, *, bias: Tensor | None = None, is_gated: bool = False
 ) -> Linear:
     """The layer on normalised inputs: the norm's gain goes into the weight, in fp32."""
-    packed = _pack(weight.float() * norm.weight.float(), dtype)
+    packed = pack_matrix(weight.float() * norm.weight.float(), dtype)
     eps = 0.0 if norm.eps is None else norm.eps
     return Linear(packed, weight.shape[1], is_normed=True, is_gated=is_gated, bias=bias, eps=eps)
 

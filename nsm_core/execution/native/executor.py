@@ -61,6 +61,7 @@ class NativeExecutor:
         weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False
 
     draw = staticmethod(draw_tokens)
+    prompt_unit = 1  # cut anywhere, a prompt gives the same bits
     look_ahead: LookAhead | None = None  # nothing computes while Python works
 
     @torch.inference_mode()

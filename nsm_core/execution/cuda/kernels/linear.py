@@ -142,6 +142,7 @@ def _linear(
     BESIDE: tl.constexpr,
     LINES: tl.constexpr,
     PER_LINE: tl.constexpr,
+    IS_PADDED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -156,8 +157,11 @@ def _linear(
     )
     total = tl.zeros([ROWS, COLS], tl.float32)
     values = tl.zeros([ROWS, COLS], tl.float32)
-    for _ in range(0, depth, DEPTH):
-        x = tl.load(x_ptr + x_at, mask=is_row[:, None], other=0.0)
+    for start in range(0, depth, DEPTH):
+        is_input = is_row[:, None]
+        if not IS_PADDED:  # what lies behind is the next row's
+            is_input = is_input & (start + inner < width)[None, :]
+        x = tl.load(x_ptr + x_at, mask=is_input, other=0.0)
         weight = tl.load(weight_at, mask=is_column[None, :], other=0.0)
         if SECOND:
             second = tl.load(weight_at + to_second, mask=is_column[None, :], other=0.0)
@@ -270,8 +274,8 @@ def run_linear(
 ) -> None:
     """x [B, depth], a stream where the layer normalises it, -> out [B, >= N]; a stream is added to, in all its forms.
 
-    x has zeros beyond the width. `columns` of a tile change no bit; None: chosen here. `is_chained`: see chain.py; and
-    `is_beside`: the kernel before makes nothing that this one reads.
+    x has zeros beyond the width, or ends there: [B, width]. `columns` of a tile change no bit; None: chosen here.
+    `is_chained`: see chain.py; and `is_beside`: the kernel before makes nothing that this one reads.
     """
     to = out.full if isinstance(out, Stream) else out
     given = x if isinstance(x, Tensor) else x.high if linear.is_split else x.low
@@ -309,6 +313,7 @@ def run_linear(
         BESIDE=is_beside,
         LINES=triton.next_power_of_2(depth // per_line),
         PER_LINE=per_line,
+        IS_PADDED=given.shape[1] == depth,
         num_warps=4,
         num_stages=FP32_STAGES if is_fp32 else STAGES[columns],
         **chained(is_chained),

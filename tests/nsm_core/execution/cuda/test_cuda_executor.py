@@ -32,6 +32,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     assert all(row["ok"] for row in results), results
 
 
+def test_a_prompt_has_the_same_bits_cut_and_beside_others() -> None:
+    # without a GPU the scan over slots goes through the library, whose sums depend on shapes
+    config = small_config(48, layer_pattern="NW" if HAS_GPU else "W", window=64)
+    model = random_model(config).to("cuda" if HAS_GPU else "cpu")
+    results = list(checks.check_prompts(model, FP32, (1, 3), length=200))
+    assert all(row["ok"] for row in results), results
+
+
 def test_a_batch_above_the_largest_size_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "BUCKETS", (1, 2))
     model = small_model()
