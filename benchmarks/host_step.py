@@ -12,7 +12,7 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -81,6 +81,8 @@ class NoLookAhead:
 
     def __init__(self, executor: NoExecutor) -> None:
         self._executor = executor
+
+    def pause_at(self, row: int, ids: Collection[int]) -> None: ...
 
     def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
         return self._executor.step(rows, ())

@@ -149,6 +149,15 @@ class Tokenizer:
         """The texts of tokens that are ASCII, by id: nearly all."""
         return {token_id: raw.decode("ascii") for token_id, raw in enumerate(self._token_bytes) if raw.isascii()}
 
+    @functools.cached_property
+    def ids_by_byte(self) -> Mapping[int, frozenset[int]]:
+        """For each byte the ids of tokens that have it somewhere."""
+        found: dict[int, set[int]] = {byte: set() for byte in range(256)}
+        for token_id, raw in enumerate(self._token_bytes):
+            for byte in raw:
+                found[byte].add(token_id)
+        return {byte: frozenset(ids) for byte, ids in found.items()}
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of `ids`. Raises InvalidRequest for an unknown id."""
         return b"".join(map(self.token_bytes, ids))

@@ -2,8 +2,9 @@
 Python works. What is given out stays that of plain steps, to the bit.
 
 The next step takes its ids from the last one on the device. A request that turns out to be over (end of text, a stop
-id, numbers that are not finite) is left out of it there, so its state is the one of its end. `max_tokens` is known
-beforehand. After a stop string the state has read one token too many: who keeps it may not take part.
+id, numbers that are not finite) is left out of it there, so its state is the one of its end; `max_tokens` is known
+beforehand. One whose text is held back for a stop string from now on, and that may have to go back to this state, is
+left out as well: it goes on a step later, when the state was copied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.execution.base import MAX_STOP_IDS, Upcoming
+from nsm_core.execution.base import Upcoming
 from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.sampling.sampler import is_plain
 from nsm_core.state.spec import State
@@ -26,18 +27,17 @@ def may_look_ahead(sequence: RunningSequence) -> bool:
     """Whether the sequence may be in a step that is launched before the last one is over.
 
     Not where the host has a part in each token: log-probabilities, bias, penalties, routing that is told, ids that are
-    given. Not where a stop string may make an earlier state the last one.
+    given. Nor shortly before a state is copied because a text has been held back for long.
     """
     request = sequence.request
     is_scored = request.prompt_logprobs is not None and not sequence.sampled
     return (
         is_plain(sequence.params)
-        and sequence.stop_ids is not None
-        and not sequence.may_be_taken_back
         and not request.include_routing
         and request.num_states is None
         and sequence.given_id is None
         and not is_scored
+        and not sequence.rewind_points.is_copy_near(num_fed=len(sequence.sampled))
     )
 
 
@@ -47,7 +47,8 @@ class LaunchedStep:
 
     `sequences`: all that take part, by slot; a slot may have been given to another one since. `slots`: those for which
     a token is sampled, in the order of `tokens`. `ending`: those of them that reach `max_tokens` with it. `kept`: by
-    slot, copies of states that are asked for as they are after this step.
+    slot, copies of states that are asked for as they are after this step. `paused`: slots that turned out to be left
+    out of it, and go on.
     """
 
     plan: Plan
@@ -56,6 +57,7 @@ class LaunchedStep:
     tokens: LaunchedTokens
     ending: set[int]
     kept: dict[int, State]
+    paused: set[int] = dataclasses.field(default_factory=set)
     launched_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def wait(self) -> list[int]:
@@ -72,9 +74,16 @@ class LaunchedStep:
             return plan
         return dataclasses.replace(plan, decode=tuple(slot for slot in plan.decode if slot not in self.ending))
 
+    def pause(self, slot: int, sequence: RunningSequence) -> None:
+        """The sequence's last token, known by now, was one that it pauses at."""
+        if self.sequences.get(slot) is sequence and slot not in self.paused:
+            sequence.num_in_flight -= 1
+            self.paused.add(slot)
+            self.ending.discard(slot)
+
     def plan_of(self, running: Mapping[int, RunningSequence]) -> Plan:
-        """The plan, without sequences that are over: what they have read too much is nobody's."""
-        over = {slot for slot, sequence in self.sequences.items() if running.get(slot) is not sequence}
+        """The plan, without sequences that have paused or are over: what these have read too much is nobody's."""
+        over = {slot for slot, sequence in self.sequences.items() if running.get(slot) is not sequence} | self.paused
         if not over:
             return self.plan
         return Plan(
@@ -118,16 +127,16 @@ def upcoming(
     before: LaunchedStep | None,
 ) -> Upcoming:
     """What `slots` read: `singles` a token of their prompts, the others what was sampled last, in `before` mostly."""
-    rows = [sequences[slot] for slot in slots]
-    stops = np.frombuffer(b"".join([row.stop_ids or b"" for row in rows]), np.int64).reshape(len(rows), MAX_STOP_IDS)
     sampled_in = [] if before is None else before.slots
-    if not singles and slots == sampled_in:  # nobody came, nobody left
+    paused = set() if before is None else before.paused
+    if not singles and not paused and slots == sampled_in:  # nobody came, nobody left
         sources, ids = np.arange(len(slots)), np.zeros(len(slots), np.int64)
     else:
         given = {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
-        places = {slot: place for place, slot in enumerate(sampled_in) if slot not in given}
+        places = {slot: place for place, slot in enumerate(sampled_in) if slot not in given and slot not in paused}
         sources = np.array([places.get(slot, -1) for slot in slots])
         ids = np.zeros(len(slots), np.int64)
         for index in np.flatnonzero(sources < 0).tolist():
-            ids[index] = given[slots[index]] if slots[index] in given else rows[index].sampled[-1]
-    return Upcoming(ids, sources, stops, before.tokens.ids if before is not None and sampled_in else None)
+            slot = slots[index]
+            ids[index] = given[slot] if slot in given else sequences[slot].sampled[-1]
+    return Upcoming(ids, sources, before.tokens.ids if before is not None and sampled_in else None)

@@ -34,10 +34,11 @@ def make_end_state(
     earlier: State | None = None
     if point is not None and num_read > min(num_whole, num_wanted):
         num_read, earlier = point.num_read, point.state
-    runner.feed(slot, kept[num_read:num_wanted], since=earlier)
+    unread = kept[num_read:num_wanted]
+    runner.feed(slot, unread, since=earlier)
     new_ids = (*sequence.request.prompt_ids, *kept)
     return EndState(
-        state=runner.pack(slot),
+        state=runner.pack(slot, is_at_rest=not unread and earlier is None),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

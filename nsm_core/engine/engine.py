@@ -231,7 +231,7 @@ class Engine:
             self._outcomes.fail([*launched.sequences.values(), *behind], self._failures.take(error), events)
             return
         try:
-            self._outcomes.apply_launched(launched, ids, events)
+            self._outcomes.apply_launched(launched, ids, following, events)
             self._failures.forget()
         except Exception as error:
             self._outcomes.fail(launched.sequences.values(), self._failures.take(error), events)
@@ -253,7 +253,7 @@ class Engine:
         for admission in plan.admitted:
             sequence = self._live.by_id[admission.request_id]
             sequence.timeline.admitted = now
-            self._runner.open(admission.slot, sequence.request.resume, sequence.request.num_states)
+            self._runner.open(admission.slot, sequence)
             self._live.open(admission.slot, sequence)
             self._watched.add(admission.slot, sequence)
             if self._runner.may_be_drafted(admission.slot):

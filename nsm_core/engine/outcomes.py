@@ -66,7 +66,10 @@ class Outcomes:
                 self._take_or_fail(slot, sampled, routing.get(slot), events)
         self._hindrances.look_again(self._live.running)
 
-    def apply_launched(self, launched: LaunchedStep, ids: Sequence[int], events: Events) -> None:
+    def apply_launched(
+        self, launched: LaunchedStep, ids: Sequence[int], following: LaunchedStep | None, events: Events
+    ) -> None:
+        """`ids` of a step that was in flight; `following` still is."""
         seconds, self._settled_at = self.seconds_of(launched), time.monotonic()
         self._accounts.charge(launched.plan_of(self._live.running), self._live.running, seconds, {})
         for chunk in launched.plan.prefill if launched.kept else ():
@@ -74,13 +77,21 @@ class Outcomes:
                 self._keep_prompt_state(chunk, self._runner.pack_kept(launched.kept[chunk.slot]))
         for slot, token_id in zip(launched.slots, ids, strict=True):
             sequence = launched.sequences[slot]
+            if self._live.running.get(slot) is not sequence or slot in launched.paused:
+                continue  # over, and the slot may be another's; or it was left out
             sequence.num_in_flight -= 1
-            if self._live.running.get(slot) is not sequence:  # over; the slot may be another's
-                continue
             if not self._take_plain(sequence, token_id, events):
-                is_good = token_id != NOT_FINITE
-                position = sequence.prompt_tokens + len(sequence.sampled)
-                self._take_or_fail(slot, SampledToken(token_id) if is_good else not_finite(position), None, events)
+                self._take_launched(slot, token_id, following, events)
+
+    def _take_launched(self, slot: int, token_id: int, following: LaunchedStep | None, events: Events) -> None:
+        sequence = self._live.running[slot]
+        position = sequence.prompt_tokens + len(sequence.sampled)
+        sampled = not_finite(position) if token_id == NOT_FINITE else SampledToken(token_id)
+        self._take_or_fail(slot, sampled, None, events)
+        if sequence.may_be_taken_back and self._live.has(sequence):
+            if following is not None and token_id in sequence.pausing_ids:
+                following.pause(slot, sequence)
+            self._hindrances.add(slot, sequence)
 
     def fail(self, sequences: Iterable[RunningSequence], error: StepFailed, events: Events) -> None:
         """Ends those that have not ended yet. Their states may be anything: none is kept."""

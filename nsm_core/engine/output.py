@@ -73,13 +73,20 @@ class OutputStream:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._ignores_eos = params.ignore_eos
         end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
-        self._not_plain = frozenset((*params.stop_token_ids, *end_ids, NOT_FINITE))
+        self.end_ids = frozenset((*params.stop_token_ids, *end_ids))
+        self._not_plain = self.end_ids | {NOT_FINITE}
         self._place = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
         self._held = b""  # the last bytes, not visible yet
         self._pieces: deque[_Piece] = deque()  # the tokens that hold them, oldest first
         self._is_finished = False
+
+    @property
+    def holding_ids(self) -> frozenset[int]:
+        """Ids with which text may begin to be held back, or a stop string be found whole."""
+        by_byte = self._tokenizer.ids_by_byte
+        return frozenset().union(*(by_byte[byte] for byte in self._stops.starts))
 
     def feed(self, token_id: int) -> Step:
         """The next sampled token. Raises RuntimeError after the end."""

@@ -42,6 +42,10 @@ class RewindPoints:
         if is_old or not self._points:
             self._points.append(RewindPoint(num_fed, num_read, copy()))
 
+    def is_copy_near(self, *, num_fed: int) -> bool:
+        """Whether `update` may ask for a second copy within a few tokens."""
+        return len(self._points) == 1 and num_fed - self._points[0].num_fed >= MIN_SPACING_TOKENS - 3
+
     def latest(self, *, num_kept: int) -> RewindPoint:
         """The youngest point with at most `num_kept` sampled tokens fed."""
         return next(point for point in reversed(self._points) if point.num_fed <= num_kept)

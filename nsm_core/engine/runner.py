@@ -55,12 +55,15 @@ class Runner:
         self.slots = TieredSlots(executor, tiers)
         self._drafted = DraftedStates()
 
-    def open(self, slot: int, resume: Resume | None, num_states: int | None = None) -> None:
+    def open(self, slot: int, sequence: RunningSequence) -> None:
         """Lease the slot and put the resumed state, or the learned start, into it."""
-        executor = self.slots.put(slot, num_states)
+        resume = sequence.request.resume
+        executor = self.slots.put(slot, sequence.request.num_states)
         executor.pool.lease(slot)
         try:
             executor.pool.write(slot, executor.initial if resume is None else _stored(resume, executor))
+            if self._look_ahead is not None:
+                self._look_ahead.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
         except Exception:
             self.close(slot)
             raise
@@ -142,9 +145,9 @@ class Runner:
         return LaunchedTokens(next(iter(self._executor.initial.values())).new_empty(0, dtype=torch.int64))
 
     @torch.inference_mode()
-    def pack(self, slot: int) -> bytes:
-        """The slot's state, which no step in flight touches."""
-        with self._beside():
+    def pack(self, slot: int, *, is_at_rest: bool = True) -> bytes:
+        """The slot's state. `is_at_rest`: nothing that was launched and not waited for has touched it."""
+        with self._beside() if is_at_rest else nullcontext():
             return self.slots.pool(slot).pack(slot)
 
     @torch.inference_mode()

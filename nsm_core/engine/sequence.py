@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import numpy as np
-
 from nsm_core.engine.output import OutputStream, Step
 from nsm_core.engine.request import GenerationRequest, PromptState
 from nsm_core.engine.rewind import RewindPoints
 from nsm_core.engine.timeline import Timeline
-from nsm_core.execution.base import MAX_STOP_IDS
 from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.device import pack_wishes
-from nsm_core.sampling.result import NOT_FINITE, TokenLogprob
+from nsm_core.sampling.result import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 
+NO_IDS: frozenset[int] = frozenset()
 NO_COUNTS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -31,7 +29,6 @@ class RunningSequence:
         self.request = request
         self.params = request.sampling
         self.wishes = pack_wishes(request.sampling)
-        self.stop_ids = _pack_stop_ids(request, tokenizer)  # see Upcoming
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
@@ -40,6 +37,8 @@ class RunningSequence:
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
         self.output = OutputStream(tokenizer, request.sampling)
+        # Tokens before which its state may have to be kept, since text is held back from them on
+        self.pausing_ids = self.output.holding_ids if self.may_be_taken_back else NO_IDS
         self.rewind_points = RewindPoints()
         # All tokens of context the request stands on, resumed ones included
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
@@ -116,15 +115,6 @@ class RunningSequence:
         if self._counts is not None:
             self._counts.add(token_id)
         return self.output.feed(token_id)
-
-
-def _pack_stop_ids(request: GenerationRequest, tokenizer: Tokenizer) -> bytes | None:
-    """The ids that end the output, as numbers of 64 bits; None where they are too many."""
-    sampling = request.sampling
-    ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (tokenizer.end_of_text_id,))}
-    if len(ids) > MAX_STOP_IDS:
-        return None
-    return np.array([*ids, *[NOT_FINITE] * (MAX_STOP_IDS - len(ids))], np.int64).tobytes()
 
 
 def _settled(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -53,27 +53,26 @@ class TakeSavepoint(Protocol):
         ...
 
 
-# Ids at which a row may be told to end, of a step that is launched before they are known.
-MAX_STOP_IDS = 8
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upcoming:
     """What R rows read in a step that is launched while the ids which the step before sampled are still on the device.
 
-    Row i reads the id sampled[sources[i]] (`sampled` [N] int64, there), unless it is NOT_FINITE or one of stops[i]
-    [MAX_STOP_IDS], filled up with NOT_FINITE: then nothing of the row is touched and its hidden vector means nothing.
-    Where sources[i] is negative the row reads ids[i]. All arrays are [R, ...] int64.
+    Row i reads the id sampled[sources[i]] (`sampled` [N] int64, there), unless it is NOT_FINITE or one that the row
+    pauses at: then nothing of the row is touched and its hidden vector means nothing. Where sources[i] is negative the
+    row reads ids[i], whatever it is. Both are [R] int64.
     """
 
     ids: npt.NDArray[np.int64]
     sources: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
     sampled: Tensor | None
 
 
 class LookAhead(Protocol):
     """How a device is given a step more than is waited for. It computes in the order of the calls."""
+
+    def pause_at(self, row: int, ids: Collection[int]) -> None:
+        """From the next call of `step` on the row pauses at these ids, instead of those given before."""
+        ...
 
     def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
         """`Executor.step` with ids that are not known yet, without waiting for the device: hidden [len(rows), d]."""

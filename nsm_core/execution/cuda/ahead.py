@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import MAX_STOP_IDS, Upcoming
+from nsm_core.execution.base import Upcoming
 from nsm_core.execution.cuda.decode import NO_ROW
-from nsm_core.execution.cuda.kernels.ahead import NUM_COLUMNS, follow
+from nsm_core.execution.cuda.kernels.ahead import follow
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 
@@ -38,28 +39,42 @@ class Recorded(Protocol):
 class CudaLookAhead:
     """See LookAhead. What comes from the host lies in pinned memory: copies of other memory wait for the device."""
 
-    def __init__(self, steps: Recorded, device: torch.device) -> None:
+    def __init__(self, steps: Recorded, vocab_size: int, device: torch.device) -> None:
         self._steps, self._device = steps, device
+        self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def pause_at(self, row: int, ids: Collection[int]) -> None:
+        pauses = np.zeros(self._pauses.shape[1], np.uint8)
+        pauses[list(ids)] = 1
+        self._pauses[row].copy_(to_device(pauses, self._device))
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
         self._steps.pool.check_leased(rows)
-        given = np.column_stack((rows, upcoming.ids, upcoming.sources, upcoming.stops))
+        given = np.stack((np.array(rows, np.int64), upcoming.ids, upcoming.sources))
         most = self._steps.largest_batch
-        parts = [self._step_once(given[at : at + most], upcoming.sampled) for at in range(0, len(rows), most)]
+        parts = [self._step_once(given[:, at : at + most], upcoming.sampled) for at in range(0, len(rows), most)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def beside(self) -> AbstractContextManager[object]:
         """A stream of its own, which waits for nothing: steps that touched the rows must have been waited for."""
         return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
 
-    def _step_once(self, given: np.ndarray[tuple[int, ...], np.dtype[np.int64]], sampled: Tensor | None) -> Tensor:
-        num_rows = len(given)
+    def _step_once(self, given: npt.NDArray[np.int64], sampled: Tensor | None) -> Tensor:
+        num_rows = given.shape[1]
         inputs = self._steps.inputs(num_rows)
-        padded = np.full((inputs.shape[1], NUM_COLUMNS + MAX_STOP_IDS), NO_ROW, np.int64)
-        padded[:num_rows] = given
-        padded[num_rows:, 1] = 0
+        padded = np.full((3, inputs.shape[1]), NO_ROW, np.int64)
+        padded[1] = 0
+        padded[:, :num_rows] = given
         with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
-            follow(given=to_device(padded, self._device), sampled=sampled, rows=inputs[0], ids=inputs[1], no_row=NO_ROW)
+            follow(
+                given=to_device(padded, self._device),
+                sampled=sampled,
+                pauses=self._pauses,
+                rows=inputs[0],
+                ids=inputs[1],
+                no_row=NO_ROW,
+            )
         return self._steps.replay(num_rows)

@@ -55,7 +55,8 @@ class CudaExecutor:
                 self._graphs[bucket] = self._capture(bucket)
         # tokens of larger vocabularies are chosen on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
-        self.look_ahead: LookAhead | None = CudaLookAhead(self, self._device) if is_drawn_here else None
+        ahead = CudaLookAhead(self, model.config.vocab_size, self._device) if is_drawn_here else None
+        self.look_ahead: LookAhead | None = ahead
 
     draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
     prompt_unit = PROMPT_UNIT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -97,15 +97,19 @@ class FakeLookAhead:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._width = 1
-        self.num_left_out = 0  # rows that turned out to be over
+        self._pauses: dict[int, frozenset[int]] = {}
+        self.num_left_out = 0  # times that a row was not touched
+
+    def pause_at(self, row: int, ids: Collection[int]) -> None:
+        self._pauses[row] = frozenset(ids)
 
     def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
         sampled = [] if upcoming.sampled is None else upcoming.sampled.tolist()
         ids = upcoming.ids.tolist()
         live = []
-        for index, (source, stops) in enumerate(zip(upcoming.sources.tolist(), upcoming.stops.tolist(), strict=True)):
+        for index, (row, source) in enumerate(zip(rows, upcoming.sources.tolist(), strict=True)):
             ids[index] = ids[index] if source < 0 else sampled[source]
-            if source < 0 or ids[index] not in (NOT_FINITE, *stops):
+            if source < 0 or (ids[index] != NOT_FINITE and ids[index] not in self._pauses[row]):
                 live.append(index)
         self.num_left_out += len(rows) - len(live)
         hidden = torch.full((len(rows), self._width), torch.nan)

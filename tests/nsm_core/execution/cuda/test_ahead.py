@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from nsm_core.execution.base import MAX_STOP_IDS, Executor, SequenceModel, Upcoming
+from nsm_core.execution.base import Executor, SequenceModel, Upcoming
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from tests.nsm_core.engine.harness import make_engine, make_request, run_all
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
-from nsm_core.execution.cuda.kernels.ahead import NUM_COLUMNS, follow  # noqa: E402
+from nsm_core.execution.cuda.kernels.ahead import follow  # noqa: E402
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
@@ -31,10 +31,6 @@ def model_of(vocab_size: int) -> NsmModel:
     return model.to(DEVICE).eval()
 
 
-def stops_of(*rows: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array([[*row, *[NOT_FINITE] * (MAX_STOP_IDS - len(row))] for row in rows], np.int64)
-
-
 def opened(model: NsmModel, num_rows: int) -> CudaExecutor:
     executor = CudaExecutor(model, num_rows=num_rows, options=FP32)
     for row in range(num_rows):
@@ -43,32 +39,25 @@ def opened(model: NsmModel, num_rows: int) -> CudaExecutor:
     return executor
 
 
-@pytest.mark.parametrize("num_stops", [1, 8])
-def test_rows_go_on_with_what_was_sampled_unless_it_ends_them(num_stops: int) -> None:
-    """In order: goes on, a stop id, not finite, an id from the host, another's stop id, padding."""
-    none = [NOT_FINITE] * (num_stops - 1)
-    given = torch.tensor(
-        [
-            [4, 99, 2, 7, *none],
-            [5, 99, 0, *none, 11],
-            [6, 99, 1, 7, *none],
-            [7, 11, -1, 11, *none],
-            [8, 99, 0, 12, *none],
-            [-1, 0, -1, -1, *none],
-        ],
-        device=DEVICE,
-    )
-    assert given.shape[1] == NUM_COLUMNS + num_stops
+def test_rows_go_on_with_what_was_sampled_unless_they_pause_at_it() -> None:
+    """In order: goes on, pauses, not finite, an id from the host, at which it would pause, goes on, padding."""
+    given = torch.tensor([[4, 5, 6, 7, 8, -1], [99, 99, 99, 11, 99, 0], [2, 0, 1, -1, 0, -1]], device=DEVICE)
+    pauses = torch.zeros(9, 40, dtype=torch.uint8, device=DEVICE)
+    pauses[[4, 5, 7, 8], [11, 11, 11, 13]] = 1
     rows, ids = (torch.full((6,), 77, device=DEVICE) for _ in range(2))
-    follow(given=given, sampled=torch.tensor([11, NOT_FINITE, 13], device=DEVICE), rows=rows, ids=ids, no_row=-1)
+    sampled = torch.tensor([11, NOT_FINITE, 13], device=DEVICE)
+    follow(given=given, sampled=sampled, pauses=pauses, rows=rows, ids=ids, no_row=-1)
     assert rows.tolist() == [4, -1, -1, 7, 8, -1]
     assert ids.tolist() == [13, 0, 0, 11, 11, 0]
 
 
 def test_without_a_step_before_it_all_ids_are_the_hosts() -> None:
-    given = torch.tensor([[2, 5, -1, 9], [3, 9, -1, 9]], device=DEVICE)
+    given = torch.tensor([[2, 3], [5, 9], [-1, -1]], device=DEVICE)
     rows, ids = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
-    follow(given=given, sampled=None, rows=rows, ids=ids, no_row=-1)
+    follow(
+        given=given, sampled=None, pauses=torch.ones(4, 40, dtype=torch.uint8, device=DEVICE), rows=rows, ids=ids,
+        no_row=-1,
+    )  # fmt: skip
     assert (rows.tolist(), ids.tolist()) == ([2, 3], [5, 9])
 
 
@@ -84,12 +73,14 @@ def test_rows_that_go_on_are_those_of_a_plain_step_and_the_others_keep_their_bit
     want = plain.step((0, 3), (21, 6))
     look_ahead = ahead.look_ahead
     assert look_ahead is not None
+    for row, pauses in enumerate(((20,), (19, 20), (), (6,))):
+        look_ahead.pause_at(row, (1, 2, 21))
+        look_ahead.pause_at(row, pauses)  # instead
     hidden = look_ahead.step(
         (0, 1, 2, 3),
         Upcoming(
             ids=np.array([0, 0, 0, 6]),
             sources=np.array([2, 0, 1, -1]),
-            stops=stops_of((20,), (19, 20), (), (6,)),
             sampled=torch.tensor([20, NOT_FINITE, 21], device=DEVICE),
         ),
     )
