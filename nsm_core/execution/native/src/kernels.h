@@ -12,15 +12,18 @@ constexpr int MAX_SLOTS = 1024;
 
 inline int tiles_of(int rows) { return (rows + LANES - 1) / LANES; }
 
-// int8 weights [rows, cols] with a scale for each row, packed: 16 rows by 4 columns at a time, so that one register holds what
-// one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
+// Products are shared out by groups of tiles, which the variants may pack together.
+constexpr int GROUP = 4;
+
+// int8 weights [rows, cols] with a scale for each row, packed: a tile is 16 rows by 4 columns at a time, so that one register
+// holds what one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
 struct Matrix {
   const int8_t* weights;
   const float* scale;
   int rows, cols;
 };
 
-// fp16 weights [rows, cols] and fp32 bias, packed 16 rows by 1 column; used in fp32.
+// fp16 weights [rows, cols] and fp32 bias; a tile is 16 rows by 1 column at a time; used in fp32.
 struct HalfMatrix {
   const uint16_t* weights;
   const float* bias;
@@ -33,6 +36,21 @@ struct Quantised {
   float* scale;
   int32_t* sum;
   int stride;
+};
+
+constexpr int LINE = 64;  // bytes
+
+// Memory that will be needed after a product, fetched while it is computed: rows of `row_bytes` each, [begin, end) of their bytes
+// in order. A product of many tokens leaves the memory idle, and what comes after it waits for memory alone.
+struct Ahead {
+  const int8_t* const* rows;
+  int64_t row_bytes, begin, end;
+
+  // Null where there is nothing more.
+  const int8_t* at(int64_t offset) const {
+    const int64_t place = begin + offset;
+    return place < end ? rows[place / row_bytes] + place % row_bytes : nullptr;
+  }
 };
 
 struct SlotLayer {
@@ -53,10 +71,11 @@ struct SlotWork {
   const float* projected;  // [tokens, 4d]: q, k, v, gate
   const float* routing;    // [tokens, routing_stride]: logits [heads, slots], strengths [heads]
   int routing_stride;
-  const float* tail;  // [taps-1, 3d], before the tokens
+  float* tail;        // [taps-1, 3d], before the tokens; this head's channels are advanced in place
   float* state;       // [slots, 2 head_dim], advanced in place
   float* out;         // [tokens, d]
-  const float* next;  // the state that comes after this one: fetched meanwhile; null: none
+  // The state that comes after this one and its head's channels of the tail: fetched meanwhile; null: none
+  const float *next_state, *next_tail;
 };
 
 struct AttentionLayer {
@@ -80,7 +99,9 @@ inline int score_stride(int window) { return tiles_of(window) * LANES; }
 
 struct Kernels {
   const char* name;
+  int block_tokens;  // a product takes at most so many tokens at a time
   void (*pack)(const int8_t* weights, int rows, int cols, int8_t* packed);
+  void (*pack_half)(const uint16_t* weights, int rows, int cols, uint16_t* packed);
   // The row of a packed matrix in fp32, times `factor`.
   void (*embed)(const Matrix& matrix, int row, float factor, float* out);
   // RMSNorm with gain; both results of it.
@@ -88,9 +109,11 @@ struct Kernels {
   void (*quantise)(const float* x, int width, const Quantised& out, int token);
   // silu(gate) * value of [gate, value], quantised; `scratch` [hidden].
   void (*swiglu)(const float* up, int hidden, float* scratch, const Quantised& out, int token);
-  // Outputs of the tiles [first, last) for all tokens; `is_added`: on top of what y holds.
-  void (*matmul)(const Matrix& matrix, const Quantised& x, int tokens, int first, int last, float* y, int stride, bool is_added);
-  void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride);
+  // Outputs of the tiles [first, last) for all tokens, `first` the first of a group; `is_added`: on top of what y holds.
+  void (*matmul)(const Matrix& matrix, const Quantised& x, int tokens, int first, int last, float* y, int stride, bool is_added,
+                 const Ahead& ahead);
+  void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
+                      const Ahead& ahead);
   void (*slots)(const SlotLayer& layer, const SlotWork& work);
   void (*attend)(const AttentionLayer& layer, const AttentionWork& work);
   // exp((x - max) / temperature) of x [n], 0 where fp32 has no normal number for it.

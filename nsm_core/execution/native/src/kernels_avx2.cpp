@@ -14,7 +14,7 @@ namespace {
 #include "slots.inc"
 #include "attention.inc"
 
-const Kernels KERNELS = {"avx2", pack, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend, weigh};
+const Kernels KERNELS = {"avx2", BLOCK_TOKENS, pack, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend, weigh};
 }  // namespace
 
 const Kernels* avx2_kernels() { return &KERNELS; }

@@ -10,7 +10,7 @@ namespace {
 #include "slots.inc"
 #include "attention.inc"
 
-const Kernels KERNELS = {"portable", pack, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend, weigh};
+const Kernels KERNELS = {"portable", BLOCK_TOKENS, pack, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend, weigh};
 }  // namespace
 
 const Kernels* portable_kernels() { return &KERNELS; }

@@ -10,6 +10,8 @@ namespace nsm {
 
 namespace {
 
+constexpr size_t HUGE_PAGE = size_t{2} << 20;
+
 // Of a model, or of a const one; null: no matrix has this number.
 template <typename AnyModel>
 auto* matrix_at(AnyModel& model, int layer, int part) {
@@ -21,6 +23,8 @@ auto* matrix_at(AnyModel& model, int layer, int part) {
                            : nullptr;
 }
 
+int routing_rows_of(const Shape& shape) { return shape.heads * shape.slots + (shape.is_softmax_router ? shape.heads : 0); }
+
 // Of all matrices, packed: a multiple of a cache line each, as a tile is.
 size_t matrix_bytes(const Shape& shape, const int32_t* windows) {
   const auto packed = [](int rows, int cols) { return static_cast<size_t>(tiles_of(rows)) * LANES * cols; };
@@ -28,21 +32,29 @@ size_t matrix_bytes(const Shape& shape, const int32_t* windows) {
   size_t bytes = packed(shape.vocab_size, d);
   for (int i = 0; i < shape.num_layers; ++i)
     bytes += packed(windows[i] == 0 ? 4 * d : d + 2 * shape.kv_heads * (d / shape.heads), d) + packed(d, d) +
-             packed(2 * shape.mlp_hidden, d) + packed(d, shape.mlp_hidden);
+             packed(2 * shape.mlp_hidden, d) + packed(d, shape.mlp_hidden) +
+             (windows[i] == 0 ? 2 * packed(routing_rows_of(shape), d) : 0);
   return bytes;
 }
 
 }  // namespace
 
+void prefer_huge_pages(void* memory, size_t bytes) {
+#if defined(__linux__)
+  char* first = static_cast<char*>(memory);
+  char* begin = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(first) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+  if (begin + HUGE_PAGE > first + bytes) return;
+  const size_t whole = static_cast<size_t>(first + bytes - begin) / HUGE_PAGE * HUGE_PAGE;
+  madvise(begin, whole, MADV_HUGEPAGE);
+#endif
+}
+
 Arena::Arena(size_t bytes) {
-  constexpr size_t HUGE_PAGE = size_t{2} << 20;
   left_ = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
   next_ = static_cast<int8_t*>(std::aligned_alloc(HUGE_PAGE, left_));
   if (next_ == nullptr) throw std::bad_alloc();
   memory_.reset(next_);
-#if defined(__linux__)
-  madvise(next_, left_, MADV_HUGEPAGE);  // a wish: without it the memory is the same, in small pages
-#endif
+  prefer_huge_pages(next_, left_);
 }
 
 int8_t* Arena::take(size_t bytes) {
@@ -85,12 +97,9 @@ bool Model::get_rows(int layer, int part, const int64_t* rows, int count, float*
 bool Model::set_router(int index, const uint16_t* weights, int rows, int cols) {
   Layer& layer = layers[index];
   if (rows != routing_rows() || cols != shape.d_model) return false;
-  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  layer.router = Buffer<uint16_t>(padded * cols);
-  for (int row = 0; row < rows; ++row)
-    for (int col = 0; col < cols; ++col)
-      layer.router.get()[(static_cast<size_t>(row / LANES) * cols + col) * LANES + row % LANES] =
-          weights[static_cast<size_t>(row) * cols + col];
+  layer.router = reinterpret_cast<uint16_t*>(arena_.take(sizeof(uint16_t) * tiles_of(rows) * LANES * cols));
+  if (layer.router == nullptr) return false;
+  kernels.pack_half(weights, rows, cols, layer.router);
   return true;
 }
 
@@ -143,7 +152,7 @@ bool Model::is_complete(const Layer& layer) const {
   };
   for (int part = 0; part < NUM_PARTS; ++part)
     if (floats_of(layer, part) > 0 && layer.parts[part].get() == nullptr) return false;
-  if (layer.window == 0 ? layer.router.get() == nullptr : frequencies.empty()) return false;
+  if (layer.window == 0 ? layer.router == nullptr : frequencies.empty()) return false;
   return fits(layer.project, layer.window == 0 ? 4 * d : d + 2 * kv, d) && fits(layer.out, d, d) &&
          fits(layer.up, 2 * hidden, d) && fits(layer.down, d, hidden);
 }
@@ -153,7 +162,7 @@ bool Model::seal() {
   for (Layer& layer : layers) {
     if (!is_complete(layer)) return false;
     const auto part = [&layer](int which) { return layer.parts[which].get(); };
-    layer.routing = {layer.router.get(), part(ROUTER_BIAS), routing_rows(), shape.d_model};
+    layer.routing = {layer.router, part(ROUTER_BIAS), routing_rows(), shape.d_model};
     layer.slots = {shape.d_model, head_dim, shape.slots, shape.taps, shape.top_k, shape.is_softmax_router != 0, shape.taper,
                    shape.eps, part(CONV), part(READ_SCALE), part(OUT_NORM), part(SELECTION_BIAS), part(TIMESCALE), shape.heads};
     layer.attention = {shape.d_model, head_dim, shape.heads, shape.kv_heads, layer.window, shape.eps, part(READ_SCALE)};

@@ -34,6 +34,9 @@ class Buffer {
   size_t count_ = 0;
 };
 
+// Asks for huge pages there; without them the memory is the same.
+void prefer_huge_pages(void* memory, size_t bytes);
+
 // Memory for weights, on huge pages where the system has them: a step at one token streams through all of it, and small pages
 // cost it a tenth of its time. Freed as a whole.
 class Arena {
@@ -75,7 +78,7 @@ struct PackedMatrix {
 struct Layer {
   int window = 0;  // 0: slot memory
   PackedMatrix project, out, up, down;
-  Buffer<uint16_t> router;
+  uint16_t* router = nullptr;
   HalfMatrix routing{};
   Buffer<float> parts[NUM_PARTS];
   SlotLayer slots{};
@@ -137,7 +140,9 @@ class Runner {
   void mix_slots(int index, const std::vector<Span>& spans, int tokens);
   void mix_attention(int index, const std::vector<Span>& spans, int tokens);
   void feed_forward(const Layer& layer, int tokens);
-  void keep_tail(int index, const Span& span);
+  void look_ahead(int index, const std::vector<Span>& spans);
+  template <typename Task>
+  void over_groups(int rows, int steps, int tokens, const Task& task);
   void multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added);
   void norm_and_quantise(const float* gain, int tokens);
   template <typename Task>
@@ -154,6 +159,8 @@ class Runner {
   Buffer<int32_t> sum_;
   Quantised quantised_;
   std::vector<int64_t> positions_;  // of each token of the piece
+  std::vector<const int8_t*> ahead_rows_;
+  Ahead ahead_{};  // the states that slots are written to next
 };
 
 }  // namespace nsm

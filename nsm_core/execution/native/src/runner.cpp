@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "model.h"
 
@@ -8,6 +7,7 @@ namespace nsm {
 namespace {
 
 constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
+constexpr int64_t MOST_AHEAD = int64_t{16} << 20;  // bytes: what is fetched early has to stay in the last cache meanwhile
 
 int widest(const Model& model) { return std::max(model.shape.d_model, model.shape.mlp_hidden); }
 
@@ -72,14 +72,33 @@ void Runner::for_tokens(int tokens, const Task& task) {
   });
 }
 
-void Runner::multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added) {
-  const int tiles = tiles_of(matrix.rows);
-  const int parts = team_.size() == 1 ? 1 : std::min((tiles + 3) / 4, team_.size() * TASKS_PER_THREAD);
+// Calls task(first tile, last tile) for groups of tiles; counts what they fetch.
+template <typename Task>
+void Runner::over_groups(int rows, int steps, int tokens, const Task& task) {
+  const int tiles = tiles_of(rows), groups = (tiles + GROUP - 1) / GROUP;
+  const int parts = team_.size() == 1 ? 1 : std::min(groups, team_.size() * TASKS_PER_THREAD);
   team_.run(parts, [&](int part, int) {
-    const int quads = (tiles + 3) / 4;  // four tiles: the kernels' largest block
-    const int first = part * quads / parts * 4, last = std::min(tiles, (part + 1) * quads / parts * 4);
-    model_.kernels.matmul(matrix, x, tokens, first, last, y, stride, is_added);
+    task(part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP));
   });
+  const int blocks = (tokens + model_.kernels.block_tokens - 1) / model_.kernels.block_tokens;
+  ahead_.begin += int64_t{LINE} * groups * blocks * steps;
+}
+
+void Runner::multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added) {
+  over_groups(matrix.rows, matrix.cols / 4, tokens, [&](int first, int last) {
+    model_.kernels.matmul(matrix, x, tokens, first, last, y, stride, is_added, ahead_);
+  });
+}
+
+// The slots that are written to next are those of the next layer that has any, of the first one in the step to come.
+void Runner::look_ahead(int index, const std::vector<Span>& spans) {
+  do index = (index + 1) % model_.shape.num_layers;
+  while (model_.layers[index].window != 0);
+  ahead_rows_.clear();
+  for (const Span& span : spans)
+    ahead_rows_.push_back(reinterpret_cast<const int8_t*>(states_.memory[index] + span.row * states_.memory_strides[index]));
+  const int64_t row_bytes = int64_t{2} * model_.shape.d_model * model_.shape.slots * sizeof(float);
+  ahead_ = {ahead_rows_.data(), row_bytes, 0, std::min<int64_t>(row_bytes * static_cast<int64_t>(spans.size()), MOST_AHEAD)};
 }
 
 void Runner::norm_and_quantise(const float* gain, int tokens) {
@@ -135,10 +154,8 @@ void Runner::mix_slots(int index, const std::vector<Span>& spans, int tokens) {
   const Layer& layer = model_.layers[index];
   const int d = model_.shape.d_model, heads = model_.shape.heads;
   multiply(layer.project.view, quantised_, tokens, projected_.get(), 4 * d, false);
-  const int tiles = tiles_of(layer.routing.rows), parts = std::min(tiles, team_.size() == 1 ? 1 : team_.size() * TASKS_PER_THREAD);
-  team_.run(parts, [&](int part, int) {
-    model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, part * tiles / parts, (part + 1) * tiles / parts,
-                               routing_.get(), routing_stride_);
+  over_groups(layer.routing.rows, d, tokens, [&](int first, int last) {
+    model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, first, last, routing_.get(), routing_stride_, ahead_);
   });
   team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
     const Span& span = spans[task / heads];
@@ -147,26 +164,18 @@ void Runner::mix_slots(int index, const std::vector<Span>& spans, int tokens) {
       return states_.memory[index] + spans[number / heads].row * states_.memory_strides[index] +
              static_cast<int64_t>(number % heads) * model_.shape.slots * 2 * model_.head_dim;
     };
-    const float* next = task + 1 < static_cast<int>(spans.size()) * heads ? state_of(task + 1) : nullptr;
+    const auto tail_of = [&](int number) {
+      return states_.tails[index] + spans[number / heads].row * states_.tail_strides[index];
+    };
+    const bool is_last = task + 1 == static_cast<int>(spans.size()) * heads;
+    const float* next_state = is_last ? nullptr : state_of(task + 1);
+    const float* next_tail = is_last ? nullptr : tail_of(task + 1) + (task + 1) % heads * model_.head_dim;
     model_.kernels.slots(layer.slots, {head, span.tokens, projected_.get() + static_cast<int64_t>(span.first) * 4 * d,
                                        routing_.get() + static_cast<int64_t>(span.first) * routing_stride_, routing_stride_,
-                                       states_.tails[index] + span.row * states_.tail_strides[index],
-                                       state_of(task), mixed_.get() + static_cast<int64_t>(span.first) * d, next});
+                                       tail_of(task), state_of(task), mixed_.get() + static_cast<int64_t>(span.first) * d,
+                                       next_state, next_tail});
   });
-  for (const Span& span : spans) keep_tail(index, span);
-}
-
-// The last inputs of the convolution, oldest first: of the tail before, then of the span.
-void Runner::keep_tail(int index, const Span& span) {
-  const int length = model_.shape.taps - 1;
-  const int64_t width = 3 * model_.shape.d_model;
-  float* tail = states_.tails[index] + span.row * states_.tail_strides[index];
-  const int kept = std::max(0, length - span.tokens);
-  std::memmove(tail, tail + (length - kept) * width, kept * width * sizeof(float));
-  for (int i = kept; i < length; ++i) {
-    const int64_t token = span.first + span.tokens - length + i;
-    std::memcpy(tail + i * width, projected_.get() + token * 4 * model_.shape.d_model, width * sizeof(float));
-  }
+  look_ahead(index, spans);
 }
 
 void Runner::mix_attention(int index, const std::vector<Span>& spans, int tokens) {
