@@ -105,8 +105,9 @@ class StatePool:
         return self.spec.pack(self._storage, row)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        device = next(iter(self._storage.values())).device
-        return torch.tensor(rows, dtype=torch.int64, device=device)
+        device, index = next(iter(self._storage.values())).device, torch.tensor(rows, dtype=torch.int64)
+        # a copy of memory that may move would wait for all that a GPU has to do
+        return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def check_leased(self, rows: Sequence[int]) -> None:
         """Raises RuntimeError unless there are rows, leased and distinct."""
