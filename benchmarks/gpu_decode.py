@@ -167,6 +167,8 @@ def main() -> None:
             "eager": lambda: timings.eager_steps(bench),
             "long prompt": lambda: timings.long_prompt(bench, 2**20),
             "engine": lambda: timings.engine_steps(bench),
+            "arrivals": lambda: timings.engine_arrivals(bench),
+            "prompt times": lambda: timings.prompt_times(bench),
             "library products": lambda: timings.library_products(bench),
             "variants": lambda: timings.variants(bench),
             "step fp16": lambda: checks.check_steps(model, fp16, num_steps=16, num_rows=24),

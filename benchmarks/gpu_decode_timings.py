@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from nsm_core.execution.cuda.decode import DecodeStep
 from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.kernels import attention, slots
 from nsm_core.execution.cuda.kernels.linear import Linear, Stream, run_linear, tile_columns
-from nsm_core.execution.cuda.options import CudaWeights
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.execution.cuda.weights import SlotLayer, pack_weights
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.model.bundled import BUNDLED
@@ -280,3 +281,59 @@ def engine_steps(bench: Bench) -> Iterator[Row]:
             times.append(1e3 * (time.perf_counter() - started))
         ms = statistics.median(times)
         yield {"batch": batch, "temperature": temperature, "ms": ms, "tokens_per_s": round(1e3 * batch / ms)}
+
+
+def engine_arrivals(bench: Bench, *, num_slots: int = 256, num_requests: int = 1024) -> Iterator[Row]:
+    """Requests that come and go: as many as the slots run, each new one reads its prompt beside the others' tokens."""
+    from nsm_core.engine.engine import Engine
+    from nsm_core.engine.request import GenerationRequest
+    from nsm_core.sampling.params import SamplingParams
+    from nsm_core.tokenizer import Tokenizer
+
+    draw, config = random.Random(0), EngineConfig(max_slots=num_slots, token_budget=16384, queue_limit=num_requests)
+    engine = Engine(bench.model, Tokenizer.load(BUNDLED), fingerprint="", config=config, executor=CudaExecutor)
+    for phase in ("warm-up", "measured"):
+        for index in range(num_requests):
+            wishes = SamplingParams(max_tokens=draw.randint(64, 192), temperature=0.0, ignore_eos=True)
+            prompt = tuple(draw.randrange(1, 8192) for _ in range(draw.randint(16, 256)))
+            engine.add(GenerationRequest(request_id=f"{phase}-{index}", prompt_ids=prompt, sampling=wishes))
+        before, started, times = engine.stats(), time.perf_counter(), []
+        while engine.has_work:
+            step_started = time.perf_counter()
+            engine.step()
+            times.append(1e3 * (time.perf_counter() - step_started))
+        seconds, after = time.perf_counter() - started, engine.stats()
+    tokens = after.tokens_generated - before.tokens_generated
+    row: Row = {"slots": num_slots, "requests": num_requests, "steps": len(times), "s": seconds}
+    row |= {"tokens_per_s": round(tokens / seconds), "step_ms": statistics.median(times)}
+    yield row | {"step_ms_p99": statistics.quantiles(times, n=100)[98]}
+
+
+def prompt_times(bench: Bench) -> Iterator[Row]:
+    """A call that reads prompts, wall time: recorded, and with every kernel launched anew."""
+    readers = {
+        name: CudaExecutor(bench.model, num_rows=128, options=CudaOptions(graphs=graphs))
+        for name, graphs in (("recorded_ms", True), ("launched_ms", False))
+    }
+    for executor in readers.values():
+        for row in range(128):
+            executor.pool.lease(row)
+            executor.pool.write(row, executor.initial)
+    for num_rows, length in ((1, 16), (1, 100), (1, 500), (1, 2000), (1, 32768), (16, 100), (16, 500), (128, 100)):
+        texts = [[5] * length] * num_rows
+        row: Row = {"rows": num_rows, "tokens": length}
+        for name, executor in readers.items():
+            row[name] = _wall_ms(functools.partial(executor.read, range(num_rows), texts))
+        yield row
+
+
+def _wall_ms(work: Callable[[], object], repeats: int = 9) -> float:
+    times = []
+    for repeat in range(repeats + 2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)

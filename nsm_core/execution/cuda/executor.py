@@ -13,9 +13,10 @@ from nsm_core.execution.cuda.ahead import CudaLookAhead
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import run_linear
 from nsm_core.execution.cuda.options import CudaOptions
+from nsm_core.execution.cuda.prompt_reader import PromptReader
 from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.weights import pack_weights
-from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
+from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.device import to_device
 from nsm_core.sampling.kernel import LARGEST_VOCABULARY
 from nsm_core.sampling.sampler import draw_reference
@@ -23,8 +24,6 @@ from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-# Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
-PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
 
 
 class CudaExecutor:
@@ -46,13 +45,15 @@ class CudaExecutor:
         held_as = self.weights.rings(self.options.weights.ring_dtype)
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison, held_as=held_as)
         largest = next((bucket for bucket in BUCKETS if bucket >= num_rows), BUCKETS[-1])
-        self._prompts = prompt_model(model, self.options.weights.prompt_dtype)
+        prompts = prompt_model(model, self.options.weights.prompt_dtype)
+        self._prompts = PromptReader(prompts, self.pool, self._device, graphs=self.options.graphs)
         self._step = DecodeStep(self.weights, model.config, self.pool.tensors, largest)
         self._buckets = tuple(bucket for bucket in BUCKETS if bucket <= largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if self.options.capture_at_start and self.options.graphs:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
+            self._prompts.record_all()
         # tokens of larger vocabularies are chosen on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
         ahead = CudaLookAhead(self, model.config.vocab_size, self._device) if is_drawn_here else None
@@ -71,15 +72,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One right-padded batch: rows of very different lengths are better read by several calls."""
-        longest = max(len(row) for row in ids)
-        padded_ids = self._tensor([[*row, *[0] * (longest - len(row))] for row in ids])
-        is_ragged = any(len(row) < longest for row in ids)
-        lengths = self._tensor([len(row) for row in ids]) if is_ragged else None
-        piece_len = max(1, PREFILL_TOKENS // SUPER_CHUNK_LEN // len(rows)) * SUPER_CHUNK_LEN
-        hidden, state = self._prompts.forward(padded_ids, self.pool.gather(rows), lengths, piece_len=piece_len)
-        self.pool.scatter(rows, state)
-        return [hidden[index, : len(row)].float() for index, row in enumerate(ids)]
+        self.pool.check_leased(rows)
+        return self._prompts.read(rows, ids)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
