@@ -56,6 +56,8 @@ class NativeExecutor:
         if library is None:
             raise ValueError("the native kernels were not built")
         self._library = library
+        for tensor in self.pool.tensors.values():
+            library.nsm_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
         self._runner = self._new_runner(model.config.num_layers, num_threads)
         # Not at the interpreter's end: an engine's thread may be in a call then
         weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False

@@ -64,6 +64,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "nsm_model_get_rows": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER)),
     "nsm_model_free": (None, (_POINTER,)),
     "nsm_runner_new": (_POINTER, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_prefer_huge_pages": (None, (_POINTER, ctypes.c_int64)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
     "nsm_draw": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER)),

@@ -111,6 +111,9 @@ int nsm_model_get_rows(const void* model, int layer, int part, const int64_t* ro
 
 void nsm_model_free(void* model) { delete static_cast<Model*>(model); }
 
+// Of states, which steps go through as they do through weights.
+void nsm_prefer_huge_pages(void* memory, int64_t bytes) { nsm::prefer_huge_pages(memory, static_cast<size_t>(bytes)); }
+
 // memory, tails [num_layers]: the first row's slots or ring, and the convolution's tail (null where there is none); strides in
 // floats from row to row. The model must outlive the runner.
 void* nsm_runner_new(const void* model, int64_t* positions, float* const* memory, const int64_t* memory_strides,

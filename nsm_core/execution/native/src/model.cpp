@@ -11,6 +11,7 @@ namespace nsm {
 namespace {
 
 constexpr size_t HUGE_PAGE = size_t{2} << 20;
+constexpr int COLLAPSE = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack: at once, not when the system comes to it
 
 // Of a model, or of a const one; null: no matrix has this number.
 template <typename AnyModel>
@@ -46,6 +47,7 @@ void prefer_huge_pages(void* memory, size_t bytes) {
   if (begin + HUGE_PAGE > first + bytes) return;
   const size_t whole = static_cast<size_t>(first + bytes - begin) / HUGE_PAGE * HUGE_PAGE;
   madvise(begin, whole, MADV_HUGEPAGE);
+  madvise(begin, whole, COLLAPSE);
 #endif
 }
 

@@ -34,7 +34,7 @@ class Buffer {
   size_t count_ = 0;
 };
 
-// Asks for huge pages there; without them the memory is the same.
+// Puts memory on huge pages where the system has them, also if it is in use already; else it stays what it is.
 void prefer_huge_pages(void* memory, size_t bytes);
 
 // Memory for weights, on huge pages where the system has them: a step at one token streams through all of it, and small pages
