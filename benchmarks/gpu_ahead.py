@@ -1,10 +1,10 @@
 """What looking ahead changes on a GPU: `python -m benchmarks.gpu_ahead`. One line of JSON a result.
 
-First whether it changes anything: random requests (greedy and drawn, stop ids, kept states, arrivals at any step, a
-second turn) through an engine that waits for every step and one that looks ahead; tokens, ends and states must be equal
-to the bit. Prompts have one token there: longer ones are read together with others, by kernels whose bits depend on
-that. Then the time of a step with both, by turns: batches that nobody joins, and a full engine in which a request comes
-for each that ends. `--tiny` runs it on a small model without a GPU, in the kernels' interpreter.
+First whether it changes anything: random requests (greedy and drawn, stop ids and strings, kept states, prompts of many
+lengths, arrivals at any step, a second turn) through an engine that waits for every step and one that looks ahead;
+tokens, ends and states must be equal to the bit. Then the time of a step with both, by turns: batches that nobody
+joins, and a full engine in which a request comes for each that ends. `--tiny` runs it on a small model without a GPU,
+in the kernels' interpreter.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Subject:
 
     def __init__(self, model: NsmModel, *, has_gpu: bool) -> None:
         self.model, self.tokenizer = model, Tokenizer.load(BUNDLED)
+        # without a GPU longer ones are read together by operations whose bits depend on that
+        self._prompt_lengths = (1, 1, 5, 64, 100, 300) if has_gpu else (1,)
         self._options = CudaOptions() if has_gpu else CudaOptions(weights=CudaWeights.FP32, graphs=False)
 
     def engine(self, num_rows: int, *, looks_ahead: bool, token_budget: int = 0) -> Engine:
@@ -58,7 +60,7 @@ class Subject:
         return Engine(self.model, self.tokenizer, fingerprint=FINGERPRINT, config=config, executor=make)
 
     def random_request(self, draw: random.Random, name: str, resume: EndState | None = None) -> GenerationRequest:
-        """A tenth of the requests end by one of their stop ids in a few tokens, on average."""
+        """Many end by a stop, some of them in a few tokens."""
         vocabulary = self.model.config.vocab_size
         sampling = SamplingParams(
             max_tokens=draw.randint(1, 60),
@@ -67,16 +69,16 @@ class Subject:
             seed=draw.getrandbits(60),
             ignore_eos=draw.random() < 0.5,
             stop_token_ids=tuple(draw.sample(range(min(300, vocabulary)), draw.choice((0, 3, 7)))),
-            stop=draw.choice(((), ("the",))),
+            stop=draw.choice(((), (), ("\n\n", "the end"), ("the",))),
         )
-        prompt_ids = (draw.randrange(vocabulary),)
+        prompt_ids = tuple(draw.randrange(vocabulary) for _ in range(draw.choice(self._prompt_lengths)))
         if resume is not None and resume.pending is not None:
-            prompt_ids = (resume.pending,)
+            prompt_ids = (resume.pending, *prompt_ids[1:])
         return GenerationRequest(
             request_id=name,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            keep_state=not sampling.stop,
+            keep_state=draw.random() < 0.7,
             resume=None if resume is None else _stored(resume),
         )
 
@@ -103,7 +105,7 @@ def run(engine: Engine, requests: list[GenerationRequest], seed: int) -> dict[st
 def check_identity(subject: Subject, num_requests: int, num_rows: int) -> Iterator[Row]:
     """Two turns; the second resumes the states of the first."""
     draw = random.Random(0)
-    engines = [subject.engine(num_rows, looks_ahead=looks_ahead) for looks_ahead in (False, True)]
+    engines = [subject.engine(num_rows, looks_ahead=looks_ahead, token_budget=16384) for looks_ahead in (False, True)]
     requests = [subject.random_request(draw, str(index)) for index in range(num_requests)]
     for turn in (1, 2):
         want, got = (run(engine, requests, seed=turn) for engine in engines)

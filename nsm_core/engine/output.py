@@ -74,19 +74,15 @@ class OutputStream:
         self._ignores_eos = params.ignore_eos
         end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
         self.end_ids = frozenset((*params.stop_token_ids, *end_ids))
-        self._not_plain = self.end_ids | {NOT_FINITE}
+        # Tokens with which text may begin to be held back, or a stop string be found whole
+        self.holding_ids = frozenset().union(*(tokenizer.ids_by_byte[byte] for byte in self._stops.starts))
+        self._not_plain = self.end_ids | self.holding_ids | {NOT_FINITE}
         self._place = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
         self._held = b""  # the last bytes, not visible yet
         self._pieces: deque[_Piece] = deque()  # the tokens that hold them, oldest first
         self._is_finished = False
-
-    @property
-    def holding_ids(self) -> frozenset[int]:
-        """Ids with which text may begin to be held back, or a stop string be found whole."""
-        by_byte = self._tokenizer.ids_by_byte
-        return frozenset().union(*(by_byte[byte] for byte in self._stops.starts))
 
     def feed(self, token_id: int) -> Step:
         """The next sampled token. Raises RuntimeError after the end."""
@@ -100,12 +96,14 @@ class OutputStream:
         return self._feed_bytes(self._tokenizer.token_bytes(token_id))
 
     def feed_plain(self, token_id: int) -> str | None:
-        """`feed` of an output without stop strings, for most of its tokens: the text. None, and nothing done, for a
-        token that is more than that: the end, or no token at all.
+        """`feed` of a token that does nothing but show its text, as most do: the text. None, and nothing done, where
+        there may be more to it: the end, no token at all, text that is held back.
         """
-        if token_id in self._not_plain:
+        if token_id in self._not_plain or self._place != ROOT:
             return None
         self._num_tokens += 1
+        if self._has_stops:
+            self._num_bytes += len(self._tokenizer.token_bytes(token_id))
         return self._decoder.feed(token_id)
 
     def finish(self) -> str:

@@ -44,7 +44,7 @@ class RunningSequence:
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
         # What penalties look at, and nobody else: an array as long as the vocabulary
         self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
-        is_plain = self._counts is None and not request.sampling.stop and not request.sampled_ids
+        is_plain = self._counts is None and not request.sampled_ids
         self._num_plain = self.params.max_tokens - 1 if is_plain else 0
         reread = _settled(request, tokenizer)
         for token_id in reread:
@@ -100,7 +100,7 @@ class RunningSequence:
 
     def take_plain(self, token_id: int) -> str | None:
         """One more sampled token where it brings text and nothing else: the text. None, and nothing done, for all
-        others: the first and the last, ids that end a text, those of requests with penalties or stop strings.
+        others: the first and the last, ids that end a text or hold it back, those of requests with penalties.
         """
         if not 0 < len(self.sampled) < self._num_plain:
             return None

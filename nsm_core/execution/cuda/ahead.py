@@ -47,7 +47,8 @@ class CudaLookAhead:
     @torch.inference_mode()
     def pause_at(self, row: int, ids: Collection[int]) -> None:
         pauses = np.zeros(self._pauses.shape[1], np.uint8)
-        pauses[list(ids)] = 1
+        given = np.fromiter(ids, np.int64, len(ids))
+        pauses[given[given < len(pauses)]] = 1  # a tokenizer may have more ids than the model says
         self._pauses[row].copy_(to_device(pauses, self._device))
 
     @torch.inference_mode()
