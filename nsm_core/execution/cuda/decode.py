@@ -86,6 +86,7 @@ class DecodeStep:
         self._weights, self._config, self._states = weights, config, states
         self._inputs = torch.full((2 * _even(max_batch),), NO_ROW, dtype=torch.int64, device=device)
         self._buffers = make_buffers(weights, config, self.inputs(max_batch))
+        self._cut: dict[int, Buffers] = {}  # by batch: views take longer to make than a launch
         has_attention = any(isinstance(layer.mixer, AttentionLayer) for layer in weights.layers)
         self._turns = _turns(config, device) if has_attention else None
         self._may_chain = may_chain(device)
@@ -96,8 +97,10 @@ class DecodeStep:
 
     def buffers(self, batch: int) -> Buffers:
         """Those of the first `batch` rows."""
-        inputs = self.inputs(batch)
-        return dataclasses.replace(self._buffers.first(batch), rows=inputs[0, :batch], ids=inputs[1, :batch])
+        if batch not in self._cut:
+            inputs, first = self.inputs(batch), self._buffers.first(batch)
+            self._cut[batch] = dataclasses.replace(first, rows=inputs[0, :batch], ids=inputs[1, :batch])
+        return self._cut[batch]
 
     def run(self, batch: int) -> None:
         """Reads `inputs`; hidden vectors are in the buffers afterwards. No state is touched for padding."""

@@ -17,7 +17,7 @@ from nsm_core.state.spec import State
 
 # Tokens and rows that are recorded: what is read is padded to the next ones, which changes no bit of it.
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 32)
 MAX_RECORDED_TOKENS = 16384  # padding included; with more, the device works longer than Python launches
 # Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
 PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN

@@ -11,8 +11,10 @@ from nsm_core.errors import Overloaded
 from tests.counts import scaled
 
 
-def make_scheduler(*, max_slots: int = 4, token_budget: int = 256, queue_limit: int = 100) -> Scheduler:
-    return Scheduler(max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit)
+def make_scheduler(
+    *, max_slots: int = 4, token_budget: int = 256, queue_limit: int = 100, prompt_unit: int = 1
+) -> Scheduler:
+    return Scheduler(max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit, prompt_unit=prompt_unit)
 
 
 def advance(scheduler: Scheduler) -> Plan:
@@ -188,3 +190,35 @@ def test_random_traces_keep_every_rule(max_slots: int, spare: int, trace: list[t
     for name in shadow.names:
         scheduler.remove(name)
     assert scheduler.plan().is_empty
+
+
+@given(
+    token_budget=st.integers(6, 400),
+    prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 5)), min_size=1, max_size=8),
+    border=st.integers(1, 900),
+)
+@settings(max_examples=scaled(80, 500), deadline=None)
+def test_where_the_cut_matters_it_depends_on_the_prompt_alone(
+    token_budget: int, prompts: list[tuple[int, int]], border: int
+) -> None:
+    unit, scheduler = 64, make_scheduler(max_slots=6, token_budget=token_budget, prompt_unit=64)
+    lengths = {str(index): length for index, (length, _) in enumerate(prompts)}
+    unread, slots, steps = dict(lengths), dict[int, str](), 0
+    while unread:
+        for index, (length, arrival) in enumerate(prompts):
+            if arrival == steps:
+                scheduler.add(str(index), prompt_len=length, borders=(border,) if border < length else ())
+        plan = advance(scheduler)
+        slots |= {admission.slot: admission.request_id for admission in plan.admitted}
+        assert plan.num_tokens <= max(token_budget, len(plan.decode) + unit)
+        assert plan.prefill or not scheduler.num_running or len(plan.decode) == scheduler.num_running
+        for chunk in plan.prefill:
+            name = slots[chunk.slot]
+            begin = border if chunk.start >= border else 0
+            assert (chunk.start - begin) % unit == 0
+            unread[name] -= chunk.length
+            if not unread[name]:
+                del unread[name]
+                scheduler.remove(name)
+        steps += 1
+        assert steps < 2000

@@ -50,6 +50,24 @@ def test_copy_has_memory_of_its_own() -> None:
     assert kept["slots"].unique().tolist() == [5]
 
 
+@pytest.mark.parametrize("rows", [(1, 2), (3, 0)], ids=str)
+def test_what_is_held_in_fewer_bits_is_rounded_once(rows: tuple[int, ...]) -> None:
+    pool = StatePool(SPEC, 4, poison=True, held_as={"slots": torch.bfloat16})
+    assert pool.num_bytes == 4 * (8 + 2 * 6)
+    for row in rows:
+        pool.lease(row)
+    state = make_state(5, 6)
+    state["slots"] += torch.rand(2, 2, 3)
+    pool.scatter(rows, state)
+    held = pool.gather(rows)
+    assert held["slots"].dtype == torch.float32
+    assert held["slots"].equal(state["slots"].bfloat16().float())
+    packed = pool.pack(rows[0])
+    assert packed == SPEC.pack(held)
+    pool.write(rows[0], SPEC.unpack(packed))
+    assert pool.pack(rows[0]) == packed
+
+
 def test_pack_is_the_bytes_of_one_row() -> None:
     pool = make_pool(leased=(0, 1, 2))
     pool.scatter((0, 1, 2), make_state(7, 8, 9))
