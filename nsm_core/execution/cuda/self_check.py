@@ -10,6 +10,7 @@ from nsm_core.execution.cuda.options import CudaWeights
 from nsm_core.model.nsm import NsmModel
 
 NUM_TOKENS = 2
+PROMPT_LENGTHS = (100, 70, 5)
 REPEATS = 3
 # Relative, of logits against the model as it is written in fp32; some twenty times what was seen
 TOLERANCE = {CudaWeights.BF16: 0.06, CudaWeights.FP16: 0.01, CudaWeights.FP32: 1e-4}
@@ -17,10 +18,14 @@ TOLERANCE = {CudaWeights.BF16: 0.06, CudaWeights.FP16: 0.01, CudaWeights.FP32: 1
 
 @torch.inference_mode()
 def why_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
-    """Reads a few tokens in all rows of the pool, none of which may be leased; None where all is well.
+    """Reads a few tokens and prompts in rows of the pool, none of which may be leased; None where all is well.
 
-    A row in the full batch must have the bits that it has alone, every time, and be near the model as it is written.
+    A row beside others must have the bits that it has alone, every time, and be near the model as it is written.
     """
+    return _why_steps_are_wrong(executor, model) or _why_prompts_are_wrong(executor, model)
+
+
+def _why_steps_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
     num_rows = executor.pool.num_rows
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (NUM_TOKENS, num_rows), generator=generator)
@@ -34,20 +39,55 @@ def why_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
     for token in ids[:, some].to(batches[0].device):
         hidden, state = model.step(token, state)
         want = model.logits(hidden)
-    error = float((batches[0][some] - want).norm() / want.norm().clamp(min=1e-30))
+    return _why_too_far(executor, batches[0][some], want, "logits")
+
+
+def _why_prompts_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
+    generator, device = torch.Generator().manual_seed(1), model.embedding.weight.device
+    lengths = PROMPT_LENGTHS[: executor.pool.num_rows]
+    texts = [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    beside = _read(executor, texts)
+    for text, hidden in zip(texts, beside, strict=True):
+        # without a GPU the scan over slots goes through the library, whose sums depend on shapes
+        if device.type == "cuda" and not hidden.equal(_read(executor, [text])[0]):
+            return f"a prompt of {len(text)} tokens has other bits than alone"
+    want, _ = model.forward(torch.tensor(texts[:1], device=device), model.initial_state(1))
+    return _why_too_far(executor, executor.logits(beside[0]), model.logits(want[0]), "logits of a prompt")
+
+
+def _why_too_far(executor: CudaExecutor, got: Tensor, want: Tensor, what: str) -> str | None:
+    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
     tolerance = TOLERANCE[executor.options.weights]
-    return None if error <= tolerance else f"logits are off by {error:.2g}, {tolerance:g} is allowed"
+    return None if error <= tolerance else f"{what} are off by {error:.2g}, {tolerance:g} is allowed"
+
+
+def _read(executor: CudaExecutor, texts: list[list[int]]) -> list[Tensor]:
+    """Texts from the start, one a row: hidden [length,d] of each. The rows are free again."""
+    rows = list(range(len(texts)))
+    _lease(executor, rows)
+    try:
+        return executor.read(rows, texts)
+    finally:
+        _free(executor, rows)
+
+
+def _lease(executor: CudaExecutor, rows: list[int]) -> None:
+    for row in rows:
+        executor.pool.lease(row)
+        executor.pool.write(row, executor.initial)
+
+
+def _free(executor: CudaExecutor, rows: list[int]) -> None:
+    for row in rows:
+        executor.pool.free(row)
 
 
 def _logits(executor: CudaExecutor, rows: list[int], ids: Tensor) -> Tensor:
     """ids [tokens, len(rows)], read from the start; logits [len(rows), V] after the last. The rows are free again."""
-    for row in rows:
-        executor.pool.lease(row)
-        executor.pool.write(row, executor.initial)
+    _lease(executor, rows)
     try:
         for token in ids.tolist():
             hidden = executor.step(rows, token)
         return executor.logits(hidden)
     finally:
-        for row in rows:
-            executor.pool.free(row)
+        _free(executor, rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,3 +50,12 @@ def test_wrong_numbers_are_found_and_refused_at_the_start(model: NsmModel, monke
     monkeypatch.setattr(executor_module, "CudaExecutor", Wrong)
     with pytest.raises(ConfigError, match=r"logits are off by 0\.5, 0\.0001 is allowed\): set NSM_EXECUTOR=eager"):
         choose._make_cuda(model, num_rows=2, poison=False, options=OPTIONS)
+
+
+def test_prompts_that_are_read_wrong_are_found(model: NsmModel) -> None:
+    class Wrong(CudaExecutor):
+        def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+            return [hidden * 1.5 for hidden in super().read(rows, ids)]
+
+    reason = why_wrong(Wrong(model, num_rows=2, options=OPTIONS), model)
+    assert reason == "logits of a prompt are off by 0.5, 0.0001 is allowed"
