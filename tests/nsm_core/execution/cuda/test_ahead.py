@@ -74,7 +74,7 @@ def test_rows_that_go_on_are_those_of_a_plain_step_and_the_others_keep_their_bit
     look_ahead = ahead.look_ahead
     assert look_ahead is not None
     for row, pauses in enumerate(((20,), (19, 20), (), (6,))):
-        look_ahead.pause_at(row, (1, 2, 21))
+        look_ahead.pause_at(row, (1, 2, 21, 999))
         look_ahead.pause_at(row, pauses)  # instead
     hidden = look_ahead.step(
         (0, 1, 2, 3),
