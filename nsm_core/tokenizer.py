@@ -63,6 +63,7 @@ class Tokenizer:
         self.end_of_text_id: int = end_id
         self.vocab_size: int = inner.get_vocab_size()
         self._token_bytes: tuple[bytes, ...] = tuple(_all_token_bytes(inner))
+        self._ids_with = functools.lru_cache(maxsize=64)(self._find_ids_with)
         self._byte_ids = {raw[0]: token_id for token_id, raw in enumerate(self._token_bytes) if len(raw) == 1}
         self.fingerprint: str = hashlib.sha256(inner.to_str().encode()).hexdigest()
         if len(self._byte_ids) != 256:
@@ -149,14 +150,14 @@ class Tokenizer:
         """The texts of tokens that are ASCII, by id: nearly all."""
         return {token_id: raw.decode("ascii") for token_id, raw in enumerate(self._token_bytes) if raw.isascii()}
 
-    @functools.cached_property
-    def ids_by_byte(self) -> Mapping[int, frozenset[int]]:
-        """For each byte the ids of tokens that have it somewhere."""
-        found: dict[int, set[int]] = {byte: set() for byte in range(256)}
-        for token_id, raw in enumerate(self._token_bytes):
-            for byte in raw:
-                found[byte].add(token_id)
-        return {byte: frozenset(ids) for byte, ids in found.items()}
+    def ids_with(self, some: frozenset[int]) -> frozenset[int]:
+        """Ids of the tokens that have one of these bytes. The same value for the same bytes, as long as few others are
+        asked for: hundreds of requests then look into one set.
+        """
+        return self._ids_with(some)
+
+    def _find_ids_with(self, some: frozenset[int]) -> frozenset[int]:
+        return frozenset(token_id for token_id, raw in enumerate(self._token_bytes) if not some.isdisjoint(raw))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of `ids`. Raises InvalidRequest for an unknown id."""

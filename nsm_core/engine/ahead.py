@@ -22,12 +22,16 @@ from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.sampling.sampler import is_plain
 from nsm_core.state.spec import State
 
+# Of the vocabulary. A request that pauses at more of it would have a step in vain for many of its tokens.
+MAX_PAUSING_SHARE = 0.125
+
 
 def may_look_ahead(sequence: RunningSequence) -> bool:
     """Whether the sequence may be in a step that is launched before the last one is over.
 
     Not where the host has a part in each token: log-probabilities, bias, penalties, routing that is told, ids that are
-    given. Nor shortly before a state is copied because a text has been held back for long.
+    given. Nor where a stop string begins with what many tokens have, and shortly before a state is copied because a
+    text has been held back for long.
     """
     request = sequence.request
     is_scored = request.prompt_logprobs is not None and not sequence.sampled
@@ -37,6 +41,7 @@ def may_look_ahead(sequence: RunningSequence) -> bool:
         and request.num_states is None
         and sequence.given_id is None
         and not is_scored
+        and len(sequence.pausing_ids) <= MAX_PAUSING_SHARE * sequence.vocab_size
         and not sequence.rewind_points.is_copy_near(num_fed=len(sequence.sampled))
     )
 

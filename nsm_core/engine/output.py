@@ -27,6 +27,7 @@ class StopMatch:
     tail: bytes = b""
 
 
+NO_IDS: frozenset[int] = frozenset()
 NO_STOPS = StopStrings(())
 
 
@@ -75,8 +76,8 @@ class OutputStream:
         end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
         self.end_ids = frozenset((*params.stop_token_ids, *end_ids))
         # Tokens with which text may begin to be held back, or a stop string be found whole
-        self.holding_ids = frozenset().union(*(tokenizer.ids_by_byte[byte] for byte in self._stops.starts))
-        self._not_plain = self.end_ids | self.holding_ids | {NOT_FINITE}
+        self.holding_ids = tokenizer.ids_with(self._stops.starts) if params.stop else NO_IDS
+        self._not_plain = self.end_ids | {NOT_FINITE}
         self._place = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
@@ -99,7 +100,7 @@ class OutputStream:
         """`feed` of a token that does nothing but show its text, as most do: the text. None, and nothing done, where
         there may be more to it: the end, no token at all, text that is held back.
         """
-        if token_id in self._not_plain or self._place != ROOT:
+        if token_id in self._not_plain or token_id in self.holding_ids or self._place != ROOT:
             return None
         self._num_tokens += 1
         if self._has_stops:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nsm_core.engine.output import OutputStream, Step
+from nsm_core.engine.output import NO_IDS, OutputStream, Step
 from nsm_core.engine.request import GenerationRequest, PromptState
 from nsm_core.engine.rewind import RewindPoints
 from nsm_core.engine.timeline import Timeline
@@ -14,7 +14,6 @@ from nsm_core.sampling.device import pack_wishes
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 
-NO_IDS: frozenset[int] = frozenset()
 NO_COUNTS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -32,6 +31,7 @@ class RunningSequence:
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
+        self.vocab_size = tokenizer.vocab_size
         self.num_in_flight = 0  # tokens whose sampling was launched, and whose ids are not known here yet
         self.num_fed_before_drafts: int | None = None  # set while the state is one from before refused drafts
         self.prompt_scores: list[TokenLogprob] = []
