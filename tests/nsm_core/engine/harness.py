@@ -134,6 +134,9 @@ def looking_ahead(factory: ExecutorFactory = EagerExecutor) -> ExecutorFactory:
     return make
 
 
+default_executor: ExecutorFactory = EagerExecutor  # of make_engine; conftest.py changes it
+
+
 @dataclasses.dataclass
 class Outcome:
     """All that one request gave."""
@@ -182,14 +185,22 @@ def make_engine(
     token_budget: int = 64,
     queue_limit: int = 64,
     clock: Callable[[], float] = lambda: 0.0,
-    executor: ExecutorFactory = EagerExecutor,
+    executor: ExecutorFactory | None = None,
     speculation: str = "lookup",
 ) -> Engine:
     """An engine whose free rows are NaN."""
     config = EngineConfig(
         max_slots=max_slots, token_budget=token_budget, queue_limit=queue_limit, speculation=speculation
     )
-    return Engine(model, tokenizer, fingerprint=FINGERPRINT, config=config, executor=executor, clock=clock, poison=True)
+    return Engine(
+        model,
+        tokenizer,
+        fingerprint=FINGERPRINT,
+        config=config,
+        executor=executor or default_executor,
+        clock=clock,
+        poison=True,
+    )
 
 
 def make_request(

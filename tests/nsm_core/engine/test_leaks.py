@@ -18,6 +18,8 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 
+pytestmark = pytest.mark.usefixtures("waiting_or_ahead")
+
 SECRET_LEN = 12
 QUESTION = random_ids(99, 6)
 

@@ -24,6 +24,8 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 
+pytestmark = pytest.mark.usefixtures("waiting_or_ahead")
+
 PLACES = (1, 64, 65, 100, 129)
 
 
