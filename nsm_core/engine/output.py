@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ class Step(NamedTuple):
     holding_since: int | None = None
 
 
+@functools.lru_cache(maxsize=64)
+def _shared(ids: frozenset[int]) -> frozenset[int]:
+    """One value for equal ones: hundreds of requests then look into the same memory."""
+    return ids
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
     """The bytes of a token that may yet be cut: `start` is where they begin in the whole output."""
@@ -77,7 +84,7 @@ class OutputStream:
         self.end_ids = frozenset((*params.stop_token_ids, *end_ids))
         # Tokens with which text may begin to be held back, or a stop string be found whole
         self.holding_ids = tokenizer.ids_with(self._stops.starts) if params.stop else NO_IDS
-        self._not_plain = self.end_ids | {NOT_FINITE}
+        self._not_plain = _shared(self.end_ids | {NOT_FINITE})
         self._place = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far

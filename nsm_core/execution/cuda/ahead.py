@@ -54,24 +54,35 @@ class CudaLookAhead:
     @torch.inference_mode()
     def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
         self._steps.pool.check_leased(rows)
-        given = np.stack((np.array(rows, np.int64), upcoming.ids, upcoming.sources))
         most = self._steps.largest_batch
-        parts = [self._step_once(given[:, at : at + most], upcoming.sampled) for at in range(0, len(rows), most)]
+        parts = [
+            self._step_once(
+                rows[at : at + most], upcoming.ids[at : at + most], upcoming.sources[at : at + most], upcoming.sampled
+            )
+            for at in range(0, len(rows), most)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def beside(self) -> AbstractContextManager[object]:
         """A stream of its own, which waits for nothing: steps that touched the rows must have been waited for."""
         return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
 
-    def _step_once(self, given: npt.NDArray[np.int64], sampled: Tensor | None) -> Tensor:
-        num_rows = given.shape[1]
+    def _step_once(
+        self,
+        rows: Sequence[int],
+        ids: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.int64],
+        sampled: Tensor | None,
+    ) -> Tensor:
+        num_rows = len(rows)
         inputs = self._steps.inputs(num_rows)
-        padded = np.full((3, inputs.shape[1]), NO_ROW, np.int64)
-        padded[1] = 0
-        padded[:, :num_rows] = given
+        given = np.zeros((3, inputs.shape[1]), np.int64)
+        given[0, :num_rows], given[0, num_rows:] = rows, NO_ROW
+        given[1, :num_rows] = ids
+        given[2, :num_rows], given[2, num_rows:] = sources, -1
         with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
             follow(
-                given=to_device(padded, self._device),
+                given=to_device(given, self._device),
                 sampled=sampled,
                 pauses=self._pauses,
                 rows=inputs[0],
