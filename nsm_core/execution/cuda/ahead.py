@@ -42,7 +42,15 @@ class CudaLookAhead:
     def __init__(self, steps: Recorded, vocab_size: int, device: torch.device) -> None:
         self._steps, self._device = steps, device
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
+        self._nothing = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self._compile()
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _compile(self) -> None:
+        """Now, not when the first request comes."""
+        given, (rows, ids) = torch.full((3, 2), NO_ROW, device=self._device), torch.zeros_like(self._nothing)
+        with torch.cuda.device_of(given):  # type: ignore[no-untyped-call]
+            follow(given=given, sampled=self._nothing, pauses=self._pauses, rows=rows, ids=ids, no_row=NO_ROW)
 
     @torch.inference_mode()
     def pause_at(self, row: int, ids: Collection[int]) -> None:
@@ -83,7 +91,7 @@ class CudaLookAhead:
         with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
             follow(
                 given=to_device(given, self._device),
-                sampled=sampled,
+                sampled=self._nothing if sampled is None else sampled,
                 pauses=self._pauses,
                 rows=inputs[0],
                 ids=inputs[1],

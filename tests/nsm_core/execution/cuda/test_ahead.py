@@ -55,7 +55,7 @@ def test_without_a_step_before_it_all_ids_are_the_hosts() -> None:
     given = torch.tensor([[2, 3], [5, 9], [-1, -1]], device=DEVICE)
     rows, ids = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
     follow(
-        given=given, sampled=None, pauses=torch.ones(4, 40, dtype=torch.uint8, device=DEVICE), rows=rows, ids=ids,
+        given=given, sampled=ids, pauses=torch.ones(4, 40, dtype=torch.uint8, device=DEVICE), rows=rows, ids=ids,
         no_row=-1,
     )  # fmt: skip
     assert (rows.tolist(), ids.tolist()) == ([2, 3], [5, 9])
