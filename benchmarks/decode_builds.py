@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernel_builds import registers
-from nsm_core.execution.cuda.kernels import attention, linear, rows, slots
+from nsm_core.execution.cuda.kernels import ahead, attention, linear, rows, slots
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
-UNALIGNED = {"num_rows", "width", "num_pieces"}
+UNALIGNED = {"num_rows", "width", "num_pieces", "batch", "no_row"}
 TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_ptr": "*i64", "turns_ptr": "*fp64"}
 BF16, FP32 = "*bf16", "*fp32"
 SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
@@ -98,7 +98,9 @@ def build_others() -> list[bool]:
     softmax = {"projected_ptr": BF16, "out_ptr": BF16}
     ring = {"projected_ptr": BF16, "ring_ptr": "*fp16", "out_ptr": BF16}
     warps = {"num_warps": slots.NUM_WARPS}
+    ids = {"given_ptr": "*i64", "sampled_ptr": "*i64", "pauses_ptr": "*u8"}
     return [
+        build("follow", ahead._follow, ids, {}, num_warps=1),
         build("begin", rows._begin, {"low_ptr": BF16}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
         build("final norm", rows._final_norm, {}, {"D": 512, "WIDTH": 512}, num_warps=1),
         build("slots, sigmoid", slots._slot_step, sigmoid, SLOTS | {"TOP_K": 0}, **warps),
