@@ -69,6 +69,10 @@ class LaunchedStep:
         """The ids of `slots`, NOT_FINITE for one whose numbers are not finite."""
         return self.tokens.wait()
 
+    def has(self, slot: int, sequence: RunningSequence) -> bool:
+        """Whether it is computed for this sequence, as far as is known."""
+        return self.sequences.get(slot) is sequence and slot not in self.paused
+
     def has_any(self, running: Mapping[int, RunningSequence]) -> bool:
         """Whether one of its sequences is not over."""
         return any(running.get(slot) is sequence for slot, sequence in self.sequences.items())
@@ -81,7 +85,7 @@ class LaunchedStep:
 
     def pause(self, slot: int, sequence: RunningSequence) -> None:
         """The sequence's last token, known by now, was one that it pauses at."""
-        if self.sequences.get(slot) is sequence and slot not in self.paused:
+        if self.has(slot, sequence):
             sequence.num_in_flight -= 1
             self.paused.add(slot)
             self.ending.discard(slot)

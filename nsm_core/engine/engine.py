@@ -174,7 +174,7 @@ class Engine:
     def _charge_in_flight(self, sequence: RunningSequence) -> None:
         """For its part in the step in flight, whose result it will not see."""
         launched, slot = self._launched, sequence.slot
-        if launched is not None and slot is not None and launched.sequences.get(slot) is sequence:
+        if launched is not None and slot is not None and launched.has(slot, sequence):
             seconds = self._outcomes.seconds_of(launched)
             self._accounts.charge_share(launched.plan, slot, sequence.request.request_id, seconds)
 
