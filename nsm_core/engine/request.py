@@ -90,7 +90,7 @@ class PromptState:
     state: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class TokenEvent:
     """One sampled token: `index` counts from 1; `text` is what became visible with it (may be empty).
 
@@ -102,6 +102,27 @@ class TokenEvent:
     text: str
     logprob: TokenLogprob | None = None
     routing: TokenRouting | None = dataclasses.field(default=None, compare=False)
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        token_id: int,
+        text: str,
+        logprob: TokenLogprob | None = None,
+        routing: TokenRouting | None = None,
+    ) -> None:
+        # Steps make hundreds of them: the generated form, by object.__setattr__, takes nearly twice the time
+        _set_index(self, index)
+        _set_token_id(self, token_id)
+        _set_text(self, text)
+        _set_logprob(self, logprob)
+        _set_routing(self, routing)
+
+
+_set_index, _set_token_id, _set_text, _set_logprob, _set_routing = (
+    TokenEvent.__dict__[field.name].__set__ for field in dataclasses.fields(TokenEvent)
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
