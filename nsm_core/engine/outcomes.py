@@ -58,7 +58,8 @@ class Outcomes:
             self._live.running[slot].prompt_scores += scores
         for chunk in plan.prefill:
             if chunk.start + chunk.length in self._live.running[chunk.slot].request.keep_states_at:
-                self._keep_prompt_state(chunk, self._runner.pack(chunk.slot))
+                # a step that sampled nothing was not waited for
+                self._keep_prompt_state(chunk, self._runner.pack(chunk.slot, is_at_rest=False))
         for slot, sampled in result.sampled.items():
             if slot in drafts:
                 self._take_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)

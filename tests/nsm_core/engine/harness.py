@@ -99,6 +99,7 @@ class FakeLookAhead:
         self._width = 1
         self._pauses: dict[int, frozenset[int]] = {}
         self.num_left_out = 0  # times that a row was not touched
+        self.num_beside = 0  # times that something was read without waiting
 
     def pause_at(self, row: int, ids: Collection[int]) -> None:
         self._pauses[row] = frozenset(ids)
@@ -120,6 +121,7 @@ class FakeLookAhead:
         return hidden
 
     def beside(self) -> AbstractContextManager[object]:
+        self.num_beside += 1
         return nullcontext()
 
 

@@ -379,6 +379,14 @@ def test_states_in_a_prompt_are_those_of_their_places(
     assert [event.position for event in outcome.events if isinstance(event, PromptState)] == list(places)
 
 
+def test_states_in_a_prompt_of_a_step_that_nobody_waited_for_are_waited_for(tiny_tokenizer: Tokenizer) -> None:
+    """Beside log-probabilities steps are not launched ahead; and a step that ends inside a prompt samples nothing."""
+    pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, max_slots=2, token_budget=4)
+    request = make_request(prompt_ids=random_ids(1, 10), max_tokens=2, logprobs=0, keep_state=False)
+    pair.compare([dataclasses.replace(request, keep_states_at=(3, 8))])
+    assert pair.fake.num_beside == 0
+
+
 def test_scored_prompts_and_given_ids_come_first_and_what_follows_looks_ahead(
     tiny_tokenizer: Tokenizer, notes: list[str]
 ) -> None:
