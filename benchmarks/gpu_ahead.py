@@ -10,6 +10,7 @@ in the kernels' interpreter.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -49,9 +50,12 @@ class Subject:
         self._prompt_lengths = (1, 1, 5, 64, 100, 300) if has_gpu else (1,)
         self._options = CudaOptions() if has_gpu else CudaOptions(weights=CudaWeights.FP32, graphs=False)
 
-    def engine(self, num_rows: int, *, looks_ahead: bool, token_budget: int = 0) -> Engine:
+    def engine(self, num_rows: int, *, looks_ahead: bool, token_budget: int = 0, records_all: bool = False) -> Engine:
+        """`records_all`: graphs of all sizes are recorded before it is used."""
+        options = dataclasses.replace(self._options, capture_at_start=records_all)
+
         def make(model: NsmModel, *, num_rows: int, poison: bool) -> CudaExecutor:
-            executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=self._options)
+            executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
             if not looks_ahead:
                 executor.look_ahead = None
             return executor
@@ -159,7 +163,7 @@ def arriving(subject: Subject, num_rows: int, num_requests: int, prompt_len: int
     row: Row = {"rows": num_rows, "requests": num_requests, "prompt": prompt_len, "keep_state": keep_state}
     for name in ("waits", "ahead"):
         draw = random.Random(0)
-        engine = subject.engine(num_rows, looks_ahead=name == "ahead", token_budget=16384)
+        engine = subject.engine(num_rows, looks_ahead=name == "ahead", token_budget=16384, records_all=True)
         for index in range(num_requests):
             wishes = SamplingParams(max_tokens=draw.randint(32, 160), temperature=1.0, seed=index, ignore_eos=True)
             prompt = tuple(draw.randrange(1, 256) for _ in range(prompt_len))
