@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import statistics
 import time
@@ -238,6 +239,8 @@ def eager_steps(bench: Bench) -> Iterator[Row]:
 
 def long_prompt(bench: Bench, num_tokens: int, chunk: int = 32768, limit_s: float = 25.0) -> Iterator[Row]:
     """One row reads a prompt chunk by chunk, as the engine gives it."""
+    gc.collect()  # graphs of executors that are gone
+    torch.cuda.empty_cache()
     executor = CudaExecutor(bench.model, num_rows=1)
     executor.pool.lease(0)
     executor.pool.write(0, executor.initial)

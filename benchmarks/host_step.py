@@ -79,6 +79,8 @@ class NoExecutor:
 class NoLookAhead:
     """Launches nothing."""
 
+    min_rows = 1
+
     def __init__(self, executor: NoExecutor) -> None:
         self._executor = executor
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.execution.base import Upcoming
+from nsm_core.execution.base import LookAhead, Upcoming
 from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.sampling.sampler import is_plain
 from nsm_core.state.spec import State
@@ -104,9 +104,9 @@ class LaunchedStep:
 class Hindrances:
     """The running requests of one engine in whose company no step is launched ahead."""
 
-    def __init__(self, *, is_possible: bool) -> None:
-        """`is_possible`: whether the executor can, and nothing else speaks against it."""
-        self._is_possible = is_possible
+    def __init__(self, look_ahead: LookAhead | None) -> None:
+        """None: the executor cannot, or something else speaks against it."""
+        self._look_ahead = look_ahead
         self._slots: set[int] = set()
 
     def add(self, slot: int, sequence: RunningSequence) -> None:
@@ -124,7 +124,9 @@ class Hindrances:
 
     def allow(self, plan: Plan, sequences: Mapping[str, RunningSequence]) -> bool:
         """Whether this plan may be launched. `sequences`: by request id."""
-        if not self._is_possible or self._slots:
+        if self._look_ahead is None or self._slots:
+            return False
+        if len(plan.decode) + len(plan.prefill) < self._look_ahead.min_rows:
             return False
         return all(may_look_ahead(sequences[admission.request_id]) for admission in plan.admitted)
 

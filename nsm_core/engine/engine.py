@@ -83,7 +83,7 @@ class Engine:
         self._failures = StepFailures()
         self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()}, clock=clock)
         self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
-        self._hindrances = Hindrances(is_possible=whole.look_ahead is not None and whole.savepoint is None)
+        self._hindrances = Hindrances(whole.look_ahead if whole.savepoint is None else None)
         self._launched: LaunchedStep | None = None  # in flight; one of its requests is not over
         counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)

@@ -22,7 +22,7 @@ from nsm_core.engine.speculation import NO_DRAFTS, Drafts
 from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
-from nsm_core.sampling.device import LaunchedTokens, to_device
+from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
@@ -268,8 +268,7 @@ class Runner:
 
 def _stored(resume: Resume, executor: Executor) -> State:
     """Where the pool is, without waiting for what is computed there."""
-    state = executor.pool.spec.unpack(resume.state)
-    return {name: to_device(value, executor.initial[name].device) for name, value in state.items()}
+    return executor.pool.spec.unpack(resume.state, next(iter(executor.initial.values())).device)
 
 
 def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:

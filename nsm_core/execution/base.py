@@ -70,6 +70,11 @@ class Upcoming:
 class LookAhead(Protocol):
     """How a device is given a step more than is waited for. It computes in the order of the calls."""
 
+    @property
+    def min_rows(self) -> int:
+        """With fewer rows a step is over before Python is done with the last one: to look ahead does not pay."""
+        ...
+
     def pause_at(self, row: int, ids: Collection[int]) -> None:
         """From the next call of `step` on the row pauses at these ids, instead of those given before."""
         ...

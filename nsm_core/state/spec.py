@@ -65,11 +65,11 @@ class StateSpec:
 
     def pack(self, state: Mapping[str, Tensor], row: int = 0) -> bytes:
         """Row `row` of a batched state as bytes: the tensors in layout order, little endian, no padding."""
-        parts = []
-        for spec in self.tensors:
-            tensor = state[spec.name][row].detach().to(device="cpu", dtype=spec.dtype).contiguous()
-            parts.append(tensor.numpy().astype(_NUMPY_DTYPES[spec.dtype], copy=False).data)  # `join` copies, once
-        return b"".join(parts)
+        tensors = [state[spec.name][row].detach().to(spec.dtype).contiguous() for spec in self.tensors]
+        if tensors[0].is_cuda:
+            return _bytes_from_gpu(tensors)
+        # `join` copies, once
+        return b"".join(_as_stored(tensor.numpy()).data for tensor in tensors)
 
     def read_position(self, raw: bytes) -> int:
         """The position in a packed state, without unpacking the rest. Raises SnapshotCorrupt as `unpack` does."""
@@ -78,9 +78,14 @@ class StateSpec:
         offset = sum(tensor.num_bytes for tensor in self.tensors[:index])
         return int.from_bytes(raw[offset : offset + self.tensors[index].num_bytes], "little", signed=True)
 
-    def unpack(self, raw: bytes) -> State:
-        """The inverse of `pack`: tensors [1, *shape]. Raises SnapshotCorrupt when the length does not fit."""
+    def unpack(self, raw: bytes, device: torch.device | None = None) -> State:
+        """The inverse of `pack`: tensors [1, *shape], on a GPU if that is the device, whose work is not waited for.
+
+        Raises SnapshotCorrupt when the length does not fit.
+        """
         self._check_length(raw)
+        if device is not None and device.type == "cuda":
+            return self._unpack_on_gpu(raw, device)
         state: State = {}
         offset = 0
         for spec in self.tensors:
@@ -89,6 +94,32 @@ class StateSpec:
             offset += spec.num_bytes
         return state
 
+    def _unpack_on_gpu(self, raw: bytes, device: torch.device) -> State:
+        pinned = torch.empty(len(raw), dtype=torch.uint8, pin_memory=True)
+        pinned.numpy()[:] = np.frombuffer(raw, np.uint8)
+        there, state, offset = pinned.to(device, non_blocking=True), State(), 0
+        for spec in self.tensors:
+            own = there[offset : offset + spec.num_bytes]
+            # one that does not lie at a multiple of its size cannot be read where it is
+            own = own if offset % spec.dtype.itemsize == 0 else own.clone()
+            state[spec.name] = own.view(spec.dtype).reshape(1, *spec.shape)
+            offset += spec.num_bytes
+        return state
+
     def _check_length(self, raw: bytes) -> None:
         if len(raw) != self.num_bytes:
             raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")
+
+
+def _as_stored(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Little endian."""
+    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
+def _bytes_from_gpu(tensors: list[Tensor]) -> bytes:
+    """One copy over the bus instead of one, and a wait, for each tensor."""
+    there = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    pinned = torch.empty(there.shape, dtype=torch.uint8, pin_memory=True)
+    pinned.copy_(there, non_blocking=True)
+    torch.cuda.current_stream(there.device).synchronize()
+    return pinned.numpy().tobytes()

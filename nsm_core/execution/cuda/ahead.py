@@ -17,6 +17,8 @@ from nsm_core.execution.cuda.kernels.ahead import follow
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 
+MIN_ROWS = 16  # `python -m benchmarks.gpu_ahead`: slower at one row, faster from here on
+
 
 class Recorded(Protocol):
     """The steps of an executor, by size."""
@@ -41,6 +43,7 @@ class CudaLookAhead:
 
     def __init__(self, steps: Recorded, vocab_size: int, device: torch.device) -> None:
         self._steps, self._device = steps, device
+        self.min_rows = MIN_ROWS
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
         self._nothing = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._compile()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import LookAhead, TakeSavepoint
+from nsm_core.execution.base import TakeSavepoint
 from nsm_core.execution.cuda.ahead import CudaLookAhead
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import run_linear
@@ -57,7 +57,7 @@ class CudaExecutor:
         # tokens of larger vocabularies are chosen on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
         ahead = CudaLookAhead(self, model.config.vocab_size, self._device) if is_drawn_here else None
-        self.look_ahead: LookAhead | None = ahead
+        self.look_ahead: CudaLookAhead | None = ahead
 
     draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
     prompt_unit = PROMPT_UNIT

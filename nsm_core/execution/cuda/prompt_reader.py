@@ -57,10 +57,7 @@ class PromptReader:
         size = self._size(rows, ids)
         if size is None:
             return self._read_at_once(rows, ids)
-        most, hidden = size[0], list[Tensor]()
-        for at in range(0, len(rows), most):
-            hidden += self._replay(size, rows[at : at + most], ids[at : at + most])
-        return hidden
+        return self._replay(size, rows, ids)
 
     def record_all(self) -> None:
         """Every size now, not when it first comes."""
@@ -72,9 +69,10 @@ class PromptReader:
     def _size(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
         """Rows and tokens of the graph to replay; None where none would pay."""
         length = next((length for length in LENGTHS if length >= max(map(len, ids))), None)
-        if self._memory is None or length is None or len(rows) * length > MAX_RECORDED_TOKENS:
+        number = next((number for number in ROWS if number >= len(rows)), None)
+        if self._memory is None or length is None or number is None or number * length > MAX_RECORDED_TOKENS:
             return None
-        return next(number for number in ROWS if number >= min(len(rows), ROWS[-1])), length
+        return number, length
 
     def _read_at_once(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """One right-padded batch: rows of very different lengths are better read by several calls."""

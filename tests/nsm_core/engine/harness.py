@@ -94,6 +94,8 @@ class _WholeRow:
 class FakeLookAhead:
     """Computes at once what it is asked to launch, in the order of the calls, as a device would."""
 
+    min_rows = 1
+
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._width = 1

@@ -97,7 +97,10 @@ def test_a_vocabulary_whose_tokens_the_host_draws_is_never_looked_ahead(monkeypa
 
 
 def make_cuda(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
-    return cast(Executor, CudaExecutor(cast(NsmModel, model), num_rows=num_rows, poison=poison, options=FP32))
+    executor = CudaExecutor(cast(NsmModel, model), num_rows=num_rows, poison=poison, options=FP32)
+    assert executor.look_ahead is not None
+    executor.look_ahead.min_rows = 1
+    return cast(Executor, executor)
 
 
 def make_waiting(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
