@@ -17,7 +17,7 @@ from nsm_core.execution.cuda.kernels.ahead import follow
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 
-MIN_ROWS = 16  # `python -m benchmarks.gpu_ahead`: slower at one row, faster from here on
+MIN_ROWS = 32  # `python -m benchmarks.gpu_ahead`: slower below, by a tenth at one row
 
 
 class Recorded(Protocol):
