@@ -26,6 +26,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
 from tests.counts import scaled
 from tests.models import random_model, small_config
+from tests.nsm_core.engine.chants import CHANT, STOPS
 from tests.nsm_core.engine.harness import (
     ExactExecutor,
     Outcome,
@@ -40,8 +41,6 @@ from tests.nsm_core.engine.harness import (
 )
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
-
-CHANT = "the best of times, the worst of times, €é the best of times, the worst of times, €é "
 
 
 def engines(
@@ -174,19 +173,7 @@ def test_R12_max_tokens_ends_a_text_inside_a_draft(tiny_tokenizer: Tokenizer, by
     assert engine.stats().tokens_generated == max_tokens
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [
-        ("worst",),
-        ("best of Times", "of time"),
-        ("never said",),
-        ("times, the best",),
-        ("the worst of times, €é the best of times, t",),
-        ("€x", "é t"),
-        (", €é the best of times, the worst of times, never", "the worst of times, €é the best of times, the worse"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("stop", STOPS, ids=repr)
 @pytest.mark.parametrize("by_byte", [True, False], ids=["bytes", "tokens"])
 @pytest.mark.parametrize("keep_state", [True, False], ids=["kept", "forgotten"])
 def test_S2_R12_stop_strings_across_the_borders_of_drafts(
