@@ -201,28 +201,26 @@ def attend_in_place(
 ) -> None:
     """rows, start [B] int64; projected [B, >= (H + 2 Hkv) K]: q, k, v; cos, sin [B,K/2]; scale [H].
 
-    ring [rows of the pool, Hkv, 2, window, K] fp16 or fp32 gets the token at place start % window; queries and weights
-    are rounded like it. out [B, >= H K] is what the output projection reads. sums [>= B H pieces K] and stats
+    ring [rows of the pool, Hkv, 2, window, K] bf16, fp16 or fp32 gets the token at place start % window; queries and
+    weights are rounded like it. out [B, >= H K] is what the output projection reads. sums [>= B H pieces K] and stats
     [>= 2 B H pieces] fp32: what passes between the kernels.
     """
     _, kv_heads, _, window, head_dim = ring.shape
     heads, pieces = scale.shape[0], num_pieces(window)
     group, half = heads // kv_heads, head_dim // 2
     shared = (rows, start, projected, projected.stride(0), cos, sin, scale, ring, sums, stats)
+    constants = {"H": heads, "GROUP": group, "HALF": half} | chained(is_chained)
     _read_ring[(pieces, kv_heads, rows.shape[0])](
         *shared,
         window,
         pieces,
         eps,
-        H=heads,
-        GROUP=group,
-        HALF=half,
         CHANNELS=max(16, triton.next_power_of_2(head_dim)),
         QUERIES=max(QUERIES, triton.next_power_of_2(group)),
         PLACES=PLACES,
         PRECISION="tf32x3" if ring.dtype == torch.float32 else "ieee",
         num_warps=NUM_WARPS,
-        **chained(is_chained),
+        **constants,
     )
     _join[(heads, rows.shape[0])](
         *shared,
@@ -231,11 +229,8 @@ def attend_in_place(
         window,
         pieces,
         eps,
-        H=heads,
-        GROUP=group,
-        HALF=half,
         PAIRS=triton.next_power_of_2(half),
         PIECES=triton.next_power_of_2(pieces),
         num_warps=1 if pieces <= 16 else 8,
-        **chained(is_chained),
+        **constants,
     )
