@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 LOST = 1  # exit status of a gate that does not open
 
+DRIFT = (
+    "Two runs one after the other differ by the machine's drift too; to judge a change use `nsm bench gate`, "
+    "which takes turns."
+)
+
 app = typer.Typer(help="Measure an engine, a server, or two builds against each other.", no_args_is_help=True)
 
 Sizes = Annotated[str, typer.Option(help="Requests at once: numbers with commas between them.", metavar="N,N,…")]
@@ -155,6 +160,7 @@ def compare(
             for row in rows
         ],
     )  # fmt: skip
+    print(DRIFT)
 
 
 @app.command()

@@ -69,6 +69,7 @@ def test_two_results_are_compared(nsm: Nsm, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "2.000" in done.stdout
     assert "better" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("to judge a change use `nsm bench gate`, which takes turns.")
     assert done.stderr == "options: repeats is 2 and 3\n"
     (row,) = json.loads(nsm("bench", "compare", one, other, "--json").stdout)
     assert row["ratio"] == 2.0
