@@ -281,9 +281,10 @@ SPECULATIONS = ("off", "lookup")
 class EngineConfig:
     """Limits of one engine.
 
-    `max_slots` rows of state, i.e. requests that run at once; `token_budget` most tokens one step may process;
-    `queue_limit` most requests that may wait; `speculation`: where the executor allows it, `lookup` drafts tokens of
-    greedy requests from their own text (the tokens stay the same), `off` none.
+    `max_slots` rows of state, i.e. requests that run at once; `token_budget` most tokens one step may process, at
+    least `max_slots`, and all that runs waits for a step; `queue_limit` most requests that may wait; `speculation`:
+    where the executor allows it, `lookup` drafts tokens of greedy requests from their own text (the tokens stay the
+    same), `off` none.
     """
 
     max_slots: int = 16

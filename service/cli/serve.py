@@ -13,6 +13,12 @@ def _setting(text: str, default: str) -> Any:
     return typer.Option(help=text, show_default=default)
 
 
+TOKEN_BUDGET = (
+    "Most tokens in one step, at least as many as slots. All streams wait for a step: a prompt of 24K tokens read in "
+    "one froze another stream for 6.6 s, in steps of 256 for 0.14 s."
+)
+
+
 def serve(
     ctx: typer.Context,
     host: Annotated[str | None, _setting("Address to listen on.", "127.0.0.1")] = None,
@@ -33,7 +39,7 @@ def serve(
     executor: Annotated[str | None, _setting("How the model is computed: auto, eager or native.", "auto")] = None,
     num_threads: Annotated[int | None, _setting("CPU threads of the model.", "torch decides")] = None,
     max_slots: Annotated[int | None, _setting("Requests that run at once.", "16")] = None,
-    token_budget: Annotated[int | None, _setting("Most tokens in one step.", "256")] = None,
+    token_budget: Annotated[int | None, _setting(TOKEN_BUDGET, "256")] = None,
     queue_limit: Annotated[int | None, _setting("Requests that may wait.", "256")] = None,
     speculation: Annotated[str | None, _setting("Drafts of tokens at low load: lookup or off.", "lookup")] = None,
     max_body_bytes: Annotated[int | None, _setting("Largest request body.", "8388608")] = None,

@@ -123,7 +123,7 @@ def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, objec
             ["NSM_STORE", "sqlite, sqlite:///PATH, memory, redis://…", "http://localhost"],
         ),
         ("NSM_STORE", "sqlite:///", ["NSM_STORE", "sqlite:///PATH"]),
-        ("NSM_TOKEN_BUDGET", "8", ["token_budget (8)", "max_slots (16)"]),
+        ("NSM_TOKEN_BUDGET", "8", ["NSM_TOKEN_BUDGET (--token-budget)", "16 of NSM_MAX_SLOTS (--max-slots)", "'8'"]),
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
         ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
         ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "'nan'"]),

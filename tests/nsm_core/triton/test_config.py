@@ -67,7 +67,7 @@ def test_the_file_names_every_parameter_with_its_default() -> None:
         ("max_timeout_s", "1e9", r"parameter max_timeout_s must be in \(0, 86400\] seconds, got 1000000000.0"),
         ("max_timeout_s", "60", r"parameter default_timeout_s must be in \(0, 60\] seconds, got 600.0"),
         ("default_timeout_s", "nan", r"parameter default_timeout_s must be in \(0, 86400\] seconds, got nan"),
-        ("max_slots", "512", r"token_budget \(256\) must be at least max_slots"),
+        ("max_slots", "512", r"parameter token_budget \(256\) must be at least max_slots"),
         ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got inf"),
         ("drain_s", "1e9", "parameter drain_s must be at most 3600 seconds, got 1000000000.0"),
         ("device", "tpu", "parameter device must be one of auto, cpu, cuda, got 'tpu'"),

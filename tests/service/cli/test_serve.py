@@ -53,7 +53,12 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
             f"NSM_STORE (--store): must be one of {', '.join(STORES)}, got 'tape'",
         ),
         ("--model", "/no/such", "no model directory /no/such"),
-        ("--token-budget", 3, "token_budget (3) must be at least max_slots (16): every row decodes one token a step"),
+        (
+            "--token-budget",
+            3,
+            "NSM_TOKEN_BUDGET (--token-budget): must be at least the 16 of NSM_MAX_SLOTS (--max-slots), "
+            "every row decodes one token a step; got '3'",
+        ),
     ],
 )
 def test_a_bad_setting_is_one_line(
