@@ -33,21 +33,21 @@ SHARD_FILL = 0.75  # and of `maxmemory`
 MOST_BUSY = 0.9  # servers: where the search begins
 
 SPEEDS = {
-    # One thread. benchmarks/results/: engine-cpu.txt (native), gateway_cost-cpu.txt (paced sessions, 99.2 us a token),
-    # state_dtype-cpu.txt (fp32 encoded and decoded, 8.8 ms each)
+    # One thread. benchmarks/results/: engine-cpu.txt (native; a prompt of 8,192 tokens), gateway_cost-cpu.txt (paced
+    # sessions, 99.2 us a token), state_dtype-cpu.txt (fp32 encoded and decoded, 8.8 ms each)
     "cpu core": Speed(
         slots=16,
-        read=2516.0,
-        decode=((1, 345.0), (8, 1544.0), (16, 1685.0), (32, 1786.0)),
+        read=3804.0,
+        decode=((1, 916.0), (8, 2851.0), (16, 2833.0), (32, 2799.0)),
         token_s=99.2e-6,
         turn_s=17.6e-3,
     ),
-    # benchmarks/results/gpu_decode-h200.txt (through the engine, its newest run), docs/performance.md (a prompt); the
-    # gateways' work is on other machines
+    # benchmarks/results/: gpu_ahead-h200.txt (through the engine, which looks ahead from 32 requests on),
+    # gpu_decode-h200.txt (a prompt); the gateways' work is on other machines
     "h200": Speed(
         slots=512,
         read=1_300_000.0,
-        decode=((1, 2186.0), (64, 69_221.0), (512, 105_815.0)),
+        decode=((1, 3146.0), (64, 134_612.0), (512, 351_499.0)),
         token_s=0.0,
         turn_s=0.0,
     ),
@@ -65,7 +65,7 @@ class Workload:
 WORKLOADS = {
     # 3 s: from where the alert NsmFirstTokenSlow fires
     "azure": Workload("azure-conv-2023.csv", {"cpu core": 3.0, "h200": 1.0}),
-    # Prompts of 13,000 tokens: five seconds of a core before anybody waits
+    # Prompts of 13,000 tokens: 3.5 s of a core before anybody waits
     "mooncake": Workload("mooncake-conversation.jsonl.zst", {"cpu core": 30.0, "h200": 1.0}),
 }
 

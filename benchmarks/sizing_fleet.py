@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -119,15 +120,17 @@ class Server:
         return admitted
 
     def next_change_s(self) -> float | None:
-        """When a request has read its tokens or made its last one, if nothing comes before."""
+        """When a request has read its tokens or made its last one, if nothing comes before; always after now."""
         if not self.running:
             return None
         running = len(self.running)
         token_s = 1.0 / self._speed.tokens_per_s(running)
-        return self._at_s + min(
+        left_s = min(
             request.read_left_s * running if request.read_left_s > 0 else request.decode_left * token_s
             for request in self.running
         )
+        # What rounding left may take less than the clock can tell: time would stand still
+        return max(self._at_s + left_s, math.nextafter(self._at_s, math.inf))
 
 
 def conversations_of(rows: Sequence[TraceRow]) -> list[list[TurnSize]]:

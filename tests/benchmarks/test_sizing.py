@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,10 @@ def run(speed: Speed, *, servers: int = 1, rate: float = 1.0, seconds: float = 5
 
 def last_line(name: str) -> str:
     return (RESULTS / name).read_text().splitlines()[-1]
+
+
+def json_lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
 def test_a_shared_processor_holds_as_many_requests_as_theory_says() -> None:
@@ -81,6 +86,11 @@ def test_speed_is_what_was_measured_and_between_it_a_straight_line() -> None:
     slowed = dataclasses.replace(speed, token_s=0.01)
     assert slowed.tokens_per_s(1) == pytest.approx(50.0)
     assert slowed.alone_s(TurnSize(50, 10, 0.0)) == pytest.approx(0.5 + 10 * (0.005 + 0.01))
+
+
+def test_time_goes_on_where_a_rest_of_a_token_takes_less_than_the_clock_can_tell() -> None:
+    fast = dataclasses.replace(PLAIN, read=1e6, decode=((1, 1e6),))
+    assert run(fast, rate=0.01, seconds=20_000.0).turns == pytest.approx(200, rel=0.3)
 
 
 def test_percentiles() -> None:
@@ -131,13 +141,15 @@ def test_speeds_are_those_that_were_measured() -> None:
     rates = {row["what"]: row["tokens"] / row["cpu_ms"] * 1000 for row in native["rows"]}
     for count, rate in SPEEDS["cpu core"].decode:
         assert rate == pytest.approx(rates[f"decode 32 tokens, batch {count}"], abs=1.0)
-    assert SPEEDS["cpu core"].read == pytest.approx(rates["read 512 tokens"], abs=1.0)
+    assert SPEEDS["cpu core"].read == pytest.approx(rates["read 8192 tokens"], abs=1.0)
     paced = re.search(r"^paced +sessions +this +([\d.]+)", (RESULTS / "gateway_cost-cpu.txt").read_text(), re.MULTILINE)
     assert paced is not None
     assert SPEEDS["cpu core"].token_s == pytest.approx(float(paced[1]) * 1e-6)
-    lines = [json.loads(line) for line in (RESULTS / "gpu_decode-h200.txt").read_text().splitlines()]
-    engine = [line for line in lines if line.get("part") == "engine" and line.get("temperature") == 0.0]
-    assert SPEEDS["h200"].decode == tuple((line["batch"], float(line["tokens_per_s"])) for line in engine[-3:])
+    reading = [line for line in json_lines("gpu_decode-h200.txt") if line.get("tokens") == 1_048_576]
+    assert SPEEDS["h200"].read == pytest.approx(reading[-1]["tokens_per_s"], rel=0.01)
+    steps = [line for line in json_lines("gpu_ahead-h200.txt") if line.get("temperature") == 0.0]
+    best = {line["rows"]: max(line["tokens_per_s_waits"], line["tokens_per_s_ahead"]) for line in steps}
+    assert SPEEDS["h200"].decode == tuple((rows, float(best[rows])) for rows in (1, 64, 512))
 
 
 def test_the_results_are_those_of_today() -> None:
