@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch
+from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
 from service.backends.forms import form_of
-from service.continuation import Continuation, TurnRequest, require_version, resume
+from service.continuation import Continuation, TurnRequest, require_version, resume, version_conflict
 from service.leases import HeldLease, Leases
 from service.metrics.metrics import Metrics
 from service.reframing import Reframer
@@ -62,7 +62,10 @@ class TurnOpening:
             request=encode_request(request, model_fingerprint=self.backend.model.fingerprint),
         )
         with _count_outcomes(self.metrics):
-            return await held.begin_turn(start, max_records=self.max_records)
+            try:
+                return await held.begin_turn(start, max_records=self.max_records)
+            except VersionConflict as error:  # the store's, which knows no fields
+                raise version_conflict(held.stored.head, request.expected_version) from error
 
     async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnRun:
         """A new turn, whose record was begun; a refusal leaves no record."""

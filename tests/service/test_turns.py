@@ -132,7 +132,7 @@ async def test_the_session_is_free_before_the_last_event_is_out() -> None:
 async def test_expected_version_must_be_the_heads() -> None:
     async with make_house() as house:
         await house.say(5, expected_version=0)
-        with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
+        with pytest.raises(VersionConflict, match="is at version 1, expected_version was 0"):
             await house.open(6, expected_version=0)
         assert (await house.say(6, expected_version=1)).head.version == 2
 

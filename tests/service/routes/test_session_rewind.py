@@ -158,6 +158,7 @@ async def test_the_expected_version_must_be_the_heads_and_the_session_must_exist
         await three_turns(house)
         response = await rewind(house, to_version=1, expected_version=2)
         assert (response.status_code, error_of(response)["code"]) == (409, "version_conflict")
+        assert error_of(response)["param"] == "expected_version"
         response = await rewind(house, "nobody", to_version=1)
         assert (response.status_code, error_of(response)["code"]) == (404, "session_not_found")
 

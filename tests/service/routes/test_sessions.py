@@ -309,6 +309,10 @@ async def test_a_version_that_is_not_the_sessions_is_a_conflict(gateway: Gateway
     response = await gateway.generate(input="another", expected_version=0)
     error = refused(response, 409)
     assert (error["code"], response.headers["x-should-retry"]) == ("version_conflict", "false")
+    assert (error["param"], error["message"]) == (
+        "expected_version",
+        "session 's1' is at version 1, expected_version was 0",
+    )
     assert ok(await gateway.generate(input="x", expected_version=1))["session"]["version"] == 2
 
 
