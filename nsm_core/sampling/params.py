@@ -109,6 +109,14 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def top_k_count(top_k: int) -> int:
+    """A client's top_k as SamplingParams has it: -1 means all tokens, as 0 does. Raises InvalidRequest."""
+    if not -1 <= top_k <= MAX_TOP_K:
+        wish = f"-1 or 0 (all tokens), or in [1, {MAX_TOP_K}]"
+        raise InvalidRequest(f"top_k must be {wish}, got {str(top_k)[:80]}", param="top_k")
+    return max(top_k, 0)
+
+
 def seed_bits(seed: int) -> int:
     """A client's seed as SamplingParams has it: negative 64-bit numbers count down from 2^64. Raises InvalidRequest."""
     low, high = -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1

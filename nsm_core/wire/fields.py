@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
-from nsm_core.sampling.params import seed_bits
+from nsm_core.sampling.params import seed_bits, top_k_count
 from nsm_core.wire.tensors import MAX_SHOWN_CHARS, OPTIONS, refuse
 
 Parser = Callable[[str, Any], Any]
@@ -26,9 +26,7 @@ def seed(name: str, value: Any) -> int:
 
 
 def top_k(name: str, value: Any) -> int:
-    """-1 means all tokens, as 0 does."""
-    num_tokens = whole_number(name, value)
-    return 0 if num_tokens == -1 else num_tokens
+    return top_k_count(whole_number(name, value))
 
 
 def number(name: str, value: Any) -> float:

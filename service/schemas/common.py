@@ -16,9 +16,11 @@ from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
     SEED_BITS,
     SamplingParams,
     seed_bits,
+    top_k_count,
 )
 from service.errors import shown
 from service.schemas import harmless
@@ -106,13 +108,15 @@ class SamplingFields(RequestBody):
 
     temperature: float = Field(default=1.0, description="0 is greedy; at most 2")
     top_p: float = Field(default=1.0, description="in (0, 1]")
-    top_k: int = Field(default=0, description="0 means all tokens; so does -1")
+    top_k: int = Field(default=0, description=f"0 means all tokens, and so does -1; at most {MAX_TOP_K}")
     min_p: float = Field(default=0.0, description="in [0, 1]")
     repetition_penalty: float = Field(default=1.0, description="in (0, 10]; 1 means none")
     presence_penalty: float = Field(default=0.0, description="in [-2, 2]")
     frequency_penalty: float = Field(default=0.0, description="in [-2, 2]")
     logit_bias: dict[str, float] = Field(default={}, description="token id -> bias in [-100, 100]")
-    seed: int | None = Field(default=None, description="any 64-bit integer; drawn when absent")
+    seed: int | None = Field(
+        default=None, description="64 bits, signed or unsigned: in [-2^63, 2^64), -1 being 2^64 - 1; drawn when absent"
+    )
     stop: list[str] = Field(default=[], description=f"a string or up to {MAX_STOP_STRINGS} of them")
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(default=False, description="go on after end of text")
@@ -156,7 +160,7 @@ class SamplingFields(RequestBody):
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
+            top_k=top_k_count(self.top_k),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,

@@ -32,6 +32,8 @@ async def test_the_schema_documents_bodies_and_errors() -> None:
     fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
     assert fields["prompt"]["anyOf"][0] == {"type": "string"}
     assert fields["temperature"]["description"] == "0 is greedy; at most 2"
+    assert fields["top_k"]["description"] == "0 means all tokens, and so does -1; at most 2147483647"
+    assert "[-2^63, 2^64)" in fields["seed"]["description"]
     assert schema["components"]["schemas"]["CompletionBody"]["additionalProperties"] is False
 
 
