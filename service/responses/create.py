@@ -22,7 +22,7 @@ from service.schemas.responses import ContextFields, CreateResponseBody
 from service.stored_turns import digest_of
 from service.wishes import quoted
 
-FRAMING_ONLY = {"stream", "timeout"}  # fields of a body that change nothing in the result
+FRAMING_ONLY = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
 GIVEN_UP = ("failed", "cancelled")
 
 

@@ -50,13 +50,15 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 class RequestBody(BaseModel):
     """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence.
 
-    `nullable`: fields where null says something else than absence.
+    `nullable`: fields where null says something else than absence. `called_otherwise`: names that other bodies have
+    for fields of this one.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     harmless: ClassVar[Mapping[str, type]] = harmless.NONE
     nullable: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    called_otherwise: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +83,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str) -> str:
-        close = difflib.get_close_matches(name[:64], cls.model_fields, n=1)
+        other = cls.called_otherwise.get(name)
+        close = difflib.get_close_matches(name[:64], cls.model_fields, n=1) if other is None else [other]
         return f"unknown field {shown(name)}" + (f"; did you mean {close[0]}?" if close else "")
 
 

@@ -14,12 +14,12 @@ from service.errors import shown
 from service.items import Item, input_item
 from service.schemas import harmless
 from service.schemas.chat import DEFAULT_MAX_TOKENS
-from service.schemas.common import RequestBody, SamplingFields, check_max_tokens, content_schema
+from service.schemas.common import RequestBody, SamplingFields, StreamOptions, check_max_tokens, content_schema
 from service.schemas.sessions import Metadata
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
-HARMLESS: Mapping[str, type] = {**harmless.COMMON, "max_tool_calls": int, "stream_options": dict}
+HARMLESS: Mapping[str, type] = {**harmless.COMMON, "max_tool_calls": int}
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -34,10 +34,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "modalities": (["text"],),
     "image": (),
-    "max_tokens": (),
-    "max_completion_tokens": (),
-    "messages": (),
 }
+OF_CHAT = {"messages": "input"}
+LENGTHS_OF_CHAT = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
 PLAIN_TEXT: tuple[Any, ...] = ({}, {"format": {"type": "text"}}, {"format": None})
 
 
@@ -126,9 +125,11 @@ class CreateResponseBody(SamplingFields, ContextFields):
 
     harmless = HARMLESS
     unsupported = UNSUPPORTED
+    called_otherwise = OF_CHAT | LENGTHS_OF_CHAT
 
     store: bool = True
     stream: bool = False
+    stream_options: StreamOptions | None = None
     background: bool = False
     max_output_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     metadata: Metadata = Field(default={})
@@ -145,7 +146,9 @@ class CreateResponseBody(SamplingFields, ContextFields):
             )
 
     @model_validator(mode="after")
-    def _kept_where_it_must_be(self) -> CreateResponseBody:
+    def _fields_fit(self) -> CreateResponseBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         for name in ("background", "conversation"):
             if getattr(self, name) and not self.store:
                 raise InvalidRequest(f"{name} needs store: true", param=name)
@@ -165,8 +168,9 @@ class CreateResponseBody(SamplingFields, ContextFields):
 class CountTokensBody(ContextFields):
     """As for a response; how it would be sampled does not matter."""
 
-    harmless = HARMLESS
+    harmless: ClassVar = {**HARMLESS, "stream_options": dict}
     unsupported = UNSUPPORTED
+    called_otherwise = OF_CHAT
 
 
 def _text_of(part: Any) -> str:
