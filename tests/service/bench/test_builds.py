@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +66,13 @@ def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
 
 def test_this_build_is_the_one_that_runs() -> None:
     assert (this_build().root / "service" / "bench" / "builds.py").is_file()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="the script checks a commit out with git")
+def test_a_base_that_is_no_commit_is_told_once(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    script = Path(__file__).parents[3] / "scripts" / "bench-gate"
+    done = subprocess.run([script, tmp_path, "nosuch"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "nosuch" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
