@@ -118,12 +118,17 @@ def unit_of(name: str) -> tuple[str, Better]:
 
 
 def collect(repeats: Iterable[Mapping[str, float]]) -> tuple[Measure, ...]:
-    """The figures of all repeats, in the order in which they came first."""
+    """The figures of all repeats, those of one thing and size together, else in the order in which they came first."""
     values: dict[str, list[float]] = {}
     for figures in repeats:
         for name, value in figures.items():
             values.setdefault(name, []).append(value)
-    return tuple(Measure(name, tuple(taken)) for name, taken in values.items())
+    groups: dict[str, dict[str, list[Measure]]] = {}
+    for name, taken in values.items():
+        measure = Measure(name, tuple(taken))
+        what, size, _ = name.split(".")
+        groups.setdefault(what, {}).setdefault(size, []).append(measure)
+    return tuple(measure for sizes in groups.values() for group in sizes.values() for measure in group)
 
 
 def quantile(ordered: list[float], share: float) -> float:

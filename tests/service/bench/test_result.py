@@ -64,6 +64,13 @@ def test_a_quantile_lies_among_the_values_and_rises_with_its_share(values: list[
     assert (quantile(ordered, 0.0), quantile(ordered, 1.0)) == (ordered[0], ordered[-1])
 
 
+def test_measures_of_one_thing_and_size_stand_together() -> None:
+    names = ["p.1.x_ms", "c.1.x_ms", "p.2.x_ms", "c.2.x_ms"]
+    repeats = [dict.fromkeys(names, 1.0), dict.fromkeys([*names, "p.1.y_ms"], 1.0)]
+    ordered = [measure.name for measure in collect(repeats)]
+    assert ordered == ["p.1.x_ms", "p.1.y_ms", "p.2.x_ms", "c.1.x_ms", "c.2.x_ms"]
+
+
 def test_repeats_become_measures_in_the_order_of_the_first() -> None:
     repeats = [{"a.1.x_ms": 1.0, "b.1.x_ms": 2.0}, {"b.1.x_ms": 4.0, "a.1.x_ms": 3.0}]
     assert collect(repeats) == (Measure("a.1.x_ms", (1.0, 3.0)), Measure("b.1.x_ms", (2.0, 4.0)))
