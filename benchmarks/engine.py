@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.execution.wishes import WISHES
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
+from service.bench.machine import cpu_name
 
 Timing = tuple[float, float]  # wall and CPU seconds
 
@@ -112,6 +113,17 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+def header(loaded: LoadedModel, threads: int) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "commit": source_commit(),
+        "threads": threads,
+        "cpu": cpu_name(),
+        "model": loaded.name,
+        "fingerprint": loaded.fingerprint,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
@@ -125,20 +137,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded = load_checkpoint(args.model)
-    about = {
-        "commit": source_commit(),
-        "threads": args.threads,
-        "cpu": platform.processor(),
-        "model": loaded.name,
-        "fingerprint": loaded.fingerprint,
-    }
     runs = []
     for wish in args.executors:
         executor = choose_executor(loaded, wish)
         bench = Bench(loaded, executor, max_slots=max(args.batches), token_budget=args.token_budget)
         print(f"{executor.name} ({executor.numerics})")
         runs.append({"executor": executor.name, "numerics": executor.numerics, "rows": measure(bench, args)})
-    print(json.dumps({**about, "runs": runs}))
+    print(json.dumps({**header(loaded, args.threads), "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from nsm_core.config import ModelConfig
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
+from service.bench.machine import cpu_name
 
 TINY = {"d_model": 64, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "num_memory_slots": 16, "write_top_k": 16}
 TINY |= {"mlp_hidden": 96, "vocab_size": 128, "window": 70}
@@ -152,7 +152,7 @@ def main() -> None:
         sys.exit("benchmarks.gpu_decode needs a GPU; --tiny runs its checks anywhere")
     deadline = time.monotonic() + options.budget_s
     device = torch.device("cuda" if has_gpu else "cpu")
-    name = torch.cuda.get_device_name() if has_gpu else platform.processor()
+    name = torch.cuda.get_device_name() if has_gpu else cpu_name()
     say("header", {"commit": commit(), "torch": torch.__version__, "device": name})
     model = load_model(options.tiny, device)
     torch.manual_seed(0)

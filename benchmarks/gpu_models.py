@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.gpu_subjects import SUBJECTS, Subject, keep_few_configurations
 from nsm_core.evaluation.provenance import source_commit
+from service.bench.machine import cpu_name
 
 SIZES = {
     "prefill": (2048, 8192, 32768, 131072),  # tokens of the prompt
@@ -194,7 +195,7 @@ def warm_up(options: argparse.Namespace) -> Row:
 
 def header(options: argparse.Namespace) -> Row:
     found: Row = {"commit": source_commit(), "torch": torch.__version__, "python": platform.python_version()}
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     for package in ("triton", "fla", "transformers"):
         try:
             found[package] = __import__(package).__version__

@@ -21,7 +21,7 @@ def machine() -> dict[str, Any]:
     """What speed depends on. `load`: processes that wanted to run in the last minute, before the benchmark began."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_mb": _memory_mb(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -40,7 +40,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Of the processor; Linux leaves `platform.processor()` empty."""
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
