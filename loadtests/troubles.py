@@ -11,7 +11,7 @@ from loadtests.run_state import RunState, new_id
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY
 
-LONG_TOKENS = 2000  # of a turn that is cancelled before it can end
+LONG_TOKENS = 30_000  # of a turn that is cancelled before it can end: text that repeats itself comes by thousands a second
 FEW = 2  # pieces of text that are read before something happens
 
 
