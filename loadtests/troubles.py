@@ -11,7 +11,8 @@ from loadtests.run_state import RunState, new_id
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY
 
-LONG_TOKENS = 30_000  # of a turn that is cancelled before it can end: text that repeats itself comes by thousands a second
+# Of a turn that is cancelled before it can end: text that repeats itself comes by thousands of tokens a second
+LONG_TOKENS = 30_000
 FEW = 2  # pieces of text that are read before something happens
 
 
