@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernel_builds import registers
-from nsm_core.execution.cuda.kernels import ahead, attention, linear, rows, slots
+from nsm_core.execution.cuda.kernels import ahead, attention, linear, prompt_attention, rows, slots
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
@@ -28,6 +28,8 @@ TYPES = {"rows_ptr": "*i64", "ids_ptr": "*i64", "start_ptr": "*i64", "position_p
 BF16, FP32 = "*bf16", "*fp32"
 SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINES": 2}
 RING = {"H": 8, "GROUP": 4, "HALF": 32}
+PROMPT = {"H": 8, "GROUP": 4, "K": 64, "CHANNELS": 64, "QUERIES": prompt_attention.QUERIES}
+PROMPT |= {"KEYS": prompt_attention.KEYS, "PRECISION": "ieee"}
 READ = RING | {"CHANNELS": 64, "QUERIES": attention.QUERIES, "PLACES": attention.PLACES, "PRECISION": "ieee"}
 
 
@@ -96,6 +98,7 @@ def build_linear(form: str, columns: int) -> bool:
 def build_others() -> list[bool]:
     sigmoid = {"projected_ptr": BF16, "out_ptr": BF16, "bias_ptr": None, "timescale_ptr": None}
     softmax = {"projected_ptr": BF16, "out_ptr": BF16}
+    prompt = {"q_ptr": BF16, "kv_ptr": BF16, "mask_ptr": "*u8", "out_ptr": BF16}
     ring = {"projected_ptr": BF16, "ring_ptr": "*fp16", "out_ptr": BF16}
     warps = {"num_warps": slots.NUM_WARPS}
     ids = {"given_ptr": "*i64", "sampled_ptr": "*i64", "pauses_ptr": "*u8"}
@@ -107,6 +110,7 @@ def build_others() -> list[bool]:
         build("slots, softmax", slots._slot_step, softmax, SLOTS | {"TOP_K": 8}, **warps),
         build("ring", attention._read_ring, ring, READ, num_warps=attention.NUM_WARPS),
         build("join", attention._join, ring, RING | {"PAIRS": 32, "PIECES": 16}, num_warps=1),
+        build("prompt attention", prompt_attention._attend, prompt, PROMPT, num_warps=4, num_stages=2),
     ]
 
 
