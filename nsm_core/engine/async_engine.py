@@ -168,7 +168,8 @@ class AsyncEngine:
             return
         num_watched = sum(handle.request.include_routing for handle in self._handles.values())
         if num_watched >= MAX_WATCHED:
-            raise Overloaded(f"at most {MAX_WATCHED} requests with include_routing may run at a time")
+            message = f"at most {MAX_WATCHED} requests with include_routing may run at a time"
+            raise Overloaded(message, param="include_routing")
 
     def is_ready(self) -> bool:
         """Whether requests are taken and the thread's heartbeat is fresh."""

@@ -12,7 +12,6 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.tiers import EngineTier
-from nsm_core.errors import Overloaded
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.wishes import Wish
 from nsm_core.heap import trim_heap
@@ -102,12 +101,7 @@ class LocalBackend:
         self._engine.require_room()
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
-        self._engine.require_room()
-        try:
-            return self._engine.submit(request)
-        except Overloaded as error:  # there is room, but not for another of its kind
-            error.param = "include_routing" if request.include_routing else None
-            raise
+        return self._engine.submit(request)
 
     async def inspect_state(
         self,
