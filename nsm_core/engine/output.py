@@ -79,9 +79,8 @@ class OutputStream:
         self._stops = StopStrings(params.stop) if params.stop else NO_STOPS
         self._has_stops = bool(params.stop)
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._ignores_eos = params.ignore_eos
         end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
-        self.end_ids = frozenset((*params.stop_token_ids, *end_ids))
+        self.end_ids = self._stop_ids.union(end_ids)
         # Tokens with which text may begin to be held back, or a stop string be found whole
         self.holding_ids = tokenizer.ids_with(self._stops.starts) if params.stop else NO_IDS
         self._not_plain = _shared(self.end_ids | {NOT_FINITE})
@@ -97,10 +96,8 @@ class OutputStream:
         if self._is_finished:
             raise RuntimeError("the output has ended")
         self._num_tokens += 1
-        if token_id in self._stop_ids:
-            return self._end(StopMatch(reason=token_id, num_dropped=1))
-        if token_id == self._tokenizer.end_of_text_id and not self._ignores_eos:
-            return self._end(StopMatch(reason=None, num_dropped=1))
+        if token_id in self.end_ids:
+            return self._end(StopMatch(reason=token_id if token_id in self._stop_ids else None, num_dropped=1))
         return self._feed_bytes(self._tokenizer.token_bytes(token_id))
 
     def feed_plain(self, token_id: int) -> str | None:
