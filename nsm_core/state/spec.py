@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -69,14 +69,13 @@ class StateSpec:
         if tensors[0].is_cuda:
             return _bytes_from_gpu(tensors)
         # `join` copies, once
-        return b"".join(_as_stored(tensor.numpy()).data for tensor in tensors)
+        return b"".join(tensor.numpy().astype(_NUMPY_DTYPES[tensor.dtype], copy=False).data for tensor in tensors)
 
     def read_position(self, raw: bytes) -> int:
         """The position in a packed state, without unpacking the rest. Raises SnapshotCorrupt as `unpack` does."""
         self._check_length(raw)
-        index = next(index for index, tensor in enumerate(self.tensors) if tensor.name == POSITION)
-        offset = sum(tensor.num_bytes for tensor in self.tensors[:index])
-        return int.from_bytes(raw[offset : offset + self.tensors[index].num_bytes], "little", signed=True)
+        spec, offset = next((spec, offset) for spec, offset in self._places() if spec.name == POSITION)
+        return int.from_bytes(raw[offset : offset + spec.num_bytes], "little", signed=True)
 
     def unpack(self, raw: bytes, device: torch.device | None = None) -> State:
         """The inverse of `pack`: tensors [1, *shape], on a GPU if that is the device, whose work is not waited for.
@@ -87,33 +86,32 @@ class StateSpec:
         if device is not None and device.type == "cuda":
             return self._unpack_on_gpu(raw, device)
         state: State = {}
-        offset = 0
-        for spec in self.tensors:
+        for spec, offset in self._places():
             values = np.frombuffer(raw, _NUMPY_DTYPES[spec.dtype], count=math.prod(spec.shape), offset=offset)
             state[spec.name] = torch.from_numpy(values.copy()).reshape(1, *spec.shape)
-            offset += spec.num_bytes
         return state
 
     def _unpack_on_gpu(self, raw: bytes, device: torch.device) -> State:
         pinned = torch.empty(len(raw), dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[:] = np.frombuffer(raw, np.uint8)
-        there, state, offset = pinned.to(device, non_blocking=True), State(), 0
-        for spec in self.tensors:
+        there, state = pinned.to(device, non_blocking=True), State()
+        for spec, offset in self._places():
             own = there[offset : offset + spec.num_bytes]
             # one that does not lie at a multiple of its size cannot be read where it is
             own = own if offset % spec.dtype.itemsize == 0 else own.clone()
             state[spec.name] = own.view(spec.dtype).reshape(1, *spec.shape)
-            offset += spec.num_bytes
         return state
+
+    def _places(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Each tensor, and where it begins in a packed state."""
+        offset = 0
+        for spec in self.tensors:
+            yield spec, offset
+            offset += spec.num_bytes
 
     def _check_length(self, raw: bytes) -> None:
         if len(raw) != self.num_bytes:
             raise SnapshotCorrupt(f"a state of this model has {self.num_bytes} bytes, got {len(raw)}")
-
-
-def _as_stored(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Little endian."""
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
 def _bytes_from_gpu(tensors: list[Tensor]) -> bytes:
