@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from nsm_core.execution.cuda.kernels.linear import run_linear
 from nsm_core.execution.cuda.options import CudaOptions
 from nsm_core.execution.cuda.prompt_reader import PromptReader
 from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
+from nsm_core.execution.cuda.recording import record
 from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.device import to_device
@@ -116,19 +118,9 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
-        """Records a step; no row is touched. Kernels are compiled by a run before."""
+        """Records a step; no row is touched."""
         self._step.inputs(bucket).fill_(NO_ROW)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step.run(bucket)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._step.run(bucket)
-        return graph
+        return record(functools.partial(self._step.run, bucket), self._device)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(np.array(values, dtype=np.int64), self._device)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsm_core.execution.cuda.recording import record
 from nsm_core.model.nsm import SUPER_CHUNK_LEN, NsmModel
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
@@ -119,15 +120,7 @@ class PromptReader:
             for name, state in states.items():
                 state.copy_(new_states[name])
 
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                read()  # compiles the kernels
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-                read()
+        graph = record(read, self._device, memory=self._memory)
         self._recorded[num_rows, length] = _Recorded(graph, ids, lengths, hidden)
         return self._recorded[num_rows, length]
 
