@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,12 @@ def frames_of(text: str) -> list[dict[str, Any]]:
     parts = without_comments(text).split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.partition("data: ")[2]) for part in parts[:-2]]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what no event tells."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to pass")

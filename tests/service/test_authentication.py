@@ -40,16 +40,6 @@ CLOSED = [
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
 
 
-@pytest.fixture
-def keys_file(tmp_path: Path) -> Path:
-    return tmp_path / "keys.toml"
-
-
-@pytest.fixture
-def acme() -> TestKey:
-    return make_key("acme")
-
-
 async def test_without_a_file_no_key_is_asked_for() -> None:
     async with gateway(FakeBackend()) as server:
         assert not server.services.tenants.has_keys

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +10,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.middleware import Body, logfmt
 from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
+from tests.gateway import Gateway, error_of, gateway, until
 from tests.raw_http import RawClient, connect, head
 
 PATH = "/v1/completions"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what no event tells."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come to pass")
 
 
 # ---- leaving -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from service.sessions.memory import MemorySessionStore
 from service.sessions.sqlite import SqliteSessionStore
 from service.settings import Settings
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import frames_of
+from tests.gateway import frames_of, until
 
 REPOSITORY = Path(__file__).parents[2]
 PATH = "/v1/completions"
@@ -50,14 +50,6 @@ async def served(backend: FakeBackend, **settings: Any) -> AsyncIterator[tuple[a
 
 def _is_listening(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come to pass")
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])

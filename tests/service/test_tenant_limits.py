@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of
+from tests.gateway import Gateway, error_of, until
 from tests.tenants import StillClock, TestKey, keyed, make_key, write_keys
 
 COMPLETIONS = "/v1/completions"
@@ -24,16 +22,6 @@ def with_still_clock(server: Gateway) -> StillClock:
     clock = StillClock()
     server.services.tenants._clock = clock
     return clock
-
-
-@pytest.fixture
-def keys_file(tmp_path: Path) -> Path:
-    return tmp_path / "keys.toml"
-
-
-@pytest.fixture
-def acme() -> TestKey:
-    return make_key("acme")
 
 
 async def test_a_tenant_is_held_to_its_rate_and_told_where_it_stands(keys_file: Path, acme: TestKey) -> None:
@@ -132,15 +120,6 @@ async def test_a_refused_request_leaves_no_trace_in_the_count(keys_file: Path, a
         ):
             assert (await server.client.post(path, json=body, headers=acme.headers)).status_code in (200, 400, 404)
         assert server.services.tenants._running["acme"] == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what no event tells."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come to pass")
 
 
 async def test_D3_no_more_sessions_than_the_tenant_may_keep(keys_file: Path, acme: TestKey) -> None:

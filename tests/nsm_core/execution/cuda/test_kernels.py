@@ -14,8 +14,9 @@ from nsm_core.state.spec import POSITION, State
 from tests.models import random_model
 
 linear_kernel = pytest.importorskip("nsm_core.execution.cuda.kernels.linear", reason="the compiler is not installed")
-from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep  # noqa: E402  imports the compiler
-from nsm_core.execution.cuda.kernels.linear import Stream, make_stream  # noqa: E402
+from benchmarks.gpu_decode_checks import stream_of  # noqa: E402  imports the compiler
+from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep  # noqa: E402
+from nsm_core.execution.cuda.kernels.linear import make_stream  # noqa: E402
 from nsm_core.execution.cuda.weights import pack_weights  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,17 +40,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
-def stream_of(x: Tensor) -> Stream:
-    """x [B, padded width] fp32, for products in fp32."""
-    stream = make_stream(len(x), x.shape[1], torch.float32, DEVICE)
-    stream.full.copy_(x)
-    stream.squares.copy_(x.square().unflatten(1, (-1, 16)).sum(dim=2))
-    high, rest = linear_kernel.split(x).chunk(2)
-    stream.high.copy_(high)
-    stream.rest.copy_(rest)
-    return stream
-
-
 @pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 16, 64), (63, 33, 20), (64, 32, 65), (65, 100, 130)])
 def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: int, is_gated: bool) -> None:
@@ -61,7 +51,7 @@ def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: 
     x = torch.zeros(rows, depth, device=DEVICE)
     x[:, :width] = torch.randn(rows, width, device=DEVICE)
     out = torch.full((rows, outputs + 3), torch.nan, device=DEVICE)
-    linear_kernel.run_linear(linear, stream_of(x), out)
+    linear_kernel.run_linear(linear, stream_of(x, torch.float32), out)
     want = torch.nn.functional.rms_norm(x[:, :width].double(), (width,), eps=1e-3) @ weight[:, :width].double().T
     if is_gated:
         want = torch.nn.functional.silu(want[:, :outputs]) * want[:, outputs:]
@@ -87,7 +77,7 @@ def test_a_split_weight_multiplies_as_the_whole_one() -> None:
     assert torch.equal(halves[:20] + halves[20:], weight)
     assert not bool((halves[:20].view(torch.int32) & 0x1FFF).any())  # ten bits after the point: what TF32 has
     out = torch.full((70, 20), torch.nan, device=DEVICE)
-    linear_kernel.run_linear(linear_kernel.Linear(halves, 64, is_split=True), stream_of(x), out)
+    linear_kernel.run_linear(linear_kernel.Linear(halves, 64, is_split=True), stream_of(x, torch.float32), out)
     assert relative_error(out, x.double() @ weight.double().T) < 1e-6
 
 
