@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernel_builds import registers
-from nsm_core.execution.cuda.kernels import ahead, attention, linear, prompt_attention, rows, slots
+from nsm_core.execution.cuda.kernels import attention, linear, overlap, prompt_attention, rows, slots
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"eps", "taper", "floor", "largest", "factor", "turn"}
@@ -103,7 +103,7 @@ def build_others() -> list[bool]:
     warps = {"num_warps": slots.NUM_WARPS}
     ids = {"given_ptr": "*i64", "sampled_ptr": "*i64", "pauses_ptr": "*u8"}
     return [
-        build("follow", ahead._follow, ids, {}, num_warps=1),
+        build("follow", overlap._follow, ids, {}, num_warps=1),
         build("begin", rows._begin, {"low_ptr": BF16}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
         build("final norm", rows._final_norm, {}, {"D": 512, "WIDTH": 512}, num_warps=1),
         build("slots, sigmoid", slots._slot_step, sigmoid, SLOTS | {"TOP_K": 0}, **warps),

@@ -21,8 +21,8 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.routing_watch import WatchedRequests
 from nsm_core.engine.scheduler import Plan
-from nsm_core.engine.watched import WatchedRequests
 from nsm_core.execution.choose import choose_executor
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.model.loader import load_checkpoint

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
-from nsm_core.execution.wishes import Wish
+from nsm_core.execution.names import Wish
 from nsm_core.model.bundled import find_checkpoint
 from service.wishes import wish_of
 

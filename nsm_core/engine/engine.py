@@ -8,23 +8,23 @@ from types import MappingProxyType
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
-from nsm_core.engine.accounts import Accounts
-from nsm_core.engine.admission import AdmissionCheck
-from nsm_core.engine.ahead import Hindrances, LaunchedStep
+from nsm_core.engine.active_requests import LiveRequests
+from nsm_core.engine.apply import Events as Events
+from nsm_core.engine.apply import Outcomes
 from nsm_core.engine.failures import StepFailures
-from nsm_core.engine.live import LiveRequests
-from nsm_core.engine.outcomes import Events as Events
-from nsm_core.engine.outcomes import Outcomes
+from nsm_core.engine.overlap import Hindrances, LaunchedStep
 from nsm_core.engine.request import (
     FinishReason,
     GenerationRequest,
 )
+from nsm_core.engine.request_check import AdmissionCheck
+from nsm_core.engine.routing_watch import WatchedRequests
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Speculation
+from nsm_core.engine.step_stats import Accounts
 from nsm_core.engine.tiers import EngineTier
-from nsm_core.engine.watched import WatchedRequests
 from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor

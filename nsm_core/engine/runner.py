@@ -11,10 +11,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from nsm_core.engine.ahead import LaunchedStep, upcoming
 from nsm_core.engine.batching import group_by_length
 from nsm_core.engine.drafted_states import DraftedStates
 from nsm_core.engine.hidden import Hidden
+from nsm_core.engine.overlap import LaunchedStep, upcoming
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence

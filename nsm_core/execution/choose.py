@@ -13,11 +13,11 @@ from nsm_core.execution.base import Executor, ExecutorFactory
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, why_not_cuda
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.names import Wish
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.native.unpacked import unpacked
 from nsm_core.execution.native.weights import NativeWeights, why_not_native
-from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat

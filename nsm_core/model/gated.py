@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.frame import Frame, make_frame, open_chunk
+from nsm_core.model.chunk_alignment import Frame, make_frame, open_chunk
 from nsm_core.model.gates import GATES
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.pulse import ShortConv

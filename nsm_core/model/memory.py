@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.frame import Frame, make_frame, open_chunk
+from nsm_core.model.chunk_alignment import Frame, make_frame, open_chunk
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN

@@ -11,7 +11,7 @@ from typing import Any
 from nsm_core.config import EngineConfig, require_at_least, require_one_of
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
-from nsm_core.execution.wishes import WISHES, Wish
+from nsm_core.execution.names import WISHES, Wish
 from nsm_core.wire.calls import MAX_TIMEOUT_S
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 

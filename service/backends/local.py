@@ -13,7 +13,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.tiers import EngineTier
 from nsm_core.execution.choose import choose_executor
-from nsm_core.execution.wishes import Wish
+from nsm_core.execution.names import Wish
 from nsm_core.heap import trim_heap
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect

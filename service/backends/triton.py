@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from nsm_core.engine.admission import AdmissionCheck
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
+from nsm_core.engine.request_check import AdmissionCheck
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo, unknown_tier

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nsm_core.execution.base import TakeSavepoint
-from nsm_core.execution.cuda.ahead import CudaLookAhead
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import run_linear
 from nsm_core.execution.cuda.options import CudaOptions
+from nsm_core.execution.cuda.overlap import CudaLookAhead
 from nsm_core.execution.cuda.prompt_reader import PromptReader
 from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.recording import record

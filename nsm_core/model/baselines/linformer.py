@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import rotary, rotate
 from nsm_core.model.baselines.baseline import Baseline, linear, zero_linear
-from nsm_core.model.frame import Frame, make_frame
+from nsm_core.model.chunk_alignment import Frame, make_frame
 from nsm_core.model.segments import Segments, documents_of
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State

@@ -9,7 +9,7 @@ import pytest
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.device import LaunchedTokens
 from tests.nsm_core.engine import harness
-from tests.nsm_core.engine.ahead_pairs import Noting
+from tests.nsm_core.engine.overlap_pairs import Noting
 
 
 @pytest.fixture(scope="module", params=["waiting", "ahead"])

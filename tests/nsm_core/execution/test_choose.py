@@ -11,10 +11,10 @@ import torch
 from nsm_core.errors import ConfigError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.names import Wish
 from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.weights import why_not_native
-from nsm_core.execution.wishes import Wish
 from nsm_core.model.loader import LoadedModel
 from nsm_core.tokenizer import Tokenizer
 from tests.models import RandomModel, as_loaded, random_model, small_config

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.ahead import may_look_ahead
+from nsm_core.engine.overlap import may_look_ahead
 from nsm_core.engine.request import FinishReason, GenerationRequest, TokenEvent
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
@@ -21,7 +21,6 @@ from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.tokenizer import Tokenizer
 from tests.counts import scaled
 from tests.models import random_model, small_config
-from tests.nsm_core.engine.ahead_pairs import Noting, Pair
 from tests.nsm_core.engine.harness import (
     Outcome,
     ScriptedModel,
@@ -31,6 +30,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
+from tests.nsm_core.engine.overlap_pairs import Noting, Pair
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nsm_core.engine.accounts import Accounts
-from nsm_core.engine.ahead import Hindrances, LaunchedStep
+from nsm_core.engine.active_requests import LiveRequests
 from nsm_core.engine.end_state import make_end_state
-from nsm_core.engine.live import LiveRequests
 from nsm_core.engine.output import StopMatch
+from nsm_core.engine.overlap import Hindrances, LaunchedStep
 from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
+from nsm_core.engine.routing_watch import WatchedRequests
 from nsm_core.engine.runner import Runner, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Drafts, Speculation
-from nsm_core.engine.watched import WatchedRequests
+from nsm_core.engine.step_stats import Accounts
 from nsm_core.errors import NsmError, NumericalError, StepFailed
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.result import NOT_FINITE, SampledToken

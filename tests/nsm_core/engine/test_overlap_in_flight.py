@@ -19,7 +19,6 @@ from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.device import LaunchedTokens
 from nsm_core.tokenizer import Tokenizer
 from tests.fake_meters import FakeClock, FakeMeter
-from tests.nsm_core.engine.ahead_pairs import Pair
 from tests.nsm_core.engine.harness import (
     FINGERPRINT,
     FakeLookAhead,
@@ -31,6 +30,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
+from tests.nsm_core.engine.overlap_pairs import Pair
 
 
 class Faulty:

@@ -17,7 +17,7 @@ from tests.nsm_core.engine.harness import make_engine, make_request, run_all
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
-from nsm_core.execution.cuda.kernels.ahead import follow  # noqa: E402
+from nsm_core.execution.cuda.kernels.overlap import follow  # noqa: E402
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()

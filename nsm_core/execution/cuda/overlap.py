@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsm_core.execution.base import Upcoming
 from nsm_core.execution.cuda.decode import NO_ROW
-from nsm_core.execution.cuda.kernels.ahead import follow
+from nsm_core.execution.cuda.kernels.overlap import follow
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 

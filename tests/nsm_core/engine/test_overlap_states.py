@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nsm_core.engine import ahead
+from nsm_core.engine import overlap
 from nsm_core.engine.request import FinishReason, PromptState
 from nsm_core.errors import NumericalError
 from nsm_core.tokenizer import Tokenizer
 from tests.counts import scaled
-from tests.nsm_core.engine.ahead_pairs import Noting, Pair
 from tests.nsm_core.engine.chants import CHANT, STOPS
 from tests.nsm_core.engine.harness import (
     Outcome,
@@ -27,6 +26,7 @@ from tests.nsm_core.engine.harness import (
     run_all,
     run_one,
 )
+from tests.nsm_core.engine.overlap_pairs import Noting, Pair
 
 
 class Said:
@@ -42,7 +42,7 @@ class Said:
         pair = Pair(self.model, tokenizer)
         request = make_request(**{"max_tokens": 300, "ignore_eos": False, **wish})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ahead, "MAX_PAUSING_SHARE", 1.0)
+            patch.setattr(overlap, "MAX_PAUSING_SHARE", 1.0)
             outcome = pair.compare([request, make_request("b", max_tokens=9)])["a"]
         if request.keep_state:
             assert_log_and_state_agree(self.model, outcome.end_state)
@@ -73,7 +73,7 @@ def test_S2_R12_any_stop_strings_in_any_text(
 def test_a_text_that_is_held_back_costs_one_step_and_a_long_one_waits_for_its_second_copy(
     tiny_tokenizer: Tokenizer, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "MAX_PAUSING_SHARE", 1.0)
+    monkeypatch.setattr(overlap, "MAX_PAUSING_SHARE", 1.0)
     said = Said(tiny_tokenizer, "one\ntwo q" + "x" * 90 + "y", by_byte=True)
     pair = Pair(said.model, tiny_tokenizer, Noting)
     run_one(pair.ahead, make_request(stop=("\n\nUser:",), max_tokens=20))
