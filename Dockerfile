@@ -17,6 +17,7 @@ RUN deploy/image/packages "${TORCH_VERSION}" ${TORCH_PIP_ARGS}
 COPY LICENSE README.md pyproject.toml ./
 COPY nsm_core nsm_core
 COPY service service
+COPY nsm_lab nsm_lab
 COPY deploy/image/product deploy/image/
 RUN deploy/image/product
 
@@ -34,6 +35,7 @@ RUN deploy/image/packages "${TORCH_VERSION}" ${TRITON_TORCH_PIP_ARGS}
 COPY LICENSE README.md pyproject.toml ./
 COPY nsm_core nsm_core
 COPY service service
+COPY nsm_lab nsm_lab
 COPY deploy/image/product deploy/image/
 RUN deploy/image/product
 

@@ -35,7 +35,7 @@ serve: $(READY)  ## serve the bundled model on 127.0.0.1:8000; options: ARGS="--
 check: $(READY)  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict nsm_core service
+	$(BIN)/mypy --strict nsm_core service nsm_lab
 	$(BIN)/lint-imports --no-logo
 
 .PHONY: packages

@@ -27,8 +27,8 @@ from typing import Any
 import openai
 
 from benchmarks.response_chain import QUESTION, Served, measure_turn, serving
-from nsm_core.evaluation.compare.line_chart import Line, line_chart
-from nsm_core.evaluation.provenance import command_line, source_commit
+from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.evaluation.provenance import command_line, source_commit
 
 CONTEXTS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 KINDS = ("responses", "chat", "chat, not streamed", "chat, all read again")

@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import SamplingRow
-from nsm_core.training.data_files import read_documents
+from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.training.data_files import read_documents
 
 Logits = npt.NDArray[np.float32]
 MAX_UNREAD = 8  # accepted tokens that wait for the next chunk; more are read without drafts

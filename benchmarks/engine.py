@@ -21,12 +21,12 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.execution.names import WISHES
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
-from service.bench.machine import cpu_name
+from nsm_lab.bench.machine import cpu_name
+from nsm_lab.evaluation.provenance import source_commit
 
 Timing = tuple[float, float]  # wall and CPU seconds
 

@@ -18,10 +18,10 @@ import onnxruntime
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from nsm_core.evaluation.markdown import table
-from nsm_core.export.functions import IDS, LOGITS, NEW
-from nsm_core.export.write import export_model
 from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_lab.evaluation.markdown import table
+from nsm_lab.export.functions import IDS, LOGITS, NEW
+from nsm_lab.export.write import export_model
 
 Step = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 BATCHES = (1, 8, 32)

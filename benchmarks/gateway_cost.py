@@ -32,9 +32,9 @@ from prometheus_client import CollectorRegistry
 from benchmarks.no_engine import TEXT
 from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import TokenEvent
-from nsm_core.evaluation.provenance import command_line, source_commit
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
+from nsm_lab.evaluation.provenance import command_line, source_commit
 from service.choices import ChoiceView
 from service.metrics.requests import RequestMetrics
 from service.sse import TextFrame, frame

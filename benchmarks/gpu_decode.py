@@ -36,7 +36,7 @@ from nsm_core.config import ModelConfig
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
-from service.bench.machine import cpu_name
+from nsm_lab.bench.machine import cpu_name
 
 TINY = {"d_model": 64, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "num_memory_slots": 16, "write_top_k": 16}
 TINY |= {"mlp_hidden": 96, "vocab_size": 128, "window": 70}
@@ -64,7 +64,7 @@ def load_model(is_tiny: bool, device: torch.device) -> NsmModel:
 
 def commit() -> str | None:
     try:
-        from nsm_core.evaluation.provenance import source_commit
+        from nsm_lab.evaluation.provenance import source_commit
     except ImportError:  # it knows the versions of packages that are not needed here
         return None
     return source_commit()

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_subjects import SUBJECTS, Subject, keep_few_configurations
-from nsm_core.evaluation.provenance import source_commit
-from service.bench.machine import cpu_name
+from nsm_lab.bench.machine import cpu_name
+from nsm_lab.evaluation.provenance import source_commit
 
 SIZES = {
     "prefill": (2048, 8192, 32768, 131072),  # tokens of the prompt

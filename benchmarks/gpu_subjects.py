@@ -21,7 +21,7 @@ from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.state.spec import POSITION
-from nsm_core.training.presets import PRESETS
+from nsm_lab.training.presets import PRESETS
 
 PREFILL_PIECE = 32768  # tokens in one call of our recurrent models; attention over a whole prompt reads it in one
 DECODE_CONTEXT = 2048  # tokens in the caches of models that have them

@@ -22,7 +22,6 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.base import Upcoming
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.sampling.params import SamplingParams
@@ -30,6 +29,7 @@ from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
+from nsm_lab.evaluation.provenance import source_commit
 
 SPEC = StateSpec((TensorSpec(POSITION, (), torch.int64),))
 

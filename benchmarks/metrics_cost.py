@@ -26,11 +26,11 @@ from nsm_core.energy.ledger import EnergyLedger
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.metering import meter_of
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.observer import MAX_ROWS, MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
 from nsm_core.sampling.params import SamplingParams
+from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.metrics.metrics import Metrics

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsm_core.evaluation.perplexity import EncodedDocument, encode_document
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.loader import load_checkpoint
-from nsm_core.training.data_files import Split, read_documents
+from nsm_lab.evaluation.perplexity import EncodedDocument, encode_document
+from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.training.data_files import Split, read_documents
 
 PIECE_LEN = 512  # tokens of a call
 SPLITS_READ: tuple[Split, ...] = ("test", "val")  # what the model was not trained on

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.prefix_resume import opened
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.model.loader import load_checkpoint
+from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.completions import open_completion

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.model.loader import load_checkpoint
+from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.chat import open_chat

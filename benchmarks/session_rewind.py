@@ -30,12 +30,12 @@ from redis.asyncio import Redis
 from benchmarks.session_store import redis_store
 from nsm_core.config import EngineConfig
 from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Resume
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
-from nsm_core.training.data_files import read_documents
+from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.training.data_files import read_documents
 from service.backends.local import LocalBackend
 from service.earlier_states import read_up_to
 from service.leases import HeldLease, Leases

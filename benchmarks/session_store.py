@@ -26,8 +26,8 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
+from nsm_lab.evaluation.provenance import source_commit
 from service.sessions import sqlite_schema
 from service.sessions.base import SessionStore
 from service.sessions.redis import RedisSessionStore

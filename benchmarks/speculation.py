@@ -25,13 +25,13 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Event, Finished, GenerationRequest, Resume
-from nsm_core.evaluation.provenance import source_commit
 from nsm_core.execution.choose import choose_executor
 from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EngineStats
-from nsm_core.training.data_files import read_documents
+from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.training.data_files import read_documents
 
 BOOKS = Path("data/books-sample")
 MAX_BATCH = 8

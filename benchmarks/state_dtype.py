@@ -33,13 +33,13 @@ from torch import Tensor
 
 from benchmarks.session_rewind import KEY, book_ids, file_place, redis_place, snapshot_of, tell
 from nsm_core.config import EngineConfig
-from nsm_core.evaluation.parking import parked_state
-from nsm_core.evaluation.provenance import command_line, source_commit
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.state.spec import State
+from nsm_lab.evaluation.parking import parked_state
+from nsm_lab.evaluation.provenance import command_line, source_commit
 from service.backends.local import LocalBackend
 
 NUM_TIMED = 20

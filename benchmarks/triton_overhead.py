@@ -32,13 +32,13 @@ import torch
 
 from nsm_core.config import EngineConfig, ModelConfig
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume, TokenEvent
-from nsm_core.evaluation.provenance import command_line, source_commit
 from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.triton.supervisor import children_of, stubs_of
+from nsm_lab.evaluation.provenance import command_line, source_commit
 from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
 from service.backends.triton import TritonBackend

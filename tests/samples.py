@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zstandard
 
-from nsm_core.training.data_files import Split, read_documents
+from nsm_lab.training.data_files import Split, read_documents
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 BOOKS_DIR = DATA_DIR / "books-sample"

@@ -55,11 +55,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert dead_links_of(page) == []
 
 
+PACKAGES = ("nsm_core", "nsm_lab", "service")
+
+
 def test_the_architecture_names_every_package_and_no_file_that_is_gone() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    packages = [init.parent for name in ("nsm_core", "service") for init in (ROOT / name).rglob("__init__.py")]
+    packages = [init.parent for name in PACKAGES for init in (ROOT / name).rglob("__init__.py")]
     assert [str(package) for package in packages if not re.search(rf"\b{package.name}\b", text)] == []
-    folders = ("nsm_core", "service", "deploy", "loadtests", "benchmarks", "model_repository", "tests")
+    folders = (*PACKAGES, "deploy", "loadtests", "benchmarks", "model_repository", "tests")
     sources = tuple(path.name for folder in folders for path in (ROOT / folder).rglob("*.py"))
     named = set(re.findall(r"\b_?[a-z]\w*\.py\b", text))
     assert len(named) > 100

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted(path for package in ("nsm_core", "service") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(path for package in ("nsm_core", "service", "nsm_lab") for path in (ROOT / package).rglob("*.py"))
 LOCK = (ROOT / "requirements.lock").read_text("utf-8")
 MAX_LINES = 400
 
@@ -100,7 +100,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         for extra, lines in project["optional-dependencies"].items()
     }
     providers = importlib.metadata.packages_distributions()
-    own = {"nsm_core", "service", *sys.stdlib_module_names}
+    own = {"nsm_core", "service", "nsm_lab", *sys.stdlib_module_names}
     missing = {
         name: str(path.relative_to(ROOT))
         for path in SOURCES
@@ -121,7 +121,7 @@ def extra_of(path: Path) -> str | None:
     return "export" if path.name == "onnx_file.py" else None
 
 
-@pytest.mark.parametrize("package", ["nsm_core", "service"])
+@pytest.mark.parametrize("package", ["nsm_core", "service", "nsm_lab"])
 def test_a_wheel_carries_every_file_of_a_package(package: str) -> None:
     packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     made = {"__pycache__", "build"}  # where they are used

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text("utf-8")
-SERVES = ("nsm_core", "service", "model_repository")
+SERVES = ("nsm_core", "service", "nsm_lab", "model_repository")
 # exec, unpacking of archives without checks, pickle and its kin, marshal, eval, yaml.load, a shell, torch.load
 RULES = "S102,S202,S301,S302,S307,S506,S602,S604,S605,S609,TID251"
 NAMES = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch.load", "torch.save")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.family.fit import fit_exponent
-from nsm_core.evaluation.compare.line_chart import Line, line_chart
-from nsm_core.evaluation.markdown import table
+from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.evaluation.markdown import table
 
 Row = dict[str, Any]
 Cells = dict[str, dict[str, Row]]

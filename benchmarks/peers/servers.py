@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.peers.build_llama import LlamaBuild
 from nsm_core.errors import NsmError
-from service.bench.builds import RUN
-from service.bench.http_client import Endpoint
-from service.bench.machine import ProcessUse
+from nsm_lab.bench.builds import RUN
+from nsm_lab.bench.http_client import Endpoint
+from nsm_lab.bench.machine import ProcessUse
 
 START_S, STOP_S = 120.0, 30.0
 BETWEEN_LOOKS_S = 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers.build_llama import LlamaBuild
 from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
 from benchmarks.peers.servers import CONTEXT_OF_STREAM, llama_server, nsm_server
-from service.bench.http_load import HttpLoad, HttpWork
+from nsm_lab.bench.http_load import HttpLoad, HttpWork
 
 KEPT = ("tokens_per_cpu_s", "tokens_per_s", "ttft_p50_ms")
 

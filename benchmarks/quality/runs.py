@@ -1,6 +1,6 @@
 """The training runs behind the quality tables: `python -m benchmarks.quality.runs NAME... --data books --out runs`.
 
-Each name stands for one `python -m nsm_core.training` command, printed before it starts. Runs are given to the GPUs one
+Each name stands for one `python -m nsm_lab.training` command, printed before it starts. Runs are given to the GPUs one
 by one as they become free (`--gpus 0,1`); with `--wide` each run takes all of them, under torchrun. The log of a run
 goes to OUT/NAME.log.
 """
@@ -67,7 +67,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
         rows = len(flags) - flags[::-1].index("--rows")  # after the last one, which is the one that counts
         flags[rows] = str(int(flags[rows]) // num_gpus)
-    return [*launcher, "-m", "nsm_core.training", *common, *flags]
+    return [*launcher, "-m", "nsm_lab.training", *common, *flags]
 
 
 def run(name: str, free_gpus: SimpleQueue[str], options: argparse.Namespace) -> tuple[str, int, float]:

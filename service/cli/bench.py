@@ -14,8 +14,8 @@ from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 
 if TYPE_CHECKING:
-    from service.bench.gate import Verdict
-    from service.bench.result import BenchResult
+    from nsm_lab.bench.gate import Verdict
+    from nsm_lab.bench.result import BenchResult
 
 LOST = 1  # exit status of a gate that does not open
 
@@ -64,8 +64,8 @@ def engine(
     wanted = _numbers(batches, "--batches")
     slots = {"max_slots": max(wanted), "token_budget": max(256, *wanted)}
     settings = load_settings(model=model, executor=executor, num_threads=num_threads, **slots)
-    from service.bench.engine_bench import bench_engine
-    from service.bench.engine_load import EngineWork
+    from nsm_lab.bench.engine_bench import bench_engine
+    from nsm_lab.bench.engine_load import EngineWork
 
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
     with progress("engine", repeats) as tell:
@@ -89,7 +89,7 @@ def components(
 
     work_batches, work_lengths = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
     settings = load_settings(model=model, num_threads=num_threads)
-    from service.bench.components import ComponentWork, bench_components
+    from nsm_lab.bench.components import ComponentWork, bench_components
 
     work = ComponentWork(batches=work_batches, lengths=work_lengths, repeats=repeats)
     with progress("components", repeats) as tell:
@@ -112,9 +112,9 @@ def http(
     as_json: options.AsJson = False,
 ) -> None:
     """A server over HTTP: streams of many clients, long prompts, conversations that go on, stored sessions."""
-    from service.bench.http_bench import bench_http
-    from service.bench.http_client import Endpoint
-    from service.bench.http_load import HttpWork
+    from nsm_lab.bench.http_bench import bench_http
+    from nsm_lab.bench.http_client import Endpoint
+    from nsm_lab.bench.http_load import HttpWork
 
     key = None if key_file is None else key_file.read_text("utf-8").strip()
     work = HttpWork(
@@ -139,9 +139,9 @@ def compare(
     """How many times as good the second result is, with what the spread of both leaves of that."""
     import dataclasses
 
-    from service.bench import compare as comparing
-    from service.bench.pictures import draw
-    from service.bench.result import read_result
+    from nsm_lab.bench import compare as comparing
+    from nsm_lab.bench.pictures import draw
+    from nsm_lab.bench.result import read_result
 
     one, other = read_result(first), read_result(second)
     rows = comparing.compare(one, other)
@@ -184,8 +184,8 @@ def gate(
     """
     import dataclasses
 
-    from service.bench import builds
-    from service.bench import gate as gating
+    from nsm_lab.bench import builds
+    from nsm_lab.bench import gate as gating
 
     num_measures = len(_numbers(batches, "--batches")) + 2 * len(_numbers(lengths, "--lengths"))
     if rounds < gating.rounds_needed(num_measures):
@@ -218,7 +218,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _show(result: BenchResult, *, output: Path | None, plots: Path | None, as_json: bool) -> None:
-    from service.bench.pictures import draw
+    from nsm_lab.bench.pictures import draw
 
     if output is not None:
         output.write_text(result.to_json() + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""`nsm eval`: the options of `python -m nsm_core.evaluation`, with NSM_MODEL as the default model."""
+"""`nsm eval`: the options of `python -m nsm_lab.evaluation`, with NSM_MODEL as the default model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import typer
 
 def evaluate(ctx: typer.Context) -> None:
     """Measure a model on a corpus: bits per byte and word perplexity."""
-    from nsm_core.evaluation.__main__ import parse, tell
-    from nsm_core.evaluation.run import run_evaluation
+    from nsm_lab.evaluation.__main__ import parse, tell
+    from nsm_lab.evaluation.run import run_evaluation
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 

@@ -34,7 +34,7 @@ def export(
     """Write a model's step, ids and state in, logits and state out, for ONNX Runtime or torch.export."""
     if int8 and form is not ExportFormat.ONNX:
         raise typer.BadParameter("needs --format onnx", param_hint="'--int8'")
-    from nsm_core.export.write import check_target, export_model
+    from nsm_lab.export.write import check_target, export_model
 
     try:
         check_target(output)

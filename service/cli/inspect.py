@@ -129,8 +129,8 @@ def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspect
 def _write(
     loaded: LoadedModel, inspection: Inspection, *, html: Path | None, png: Path | None, token: int | None
 ) -> None:
-    from nsm_core.inspection.page import inspection_page
-    from nsm_core.inspection.plots import draw_inspection
+    from nsm_lab.inspection.page import inspection_page
+    from nsm_lab.inspection.plots import draw_inspection
     from service.openai_format import token_text
 
     labels = [token_text(loaded.tokenizer, token_id) for token_id in inspection.ids]

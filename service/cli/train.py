@@ -1,4 +1,4 @@
-"""`nsm train`: the options of `python -m nsm_core.training`."""
+"""`nsm train`: the options of `python -m nsm_lab.training`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import typer
 
 def train(ctx: typer.Context) -> None:
     """Train a model on a corpus directory."""
-    from nsm_core.training.__main__ import parse
-    from nsm_core.training.loop import train as run
+    from nsm_lab.training.__main__ import parse
+    from nsm_lab.training.loop import train as run
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 

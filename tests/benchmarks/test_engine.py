@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from benchmarks.engine import header
 from nsm_core.tokenizer import Tokenizer
-from service.bench.machine import machine
+from nsm_lab.bench.machine import machine
 from tests.models import as_loaded
 from tests.nsm_core.engine.harness import small_model
 

@@ -8,7 +8,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.inspection import inspect_state
 from nsm_core.state.report import Detail
 from nsm_core.tokenizer import Tokenizer
-from tests.nsm_core.evaluation.models import random_model, small_config
+from tests.nsm_lab.evaluation.models import random_model, small_config
 
 
 @pytest.fixture(scope="module")

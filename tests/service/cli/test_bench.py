@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from service.bench import builds
-from service.bench.gate import CPU_MEASURES, rounds_needed
-from service.bench.result import BenchResult, Measure, read_result
-from tests.service.bench.made_results import made_result
-from tests.service.bench.test_builds import stand_in
+from nsm_lab.bench import builds
+from nsm_lab.bench.gate import CPU_MEASURES, rounds_needed
+from nsm_lab.bench.result import BenchResult, Measure, read_result
+from tests.nsm_lab.bench.made_results import made_result
+from tests.nsm_lab.bench.test_builds import stand_in
 from tests.service.cli.conftest import Nsm, assert_one_line
 
 SMALL = ("--batches", "2,1", "--lengths", "20,30", "--tokens", "3", "--repeats", "2")

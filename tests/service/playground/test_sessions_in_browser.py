@@ -18,7 +18,7 @@ from tests.browsers import Playground, playground
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend, FakeGeneration
 from tests.gateway import Gateway, gateway
 from tests.models import as_loaded
-from tests.nsm_core.evaluation.models import random_model, small_config
+from tests.nsm_lab.evaluation.models import random_model, small_config
 
 pytestmark = [pytest.mark.chromium, pytest.mark.asyncio(loop_scope="session")]
 

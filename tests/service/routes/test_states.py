@@ -11,7 +11,7 @@ from service.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 from tests.models import as_loaded
-from tests.nsm_core.evaluation.models import random_model, small_config
+from tests.nsm_lab.evaluation.models import random_model, small_config
 
 
 @pytest.fixture

@@ -1,0 +1,36 @@
+"""A benchmark under way: what is noted before its first repeat, and the result that is made after the last."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nsm_lab.bench.machine import machine, versions
+from nsm_lab.bench.result import BenchResult, collect
+from nsm_lab.evaluation.provenance import command_line, source_commit, utc_now
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BenchRun:
+    """Made before anything is measured: the machine's load is that of others."""
+
+    kind: str
+    created: str = dataclasses.field(default_factory=utc_now)
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=machine)
+
+    def result(
+        self, repeats: Iterable[Mapping[str, float]], *, subject: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> BenchResult:
+        """`repeats`: the figures of each; `subject`, `options`: see BenchResult."""
+        return BenchResult(
+            kind=self.kind,
+            command=command_line(),
+            commit=source_commit(),
+            created=self.created,
+            machine=self.machine,
+            versions=versions(),
+            subject=subject,
+            options=options,
+            measures=collect(repeats),
+        )

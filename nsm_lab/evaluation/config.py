@@ -1,0 +1,71 @@
+"""Everything an evaluation depends on, in one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal, get_args
+
+from nsm_core.errors import ConfigError
+from nsm_lab.evaluation.losses import DEFAULT_BUCKETS, check_edges
+from nsm_lab.evaluation.passkey import DEFAULT_DEPTHS, DEFAULT_LENGTHS
+from nsm_lab.training.data_files import SPLITS, Split
+
+Part = Literal["loss", "passkey", "parking", "split", "slots", "samples"]
+PARTS: tuple[Part, ...] = get_args(Part)
+COUNTS = (
+    "max_documents",
+    "max_tokens_per_document",
+    "num_states",
+    "segment_len",
+    "batch_documents",
+    "sample_tokens",
+    "passkey_examples",
+    "parking_prefix",
+    "parking_count",
+    "split_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """One evaluation. The defaults read every document of the validation split to its end."""
+
+    data: Path
+    model: Path | None = None  # None: the bundled model
+    suite: tuple[str, ...] = ("loss", "split", "slots", "samples")
+    split: Split = "val"
+    max_documents: int | None = None
+    max_tokens_per_document: int | None = None
+    num_states: int | None = None  # slots of a head to read with, the first so many; None: all
+    segment_len: int = 512  # tokens a forward call: speed and memory only
+    batch_documents: int = 8
+    buckets: tuple[int, ...] = DEFAULT_BUCKETS
+    device: str = "auto"
+    precision: str = "auto"  # bf16 autocast on a GPU, fp32 on a CPU
+    prompts: tuple[str, ...] = ()  # a greedy and a drawn continuation of each
+    sample_tokens: int = 100
+    passkey_lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    passkey_depths: tuple[float, ...] = DEFAULT_DEPTHS
+    passkey_examples: int = 10  # for each length and depth
+    parking_prefix: int = 1024  # tokens before each parking
+    parking_count: int = 4  # most parkings of a document
+    split_tokens: int = 256
+    seed: int = 0
+    output: Path | None = None  # writes <output>.json and <output>.md
+
+    def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            self._require(value is None or value >= 1, name, "at least 1")
+        check_edges(self.buckets)
+        self._require(self.split in SPLITS, "split", ", ".join(SPLITS[:-1]) + f" or {SPLITS[-1]}")
+        self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
+        self._require(bool(self.suite) and set(self.suite) <= set(PARTS), "suite", "one or more of " + ", ".join(PARTS))
+        is_share = bool(self.passkey_depths) and all(0.0 <= depth <= 1.0 for depth in self.passkey_depths)
+        self._require(is_share, "passkey_depths", "in [0, 1]")
+        self._require(bool(self.passkey_lengths), "passkey_lengths", "at least one length")
+
+    def _require(self, condition: bool, name: str, wish: str) -> None:
+        if not condition:
+            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")

@@ -1,0 +1,184 @@
+"""`nsm eval`: from a model directory and a corpus to a report."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from nsm_core.errors import ConfigError
+from nsm_core.model.loader import LoadedModel, has_slots, load_checkpoint
+from nsm_lab.evaluation.config import EvalConfig, Part
+from nsm_lab.evaluation.devices import resolve_device, resolve_precision
+from nsm_lab.evaluation.losses import PositionLosses
+from nsm_lab.evaluation.model_facts import model_facts
+from nsm_lab.evaluation.parking import ParkingResult, measure_parking
+from nsm_lab.evaluation.passkey import PasskeyResult, measure_passkey
+from nsm_lab.evaluation.perplexity import EncodedDocument, encode_documents, evaluate
+from nsm_lab.evaluation.provenance import Provenance, command_line, source_commit, utc_now, versions
+from nsm_lab.evaluation.report import Report
+from nsm_lab.evaluation.samples import Sample, write_samples
+from nsm_lab.evaluation.slots import SlotUsage, measure_slot_usage
+from nsm_lab.evaluation.splits import SplitResult, measure_splits
+from nsm_lab.training.data_files import read_documents
+
+Result = TypeVar("Result")
+
+_SLOT_DOCUMENTS = 4
+_SLOT_TOKENS = 2048
+
+
+def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda line: None) -> Report:
+    """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError.
+
+    `tell` gets a line about what is to be done, and one after each part of it: it may take hours.
+    """
+    device = resolve_device(config.device)
+    loaded = _with_states(load_checkpoint(config.model, device), config.num_states)
+    documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
+    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), tell)
+    tell(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
+    report = Report(
+        provenance=_provenance(loaded, device),
+        settings=_settings(config, subject.precision),
+        model=model_facts(loaded.config, loaded.model.state_spec),
+        losses=subject.measured("loss", subject.losses),
+        passkey=subject.measured("passkey", subject.passkey),
+        parking=subject.measured("parking", subject.parking),
+        splits=subject.measured("split", subject.splits),
+        slots=subject.measured("slots", subject.slots),
+        samples=subject.measured("samples", subject.samples) or (),
+    )
+    if config.output is not None:
+        report.save(config.output)
+    return report
+
+
+def _with_states(loaded: LoadedModel, num_states: int | None) -> LoadedModel:
+    """The model, or its form with so many slots, whether it was trained for that or not."""
+    if num_states is None or num_states == loaded.config.num_memory_slots:
+        return loaded
+    if num_states > loaded.config.num_memory_slots or not has_slots(loaded.config):
+        most = loaded.config.num_memory_slots if has_slots(loaded.config) else 0
+        raise ConfigError(f"num_states must be at most the model's {most} slots, got {num_states}")
+    return loaded.at_tier(num_states)
+
+
+class _Subject:
+    """A loaded model and the encoded documents: what every part of the suite measures."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        loaded: LoadedModel,
+        device: str,
+        documents: list[EncodedDocument],
+        tell: Callable[[str], None],
+    ) -> None:
+        if not documents:
+            raise ConfigError("there are no documents to evaluate on")
+        self._tell = tell
+        self._config, self._model, self._tokenizer = config, loaded.model, loaded.tokenizer
+        self._documents = documents
+        self.precision = resolve_precision(config.precision, device)
+
+    @property
+    def _autocast(self) -> bool:
+        return self.precision == "bf16"
+
+    def size(self) -> str:
+        documents = self._cut_documents()
+        return f"{len(documents):,} documents of {sum(map(len, documents)):,} tokens"
+
+    def measured(self, part: Part, measure: Callable[[], Result]) -> Result | None:
+        """None for a part that was not asked for."""
+        if part not in self._config.suite:
+            return None
+        started = time.monotonic()
+        result = measure()
+        self._tell(f"{part}: {time.monotonic() - started:.1f} s")
+        return result
+
+    def _cut_documents(self) -> list[EncodedDocument]:
+        return [document.cut(self._config.max_tokens_per_document) for document in self._documents]
+
+    def losses(self) -> PositionLosses:
+        config = self._config
+        return evaluate(
+            self._model,
+            self._cut_documents(),
+            segment_len=config.segment_len,
+            batch_documents=config.batch_documents,
+            buckets=config.buckets,
+            autocast=self._autocast,
+        )
+
+    def passkey(self) -> PasskeyResult:
+        config = self._config
+        return measure_passkey(
+            self._model,
+            self._tokenizer,
+            np.concatenate([document.tokens[1:-1] for document in self._documents]),
+            lengths=config.passkey_lengths,
+            depths=config.passkey_depths,
+            num_examples=config.passkey_examples,
+            seed=config.seed,
+            autocast=self._autocast,
+        )
+
+    def parking(self) -> ParkingResult:
+        config = self._config
+        return measure_parking(
+            self._model,
+            self._documents,
+            prefix_len=config.parking_prefix,
+            max_parks=config.parking_count,
+            seed=config.seed,
+        )
+
+    def splits(self) -> SplitResult:
+        longest = max(self._documents, key=len)
+        return measure_splits(self._model, torch.from_numpy(longest.tokens[: self._config.split_tokens]))
+
+    def slots(self) -> SlotUsage | None:
+        texts = (torch.from_numpy(document.cut(_SLOT_TOKENS).tokens[:-1]) for document in self._documents)
+        return measure_slot_usage(self._model, itertools.islice(texts, _SLOT_DOCUMENTS))
+
+    def samples(self) -> tuple[Sample, ...]:
+        config = self._config
+        return tuple(
+            write_samples(
+                self._model, self._tokenizer, config.prompts, max_tokens=config.sample_tokens, seed=config.seed
+            )
+        )
+
+
+def _provenance(loaded: LoadedModel, device: str) -> Provenance:
+    return Provenance(
+        model=loaded.name,
+        fingerprint=loaded.fingerprint,
+        num_parameters=loaded.num_parameters,
+        weight_format=loaded.weight_format,
+        numerics=loaded.numerics,
+        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        command=command_line(),
+        commit=source_commit(),
+        versions=versions(),
+        created=utc_now(),
+    )
+
+
+def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
+    """What the numbers depend on."""
+    names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
+    if config.num_states is not None:
+        names.append("num_states")
+    if "passkey" in config.suite:
+        names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
+    if "parking" in config.suite:
+        names += ["parking_prefix", "parking_count"]
+    return {"precision": precision, **{name: getattr(config, name) for name in names}}

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import CheckpointError, ConfigError
+from nsm_lab.evaluation.config import PARTS, EvalConfig
+from nsm_lab.evaluation.run import run_evaluation
+from tests.samples import BOOKS_DIR
+
+
+def test_a_checkpoint_is_evaluated_on_the_sample_books(checkpoint: Path, tmp_path: Path) -> None:
+    config = EvalConfig(
+        data=BOOKS_DIR,
+        model=checkpoint,
+        max_documents=2,
+        max_tokens_per_document=600,
+        device="cpu",
+        prompts=("It was",),
+        sample_tokens=5,
+        output=tmp_path / "quality",
+    )
+    report = run_evaluation(config)
+    assert report.losses.num_documents == 2
+    assert [(b.start, b.num_tokens) for b in report.losses.buckets] == [(0, 256), (128, 256), (256, 512), (512, 176)]
+    assert report.losses.total.bits_per_byte is not None
+    assert report.losses.total.bits_per_byte > 1.0
+    assert math.isfinite(report.losses.total.nats)
+    assert report.slots is not None
+    assert report.slots.num_tokens > 600  # on its own, longer stretch of text
+    assert [sample.prompt for sample in report.samples] == ["It was", "It was"]
+    assert report.provenance.model == "random-model"
+    assert report.settings["precision"] == "fp32"
+    stored = json.loads((tmp_path / "quality.json").read_text("utf-8"))
+    assert stored["losses"]["total"]["bits_per_byte"] == report.losses.total.bits_per_byte
+    assert (tmp_path / "quality.md").read_text("utf-8").startswith("# random-model on val\n")
+
+
+def test_the_same_evaluation_gives_the_same_numbers(checkpoint: Path) -> None:
+    config = EvalConfig(data=BOOKS_DIR, model=checkpoint, max_documents=1, max_tokens_per_document=200, device="cpu")
+    assert run_evaluation(config).losses == run_evaluation(config).losses
+
+
+def test_every_part_of_the_suite_is_in_the_report(checkpoint: Path) -> None:
+    config = EvalConfig(
+        data=BOOKS_DIR,
+        model=checkpoint,
+        suite=PARTS,
+        max_documents=2,
+        max_tokens_per_document=50,
+        device="cpu",
+        prompts=("It was",),
+        sample_tokens=2,
+        passkey_lengths=(128,),
+        passkey_depths=(0.0, 1.0),
+        passkey_examples=1,
+        parking_prefix=64,
+        parking_count=1,
+        split_tokens=20,
+    )
+    report = run_evaluation(config)
+    fields = json.loads(report.to_json())
+    for part in ("losses", "passkey", "parking", "splits", "slots", "samples"):
+        assert fields[part]
+    assert report.to_markdown().count("\n## ") == 6  # the losses stand under the title
+    assert fields["model"]["config"]["d_model"] == 32
+    assert fields["settings"]["passkey_lengths"] == [128]
+
+
+def test_only_what_is_asked_for_is_measured(checkpoint: Path) -> None:
+    report = run_evaluation(
+        EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("split",), max_documents=1, device="cpu", split_tokens=10)
+    )
+    assert report.splits is not None
+    assert (report.losses, report.passkey, report.parking, report.slots, report.samples) == (None, None, None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split": "dev"}, "split must be train, val or test, got 'dev'"),
+        ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
+        ({"segment_len": -1}, "segment_len must be at least 1, got -1"),
+        ({"precision": "fp8"}, "precision must be auto, bf16 or fp32, got 'fp8'"),
+        ({"suite": ("loss", "speed")}, "suite must be one or more of loss, passkey, .*, got"),
+        ({"suite": ()}, "suite must be one or more of"),
+        ({"passkey_depths": (1.5,)}, r"passkey_depths must be in \[0, 1\], got"),
+        ({"passkey_lengths": ()}, "passkey_lengths must be at least one length"),
+    ],
+    ids=["split", "documents", "segment", "precision", "part", "no-part", "depth", "lengths"],
+)
+def test_bad_settings_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvalConfig(data=Path("books"), **fields)  # type: ignore[arg-type]
+
+
+def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "x-val.jsonl").write_text('{"text": "fine"}\n{"txt": "misspelt"}\n', "utf-8")
+    with pytest.raises(ConfigError, match=r"x-val\.jsonl, line 2: expected .* 'text'"):
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="cpu"))
+    with pytest.raises(ConfigError, match="no test files in"):
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, split="test", device="cpu"))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        run_evaluation(EvalConfig(data=tmp_path, model=tmp_path / "nowhere", device="cpu"))
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
+        run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="gpu"))
+
+
+def test_a_model_can_be_measured_with_fewer_states(checkpoint: Path) -> None:
+    """Whether it was trained for that or not: the first slots, and what the state then takes."""
+    config = EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("loss",), max_documents=1, max_tokens_per_document=200)
+    whole, small, all_named = (
+        run_evaluation(dataclasses.replace(config, device="cpu", num_states=size)) for size in (None, 2, 8)
+    )
+    assert whole.losses == all_named.losses != small.losses
+    assert small.model.state_bytes[-1] < whole.model.state_bytes[-1]
+    assert (small.settings["num_states"], "num_states" in whole.settings) == (2, False)
+    with pytest.raises(ConfigError, match="num_states must be at most the model's 8 slots, got 9"):
+        run_evaluation(dataclasses.replace(config, device="cpu", num_states=9))
