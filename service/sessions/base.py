@@ -120,7 +120,7 @@ class SessionStore(TurnStore, Protocol):
     """
 
     async def open(self) -> None:
-        """Connect, create or check the schema; raises StoreUnavailable or ConfigError (schema of a newer version)."""
+        """Connect, create or check the schema. Raises StoreUnavailable, or ConfigError for an unknown version."""
         ...
 
     async def close(self) -> None:

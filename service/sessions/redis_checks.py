@@ -14,15 +14,15 @@ from service.sessions.redis_keys import Keyspace
 logger = logging.getLogger("nsm.store")
 
 OLDEST_SERVER = (7, 0)  # scripts say what they may do when the server is full
-SCHEMA = 1
+LAYOUT_VERSION = 1  # of the keys and what is under them
 
 
 async def check_server(client: RedisClient, keys: Keyspace) -> None:
-    """Raises ConfigError (server too old, may drop sessions, refuses us, newer schema) or StoreUnavailable."""
+    """Raises ConfigError (server too old, may drop sessions, refuses us, unknown key layout) or StoreUnavailable."""
     try:
         for name, info in (await client.call(lambda attempt: attempt.infos())).items():
             _check_node(name or str(client.address), info)
-        await client.call(lambda attempt: _check_schema(attempt, keys))
+        await client.call(lambda attempt: _check_layout(attempt, keys))
     except StoreUnavailable as error:
         if error.__cause__ is not None and is_refusal(error.__cause__):
             raise ConfigError(f"NSM_STORE (--store): {client.address}: {error}") from error
@@ -59,11 +59,10 @@ def _has_room(info: Mapping[str, Any], num_bytes: int) -> bool:
     return limit == 0 or used + num_bytes <= limit
 
 
-async def _check_schema(attempt: Attempt, keys: Keyspace) -> None:
-    await attempt.command("SET", keys.schema, SCHEMA, "NX")
-    found = int(await attempt.command("GET", keys.schema))
-    if found > SCHEMA:
+async def _check_layout(attempt: Attempt, keys: Keyspace) -> None:
+    await attempt.command("SET", keys.layout_version, LAYOUT_VERSION, "NX")
+    found = (await attempt.command("GET", keys.layout_version)).decode(errors="replace")
+    if found != str(LAYOUT_VERSION):
         raise ConfigError(
-            f"the sessions in Redis have schema {found}, this build knows schemas up to {SCHEMA}: "
-            "a newer build wrote them"
+            f"the sessions in Redis have key layout version {found}, this build knows version {LAYOUT_VERSION}"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
+from nsm_core.hashing import identity_of
 from service.sessions.retention import MAX_KEPT
 
 
@@ -43,7 +43,7 @@ class Keyspace:
 
     def session(self, tenant: str, session_id: str) -> SessionKeys:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
-        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}.{_hash(tenant, session_id, size=16)}}}"
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}.{identity_of(tenant, session_id)}}}"
         names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
         kept = tuple(f"{tag}:kept:{slot}" for slot in range(1, MAX_KEPT + 1))
         head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
@@ -51,21 +51,21 @@ class Keyspace:
 
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""
-        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}}}"
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
         return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
 
     def record(self, tenant: str, kind: str, record_id: str) -> str:
         """A document's key: a hash tag for itself alone."""
-        return f"{self.prefix}:{{{_hash(tenant, size=8)}-{_hash(tenant, kind, record_id, size=16)}}}:record"
+        return f"{self.prefix}:{{{_tenant_hash(tenant)}-{identity_of(tenant, kind, record_id)}}}:record"
 
     def documents(self, tenant: str) -> tuple[str, str]:
         """What the tenant's documents take: each one's size, and the sum."""
-        tag = f"{self.prefix}:{{{_hash(tenant, size=8)}}}"
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
         return f"{tag}:documents", f"{tag}:document-bytes"
 
     def any_record(self, tenant: str | None) -> str:
         """A pattern for the documents of one tenant, or of all."""
-        return f"{self.prefix}:{{{'*' if tenant is None else _hash(tenant, size=8)}-*}}:record"
+        return f"{self.prefix}:{{{'*' if tenant is None else _tenant_hash(tenant)}-*}}:record"
 
     @property
     def any_head(self) -> str:
@@ -78,18 +78,14 @@ class Keyspace:
         return head_key.rpartition(b".")[0]
 
     @property
-    def schema(self) -> str:
-        return f"{self.prefix}:schema"
+    def layout_version(self) -> str:
+        return f"{self.prefix}:layout-version"
 
     @property
     def probe(self) -> str:
         return f"{self.prefix}:probe"
 
 
-def _hash(*parts: str, size: int) -> str:
-    """Hexadecimal; lengths go in as well, so that ("a", "bc") and ("ab", "c") differ."""
-    digest = hashlib.blake2b(digest_size=size)
-    for part in parts:
-        raw = part.encode()
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()
+def _tenant_hash(tenant: str) -> str:
+    """16 hexadecimal digits: no character of a tenant's name gets into a key."""
+    return identity_of(tenant, num_bytes=8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-import zlib
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt
+from nsm_core.hashing import checksum
 from service.sessions.base import LogMark, SessionHead
 from service.sessions.records import TOKEN_BYTES, already_exists, decode_ids, encode_ids, not_found
 
@@ -81,7 +81,7 @@ def append_chunk(
     connection.execute(
         "INSERT INTO log_chunks (tenant, session_id, version, ids, num_sampled, seed, checksum) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (head.tenant, head.session_id, version, raw, num_sampled, seed_text, zlib.crc32(raw)),
+        (head.tenant, head.session_id, version, raw, num_sampled, seed_text, checksum(raw)),
     )
 
 
@@ -110,7 +110,7 @@ def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...
     """Raises SnapshotCorrupt when it is not what was stored."""
     query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
-    if any(zlib.crc32(ids) != checksum for ids, checksum in rows):
+    if any(checksum(ids) != stored for ids, stored in rows):
         raise SnapshotCorrupt(f"the token log of session {head.session_id!r} fails its checksum")
     log = decode_ids(b"".join(ids for ids, _ in rows))
     if len(log) != head.num_log_tokens:

@@ -1,11 +1,10 @@
-"""The tables of the SQLite store, version by version, and the way a connection is opened."""
+"""The schema of the SQLite store, its migrations, and the way a connection is opened."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +15,8 @@ PAGE_BYTES = 16 * 1024  # snapshots are megabytes: commits measured a quarter fa
 LOCK_POLL_S = 0.005
 CHECKPOINT_PAGES = 256  # 4 MiB of write-ahead log before its pages move into the file; see sqlite_reserve
 
-# Entry i makes schema i + 1 from schema i. An entry never changes once released: files out there were made with it.
-MIGRATIONS: tuple[str, ...] = (
-    """
+# Version 1 of the schema.
+BASELINE = """
     CREATE TABLE sessions (
         tenant            TEXT    NOT NULL,
         session_id        TEXT    NOT NULL,
@@ -30,9 +28,17 @@ MIGRATIONS: tuple[str, ...] = (
         metadata          TEXT    NOT NULL,
         num_log_tokens    INTEGER NOT NULL,
         snapshot_bytes    INTEGER NOT NULL,
+        ttl_s             REAL,
+        expires_at        REAL,
+        forked_from       TEXT,
+        fence             INTEGER NOT NULL DEFAULT 0,
+        lease_holder      TEXT,
+        lease_owner       TEXT,
+        lease_expires_at  REAL    NOT NULL DEFAULT 0,
         PRIMARY KEY (tenant, session_id)
     );
     CREATE INDEX sessions_by_age ON sessions (tenant, created_at, session_id);
+    CREATE INDEX sessions_by_expiry ON sessions (expires_at) WHERE expires_at IS NOT NULL;
     CREATE TABLE snapshots (
         tenant     TEXT    NOT NULL,
         session_id TEXT    NOT NULL,
@@ -42,65 +48,27 @@ MIGRATIONS: tuple[str, ...] = (
         FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
     );
     CREATE TABLE log_chunks (
-        tenant     TEXT    NOT NULL,
-        session_id TEXT    NOT NULL,
-        version    INTEGER NOT NULL,
-        ids        BLOB    NOT NULL,
+        tenant      TEXT    NOT NULL,
+        session_id  TEXT    NOT NULL,
+        version     INTEGER NOT NULL,
+        ids         BLOB    NOT NULL,
+        num_sampled INTEGER NOT NULL,
+        seed        TEXT,              -- decimal text: seeds have 64 bits and no sign
+        checksum    BLOB    NOT NULL,
         PRIMARY KEY (tenant, session_id, version),
         FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
     );
-    CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at REAL NOT NULL);
-    """,
-    # Leases, TTL, forks; each chunk of the log tells what was sampled and has a checksum; usage by tenant.
-    """
-    ALTER TABLE sessions ADD COLUMN ttl_s REAL;
-    ALTER TABLE sessions ADD COLUMN expires_at REAL;
-    ALTER TABLE sessions ADD COLUMN forked_from TEXT;
-    ALTER TABLE sessions ADD COLUMN fence INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE sessions ADD COLUMN lease_holder TEXT;
-    ALTER TABLE sessions ADD COLUMN lease_owner TEXT;
-    ALTER TABLE sessions ADD COLUMN lease_expires_at REAL NOT NULL DEFAULT 0;
-    CREATE INDEX sessions_by_expiry ON sessions (expires_at) WHERE expires_at IS NOT NULL;
-    -- Of older chunks nobody knows what was sampled, and with which seed. Decimal text: seeds have 64 bits, no sign.
-    ALTER TABLE log_chunks ADD COLUMN num_sampled INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE log_chunks ADD COLUMN seed TEXT;
-    ALTER TABLE log_chunks ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0;
-    UPDATE log_chunks SET checksum = crc32(ids);
-    CREATE TABLE usage (
-        tenant       TEXT    NOT NULL PRIMARY KEY,
-        num_sessions INTEGER NOT NULL,
-        num_bytes    INTEGER NOT NULL
-    );
-    INSERT INTO usage SELECT tenant, count(*), sum(snapshot_bytes + 4 * num_log_tokens) FROM sessions GROUP BY tenant;
-    CREATE TRIGGER usage_of_new AFTER INSERT ON sessions BEGIN
-        INSERT OR IGNORE INTO usage VALUES (new.tenant, 0, 0);
-        UPDATE usage SET num_sessions = num_sessions + 1,
-            num_bytes = num_bytes + new.snapshot_bytes + 4 * new.num_log_tokens WHERE tenant = new.tenant;
-    END;
-    CREATE TRIGGER usage_of_changed AFTER UPDATE OF snapshot_bytes, num_log_tokens ON sessions BEGIN
-        UPDATE usage SET num_bytes = num_bytes + new.snapshot_bytes - old.snapshot_bytes
-            + 4 * (new.num_log_tokens - old.num_log_tokens) WHERE tenant = new.tenant;
-    END;
-    CREATE TRIGGER usage_of_deleted AFTER DELETE ON sessions BEGIN
-        UPDATE usage SET num_sessions = num_sessions - 1,
-            num_bytes = num_bytes - old.snapshot_bytes - 4 * old.num_log_tokens WHERE tenant = old.tenant;
-    END;
-    """,
-    # Small JSON documents beside the sessions: what service/records keeps.
-    """
-    CREATE TABLE records (
+    -- Older snapshots that a session retains beside its newest.
+    CREATE TABLE retained_snapshots (
         tenant     TEXT    NOT NULL,
-        kind       TEXT    NOT NULL,
-        record_id  TEXT    NOT NULL,
+        session_id TEXT    NOT NULL,
         version    INTEGER NOT NULL,
-        document   TEXT    NOT NULL,
-        expires_at REAL,
-        PRIMARY KEY (tenant, kind, record_id)
+        position   INTEGER NOT NULL,
+        snapshot   BLOB    NOT NULL,
+        PRIMARY KEY (tenant, session_id, version),
+        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
     );
-    CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
-    """,
-    # Turn records: what each session's newest turns were asked, what they sample, what came of them.
-    """
+    -- Turn records: the request, the sampled tokens and the result of each session's newest turns.
     CREATE TABLE turns (
         number           INTEGER PRIMARY KEY AUTOINCREMENT,
         tenant           TEXT    NOT NULL,
@@ -122,40 +90,46 @@ MIGRATIONS: tuple[str, ...] = (
         turn_number  INTEGER NOT NULL REFERENCES turns ON DELETE CASCADE,
         chunk_number INTEGER NOT NULL,
         chunk        BLOB    NOT NULL,
+        tenant       TEXT    NOT NULL,
         PRIMARY KEY (turn_number, chunk_number)
     );
-    CREATE TRIGGER usage_of_ended_turn AFTER UPDATE OF result ON turns BEGIN
-        UPDATE usage SET num_bytes = num_bytes + coalesce(length(new.result), 0) - coalesce(length(old.result), 0)
-            WHERE tenant = new.tenant;
-    END;
-    CREATE TRIGGER usage_of_deleted_turn AFTER DELETE ON turns BEGIN
-        UPDATE usage SET num_bytes = num_bytes - coalesce(length(old.result), 0) WHERE tenant = old.tenant;
-    END;
-    """,
-    # Older snapshots that a session keeps beside its newest.
-    """
-    CREATE TABLE kept_snapshots (
+    -- JSON documents beside the sessions: responses, conversations, items.
+    CREATE TABLE records (
         tenant     TEXT    NOT NULL,
-        session_id TEXT    NOT NULL,
+        kind       TEXT    NOT NULL,
+        record_id  TEXT    NOT NULL,
         version    INTEGER NOT NULL,
-        position   INTEGER NOT NULL,
-        snapshot   BLOB    NOT NULL,
-        PRIMARY KEY (tenant, session_id, version),
-        FOREIGN KEY (tenant, session_id) REFERENCES sessions ON DELETE CASCADE
+        document   TEXT    NOT NULL,
+        expires_at REAL,
+        PRIMARY KEY (tenant, kind, record_id)
     );
-    CREATE TRIGGER usage_of_new_kept AFTER INSERT ON kept_snapshots BEGIN
+    CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
+    CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), written_at REAL NOT NULL);
+
+    CREATE TABLE usage (
+        tenant       TEXT    NOT NULL PRIMARY KEY,
+        num_sessions INTEGER NOT NULL,
+        num_bytes    INTEGER NOT NULL
+    );
+    CREATE TRIGGER usage_of_new AFTER INSERT ON sessions BEGIN
+        INSERT OR IGNORE INTO usage VALUES (new.tenant, 0, 0);
+        UPDATE usage SET num_sessions = num_sessions + 1,
+            num_bytes = num_bytes + new.snapshot_bytes + 4 * new.num_log_tokens WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_changed AFTER UPDATE OF snapshot_bytes, num_log_tokens ON sessions BEGIN
+        UPDATE usage SET num_bytes = num_bytes + new.snapshot_bytes - old.snapshot_bytes
+            + 4 * (new.num_log_tokens - old.num_log_tokens) WHERE tenant = new.tenant;
+    END;
+    CREATE TRIGGER usage_of_deleted AFTER DELETE ON sessions BEGIN
+        UPDATE usage SET num_sessions = num_sessions - 1,
+            num_bytes = num_bytes - old.snapshot_bytes - 4 * old.num_log_tokens WHERE tenant = old.tenant;
+    END;
+    CREATE TRIGGER usage_of_new_retained AFTER INSERT ON retained_snapshots BEGIN
         UPDATE usage SET num_bytes = num_bytes + length(new.snapshot) WHERE tenant = new.tenant;
     END;
-    CREATE TRIGGER usage_of_deleted_kept AFTER DELETE ON kept_snapshots BEGIN
+    CREATE TRIGGER usage_of_deleted_retained AFTER DELETE ON retained_snapshots BEGIN
         UPDATE usage SET num_bytes = num_bytes - length(old.snapshot) WHERE tenant = old.tenant;
     END;
-    """,
-    # Usage: what running turns hold, and documents (JSON is ASCII: a letter is a byte).
-    """
-    ALTER TABLE turn_chunks ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
-    UPDATE turn_chunks SET tenant = (SELECT tenant FROM turns WHERE number = turn_number);
-    DROP TRIGGER usage_of_ended_turn;
-    DROP TRIGGER usage_of_deleted_turn;
     CREATE TRIGGER usage_of_begun_turn AFTER INSERT ON turns BEGIN
         UPDATE usage SET num_bytes = num_bytes + length(new.request) WHERE tenant = new.tenant;
     END;
@@ -173,11 +147,9 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TRIGGER usage_of_deleted_chunk AFTER DELETE ON turn_chunks BEGIN
         UPDATE usage SET num_bytes = num_bytes - length(old.chunk) WHERE tenant = old.tenant;
     END;
-    UPDATE usage SET num_bytes = num_bytes
-        + (SELECT coalesce(sum(length(request)), 0) FROM turns WHERE turns.tenant = usage.tenant)
-        + (SELECT coalesce(sum(length(chunk)), 0) FROM turn_chunks WHERE turn_chunks.tenant = usage.tenant);
+
+    -- Documents are ASCII: a character is a byte.
     CREATE TABLE record_usage (tenant TEXT NOT NULL PRIMARY KEY, num_bytes INTEGER NOT NULL);
-    INSERT INTO record_usage SELECT tenant, sum(length(document)) FROM records GROUP BY tenant;
     CREATE TRIGGER usage_of_new_record AFTER INSERT ON records BEGIN
         INSERT OR IGNORE INTO record_usage VALUES (new.tenant, 0);
         UPDATE record_usage SET num_bytes = num_bytes + length(new.document) WHERE tenant = new.tenant;
@@ -189,8 +161,10 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TRIGGER usage_of_deleted_record AFTER DELETE ON records BEGIN
         UPDATE record_usage SET num_bytes = num_bytes - length(old.document) WHERE tenant = old.tenant;
     END;
-    """,
-)
+"""
+
+# Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
+MIGRATIONS: tuple[str, ...] = (BASELINE,)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};
@@ -223,7 +197,6 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
         _refuse_foreign_file(connection, path)
         use_write_ahead_log(connection, page_bytes=PAGE_BYTES, patience_s=busy_timeout_s)
         connection.executescript(PRAGMAS)
-        connection.create_function("crc32", 1, zlib.crc32, deterministic=True)
     except BaseException:
         connection.close()
         raise
@@ -262,25 +235,32 @@ def _refuse_foreign_file(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Brings the file to this build's schema, in one transaction.
+    """Brings the file to the newest schema, in one transaction.
 
-    Raises ConfigError for a file of a newer build.
+    Raises ConfigError for a file of a schema that this build does not know.
     """
     connection.execute("BEGIN IMMEDIATE")
     try:
-        found = _schema_version(connection)
-        if found > len(MIGRATIONS):
-            raise ConfigError(
-                f"{path} has schema {found}, this build knows schemas up to {len(MIGRATIONS)}: a newer build wrote it"
-            )
+        found = _schema_version(connection, path)
         for version, script in enumerate(MIGRATIONS[found:], start=found + 1):
             for statement in _statements(script):
                 connection.execute(statement)
-            connection.execute("INSERT INTO schema_versions VALUES (?, unixepoch('now'))", (version,))
+            connection.execute(f"PRAGMA user_version = {version}")
+        if not found:
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
+
+
+def _schema_version(connection: sqlite3.Connection, path: Path) -> int:
+    """The schema of the file, 0 for an empty one. Raises ConfigError."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not (1 if num_tables else 0) <= found <= len(MIGRATIONS):
+        raise ConfigError(f"{path} has schema version {found}, this build knows versions 1 to {len(MIGRATIONS)}")
+    return int(found)
 
 
 def _statements(script: str) -> Iterator[str]:
@@ -291,14 +271,3 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
-
-
-def _schema_version(connection: sqlite3.Connection) -> int:
-    """The newest schema of the file, 0 for an empty one, which is marked as ours."""
-    if connection.execute("PRAGMA application_id").fetchone() != (APPLICATION_ID,):  # on a full disk nothing is written
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(
-        "CREATE TABLE IF NOT EXISTS schema_versions (version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL)"
-    )
-    (version,) = connection.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
-    return int(version)

@@ -49,8 +49,8 @@ async def test_a_server_without_append_only_file_is_warned_of(
 
 async def test_sessions_of_a_newer_build_are_refused(redis_single: Topology, prefix: str) -> None:
     with redis_single.servers[0].client() as client:
-        client.set(Keyspace(prefix).schema, 2)
-    with pytest.raises(ConfigError, match="schema 2"):
+        client.set(Keyspace(prefix).layout_version, 2)
+    with pytest.raises(ConfigError, match="layout version 2, this build knows version 1"):
         async with opened_redis(redis_single.url_with(prefix=prefix)):
             pass
 
