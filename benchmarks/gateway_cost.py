@@ -35,9 +35,9 @@ from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.evaluation.provenance import command_line, source_commit
-from service.choices import ChoiceView
-from service.metrics.requests import RequestMetrics
-from service.sse import TextFrame, frame
+from service.generate.deltas import ChoiceView
+from service.telemetry.metrics.requests import RequestMetrics
+from service.web.sse import TextFrame, frame
 
 HERE = Path(__file__).resolve()
 SERVER = HERE.with_name("no_engine.py")

@@ -33,10 +33,10 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
-from service.metrics.metrics import Metrics
 from service.server import bind, serve, uvicorn_config
-from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
+from service.stores.sessions.memory import MemorySessionStore
+from service.telemetry.metrics.metrics import Metrics
 
 PROMPT = tuple(range(1, 17))
 ACCOUNTS, LOOK = "accounts of a step, batch 16", f"a look at the model, once in {OBSERVE_EVERY_S:g} s"

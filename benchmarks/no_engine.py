@@ -171,8 +171,8 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
 
     from service.app import create_app
     from service.server import bind, configure_logging, uvicorn_config
-    from service.sessions.factory import make_store
     from service.settings import Settings
+    from service.stores.sessions.factory import make_store
 
     configure_logging("warning")
     settings = Settings(prefix_cache=False, store=store, port=0, log_level="warning", data_dir=Path("unused"))

@@ -25,11 +25,11 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
-from service.completions import open_completion
 from service.deps import Arrival, Services
+from service.generate.completions import open_completion
 from service.schemas.completions import CompletionBody
-from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
+from service.stores.sessions.memory import MemorySessionStore
 
 LENGTHS = (80, 128, 192, 256, 384, 512)
 REUSED = (1, 2, 4, 8)  # one in so many states

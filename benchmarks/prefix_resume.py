@@ -26,18 +26,18 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_lab.evaluation.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
-from service.chat import open_chat
 from service.deps import Arrival, Services
-from service.prefixes.base import PrefixBounds, PrefixStore
-from service.prefixes.entry import decode_entry, encode_entry
-from service.prefixes.keys import PromptDigests
-from service.prefixes.memory import MemoryPrefixStore
-from service.prefixes.redis import RedisPrefixStore
-from service.prefixes.sqlite import SqlitePrefixStore
+from service.generate.chat import open_chat
 from service.schemas.chat import ChatBody
-from service.sessions.memory import MemorySessionStore
-from service.sessions.redis_url import parse_redis_url
 from service.settings import Settings
+from service.stores.prefixes.base import PrefixBounds, PrefixStore
+from service.stores.prefixes.entry import decode_entry, encode_entry
+from service.stores.prefixes.keys import PromptDigests
+from service.stores.prefixes.memory import MemoryPrefixStore
+from service.stores.prefixes.redis import RedisPrefixStore
+from service.stores.prefixes.sqlite import SqlitePrefixStore
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.memory import MemorySessionStore
 
 BOUNDS = PrefixBounds(max_bytes=2**29, max_tenant_bytes=2**29, ttl_s=3600.0)
 SYSTEM = "The old house stood at the end of the lane, and nobody had lived in it for thirty years or more. " * 40

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.session_store import make_snapshot
 from nsm_lab.evaluation.provenance import source_commit
-from service.copies import create_copy, read_copy
-from service.sessions.sqlite import SqliteSessionStore
+from service.state.copies import create_copy, read_copy
+from service.stores.sessions.sqlite import SqliteSessionStore
 
 TURN_TOKENS = 128
 NUM_WARM_UP = 3

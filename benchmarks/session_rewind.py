@@ -37,11 +37,11 @@ from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, pars
 from nsm_lab.evaluation.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 from service.backends.local import LocalBackend
-from service.earlier_states import read_up_to
-from service.leases import HeldLease, Leases
-from service.metrics.metrics import Metrics
-from service.sessions.base import SessionStore
-from service.sessions.sqlite import SqliteSessionStore
+from service.state.at_position import read_up_to
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.telemetry.metrics.metrics import Metrics
+from service.turns.lease import HeldLease, Leases
 
 KEY = {"tenant": "default", "session_id": "s"}
 PART_TURNS = 100  # states in memory at once

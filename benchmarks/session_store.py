@@ -28,11 +28,11 @@ from redis.asyncio import Redis
 
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
 from nsm_lab.evaluation.provenance import source_commit
-from service.sessions import sqlite_schema
-from service.sessions.base import SessionStore
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.stores.sqlite import schema as sqlite_schema
 
 NUM_WARM_UP = 5
 STATE_BYTES = (3_780_616, 945_154)  # the bundled model's state in fp32, and in a quarter of that

@@ -41,8 +41,8 @@ from nsm_core.triton.supervisor import children_of, stubs_of
 from nsm_lab.evaluation.provenance import command_line, source_commit
 from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
-from service.backends.triton import TritonBackend
-from service.triton_server import TritonServer, default_home, write_repository
+from service.backends.triton.backend import TritonBackend
+from service.backends.triton.dev_server import TritonServer, default_home, write_repository
 
 START_S = 120.0
 PROMPT_TOKENS = 16

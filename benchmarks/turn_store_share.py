@@ -33,8 +33,8 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_lab.evaluation.provenance import command_line, source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
-from service.sessions.base import SessionStore
 from service.settings import Settings
+from service.stores.sessions.base import SessionStore
 
 KINDS = ("sqlite FULL", "redis always", "redis everysec")
 TIMED = ("begin_turn", "append_turn", "renew")

@@ -15,26 +15,12 @@ from starlette.middleware import Middleware
 
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
-from service.admission import Admission
-from service.api_keys import KeyFile
-from service.authentication import Authenticate
 from service.backends.base import HasUpstreams, InferenceBackend
-from service.background import Background
 from service.deps import Services
-from service.documentation import add_docs_page
-from service.errors import handle
-from service.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
-from service.metrics.shared import sharing
-from service.middleware import Body, CatchErrors, Gate, RequestContext
-from service.observed_store import observed, traced_prefixes, traced_records
+from service.lifecycle.background import Background
+from service.lifecycle.lifecycle import Lifecycle
 from service.playground.page import add_playground
-from service.prefix_resume import PrefixResume
-from service.prefixes.base import PrefixStore
-from service.prefixes.factory import bounds_of
-from service.prefixes.memory import MemoryPrefixStore
 from service.prompts import PromptEncoder
-from service.records.factory import records_beside
 from service.routes import (
     chat,
     completions,
@@ -48,17 +34,31 @@ from service.routes import (
     streams,
     tokenize,
 )
-from service.sessions.base import SessionStore
-from service.sessions.quota import QuotaStore
-from service.sessions.redis import RedisSessionStore
 from service.settings import Settings
-from service.sweeping import sweeping
-from service.tenant_usage import measuring_usage
-from service.tenants import Tenants
-from service.tracing.generations import TracedBackend
-from service.tracing.middleware import TraceRequests
-from service.tracing.tracing import Tracing
-from service.turns import Turns
+from service.stores.expiry import sweeping
+from service.stores.instrumented import observed, traced_prefixes, traced_records
+from service.stores.prefixes.base import PrefixStore
+from service.stores.prefixes.factory import bounds_of
+from service.stores.prefixes.memory import MemoryPrefixStore
+from service.stores.prefixes.resume import PrefixResume
+from service.stores.records.factory import records_beside
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.quota import QuotaStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.usage_metrics import measuring_usage
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.shared import sharing
+from service.telemetry.tracing.generations import TracedBackend
+from service.telemetry.tracing.middleware import TraceRequests
+from service.telemetry.tracing.tracing import Tracing
+from service.tenants.api_keys import KeyFile
+from service.tenants.tenants import Tenants
+from service.turns.turns import Turns
+from service.web.authentication import Authenticate
+from service.web.errors import handle
+from service.web.load_shedding import Admission
+from service.web.middleware import Body, CatchErrors, Gate, RequestContext
+from service.web.openapi import add_docs_page
 
 DISTRIBUTION = "nsm-serve"
 ROUTES = (completions, chat, responses, conversations, sessions, states, streams, models, tokenize, health, metrics)

@@ -14,18 +14,18 @@ from starlette.requests import Request
 from nsm_core.errors import NotFound
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.background import Background
-from service.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
-from service.prefix_resume import PrefixResume
+from service.lifecycle.background import Background
+from service.lifecycle.lifecycle import Lifecycle
+from service.messages import quoted
 from service.prompts import PromptEncoder
-from service.records.base import RecordStore
-from service.sessions.base import SessionStore
 from service.settings import Settings
-from service.tenants import Caller, Tenants
-from service.tracing.tracing import Tracing
-from service.turns import Turns
-from service.wishes import quoted
+from service.stores.prefixes.resume import PrefixResume
+from service.stores.records.base import RecordStore
+from service.stores.sessions.base import SessionStore
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.tracing.tracing import Tracing
+from service.tenants.tenants import Caller, Tenants
+from service.turns.turns import Turns
 
 prompt_logger = logging.getLogger("nsm.prompts")
 

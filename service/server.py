@@ -18,13 +18,13 @@ from nsm_core.errors import ConfigError
 from nsm_core.heap import limit_arenas
 from service.app import create_app
 from service.backends.base import InferenceBackend
-from service.connections import bounded_head
 from service.deps import Services
-from service.logs import configure_logging
-from service.prefixes.factory import make_prefix_store
-from service.sessions.factory import make_store
 from service.settings import Settings
-from service.tracing.tracing import Tracing, make_tracing
+from service.stores.prefixes.factory import make_prefix_store
+from service.stores.sessions.factory import make_store
+from service.telemetry.logs import configure_logging
+from service.telemetry.tracing.tracing import Tracing, make_tracing
+from service.web.head_limits import bounded_head
 
 logger = logging.getLogger("nsm.server")
 
@@ -86,8 +86,8 @@ def make_backend(settings: Settings) -> InferenceBackend:
 def make_triton_backend(settings: Settings) -> InferenceBackend:
     """Only a model that the settings name is read, for its fingerprint. Raises CheckpointError or ConfigError."""
     try:
-        from service.backends.triton import TritonBackend
-        from service.backends.triton_tls import TritonTls
+        from service.backends.triton.backend import TritonBackend
+        from service.backends.triton.tls import TritonTls
     except ModuleNotFoundError as error:
         raise ConfigError("NSM_BACKEND=triton needs the extra: pip install 'nsm-serve[triton]'") from error
 

@@ -17,7 +17,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
 from nsm_core.execution.names import Wish
 from nsm_core.model.bundled import find_checkpoint
-from service.wishes import wish_of
+from service.messages import wish_of
 
 ENV_PREFIX = "NSM_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")

@@ -9,7 +9,7 @@ import pytest
 
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
-from service.backends.triton import TritonBackend
+from service.backends.triton.backend import TritonBackend
 from tests.models import local_backend
 from tests.triton_servers import RunningTriton
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from nsm_core.tokenizer import Tokenizer
-from service.triton_server import is_installed
+from service.backends.triton.dev_server import is_installed
 from tests.counts import enable_soak, is_soak
 from tests.samples import sample_texts
 

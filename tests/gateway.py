@@ -18,12 +18,12 @@ from openai import AsyncOpenAI
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
-from service.prefixes.base import PrefixStore
-from service.prefixes.keys import MIN_TOKENS
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
-from service.tracing.tracing import Tracing
+from service.stores.prefixes.base import PrefixStore
+from service.stores.prefixes.keys import MIN_TOKENS
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
+from service.telemetry.tracing.tracing import Tracing
 from tests.live_server import serving
 
 

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-from service.sessions.base import Lease, LeasedSession, SessionHead, SessionStore
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import Lease, LeasedSession, SessionHead, SessionStore
+from service.stores.sessions.redis import RedisSessionStore
 from tests.snapshots import make_snapshot
 
 LEASE_S = 10.0

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from service.api_keys import digest_of, new_key
+from service.tenants.api_keys import digest_of, new_key
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, gateway
 

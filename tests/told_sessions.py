@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
-from service.replay import sampled_counts
-from service.sessions.base import LogMark, SessionHead, SessionStore
+from service.state.rebuild import sampled_counts
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 from tests.fakes import FakeBackend, state_after
 from tests.stored_sessions import acquire, create
 

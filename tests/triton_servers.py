@@ -28,7 +28,7 @@ from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.errors import decode_failure
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
-from service.triton_server import TritonServer, default_home, write_repository
+from service.backends.triton.dev_server import TritonServer, default_home, write_repository
 from tests.models import save_small_model
 from tests.redis_servers import die_with_the_tests, free_port
 

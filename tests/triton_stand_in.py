@@ -19,8 +19,9 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure, encode_failure
 from nsm_core.wire.tensors import Tensors
-from service.backends import triton_generation, triton_upstream
-from service.backends.triton import TritonBackend
+from service.backends.triton import generation as triton_generation
+from service.backends.triton import upstream as triton_upstream
+from service.backends.triton.backend import TritonBackend
 from tests.models import RandomModel, as_loaded
 from tests.nsm_core.triton.fake_triton import worker_config
 from tests.redis_servers import free_port

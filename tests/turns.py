@@ -11,14 +11,14 @@ from typing import Any
 from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import Snapshot
-from service.continuation import TurnRequest
-from service.lifecycle import Lifecycle
-from service.metrics.metrics import Metrics
-from service.sessions.base import Lease, SessionHead
-from service.sessions.memory import MemorySessionStore
-from service.tenants import Tenants
-from service.turn import Turn, TurnEnd
-from service.turns import Turns
+from service.lifecycle.lifecycle import Lifecycle
+from service.state.resume import TurnRequest
+from service.stores.sessions.base import Lease, SessionHead
+from service.stores.sessions.memory import MemorySessionStore
+from service.telemetry.metrics.metrics import Metrics
+from service.tenants.tenants import Tenants
+from service.turns.turn import Turn, TurnEnd
+from service.turns.turns import Turns
 from tests.fakes import FakeBackend
 
 KEY = {"tenant": "default", "session_id": "s1"}

@@ -15,15 +15,15 @@ from nsm_core.engine.request import TokenEvent
 from nsm_core.errors import InvalidRequest, NotFound, StateMismatch, TurnCancelled
 from nsm_core.sampling.params import SamplingParams
 from service.app import create_app
-from service.continuation import TurnRequest
 from service.deps import Services
+from service.messages import quoted
 from service.schemas.sessions import SESSION_ID
 from service.server import make_backend
-from service.sessions.base import DEFAULT_TENANT, SessionHead
-from service.sessions.factory import make_store
 from service.settings import Settings
-from service.turn import Turn, TurnEnd
-from service.wishes import quoted
+from service.state.resume import TurnRequest
+from service.stores.sessions.base import DEFAULT_TENANT, SessionHead
+from service.stores.sessions.factory import make_store
+from service.turns.turn import Turn, TurnEnd
 
 MADE_UP = "sess_"  # how ids begin that nobody chose
 _ANY = "\0"  # stands for a message where a template is taken apart

@@ -70,7 +70,7 @@ def read_stdin() -> str:
 
 
 def _generate(settings: Settings, prompt: str, sampling: SamplingParams, *, as_json: bool) -> None:
-    from service.openai_format import finish_reason, usage
+    from service.generate.openai_format import finish_reason, usage
     from service.server import make_backend
 
     backend = make_backend(settings)

@@ -15,7 +15,7 @@ from service.cli.generate import STDIN, read_stdin
 from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 from service.cli.stores import opened_store, store_settings
-from service.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from nsm_core.inspection.reading import Inspection
     from nsm_core.inspection.report import LayerReport
     from nsm_core.model.loader import LoadedModel
-    from service.recent_text import RecentText
     from service.settings import Settings
+    from service.state.recent_text import RecentText
 
 DEFAULT_TOKENS = 256
 READ_TIMEOUT_S = 3600.0
@@ -93,8 +93,8 @@ def _inspect_session(
 async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: int) -> tuple[RecentText, int | None]:
     """And with how many states the session is served, None: all of the model's."""
     from service.backends.forms import form_of
-    from service.recent_text import recent_text
     from service.server import make_backend
+    from service.state.recent_text import recent_text
 
     async with opened_store(settings) as store:
         head = await store.get(tenant=tenant, session_id=session_id)
@@ -131,7 +131,7 @@ def _write(
 ) -> None:
     from nsm_lab.inspection.page import inspection_page
     from nsm_lab.inspection.plots import draw_inspection
-    from service.openai_format import token_text
+    from service.generate.openai_format import token_text
 
     labels = [token_text(loaded.tokenizer, token_id) for token_id in inspection.ids]
     title = f"{loaded.name}: what a text does to its states"

@@ -12,10 +12,10 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.output import note
-from service.wishes import quoted
+from service.messages import quoted
 
 if TYPE_CHECKING:
-    from service.api_keys import ApiKey
+    from service.tenants.api_keys import ApiKey
 
 app = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
@@ -37,9 +37,9 @@ def new(
     standard output."""
     from pydantic import ValidationError
 
-    from service.api_keys import ApiKey, digest_of, new_key
-    from service.key_file_edit import add_key
     from service.settings import load_settings
+    from service.tenants.api_keys import ApiKey, digest_of, new_key
+    from service.tenants.key_file import add_key
 
     load_settings()  # refuses misspelt variables
     key, key_id = new_key()
@@ -58,7 +58,7 @@ def new(
 
 def _print(entry: ApiKey, made_on: datetime.date) -> None:
     """As a new file; where output is added to a file that has something, without the tenant, which may stand in it."""
-    from service.key_file_edit import key_lines, tenant_line
+    from service.tenants.key_file import key_lines, tenant_line
 
     if is_begun(sys.stdout):
         note(f"the file must have {tenant_line(entry.tenant)} once; --file FILE sees to that")

@@ -15,16 +15,16 @@ from service.cli import options
 from service.cli.output import harmless, note, print_json
 from service.cli.progress import progress
 from service.cli.stores import opened_store, source_settings
-from service.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from nsm_core.state.quantize import StateFormat
     from service.backends.base import InferenceBackend
-    from service.migration import Migrated
-    from service.moving import SessionName
-    from service.sessions.base import SessionStore
     from service.settings import Settings
-    from service.verification import Verified
+    from service.stores.sessions.base import SessionStore
+    from service.transfer.backup import SessionName
+    from service.transfer.migrate import Migrated
+    from service.transfer.verify import Verified
 
 Sessions = Annotated[list[str] | None, typer.Argument(help="Ids; without any, all sessions.", show_default=False)]
 Tenant = Annotated[str | None, typer.Option(help="Whose sessions.", show_default="all; with ids, default")]
@@ -194,8 +194,8 @@ def _tally(counts: Mapping[str, int], words: Mapping[str, str]) -> str:
 async def _verify(
     settings: Settings, ids: Sequence[str] | None, tenant: str | None, sample: int | None, tolerance: float | None
 ) -> Report:
-    from service.verification import TOLERANCES
-    from service.verification import verify as run
+    from service.transfer.verify import TOLERANCES
+    from service.transfer.verify import verify as run
 
     tolerances = TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance)
 
@@ -223,9 +223,9 @@ async def _migrate(
 ) -> None:
     from nsm_core.errors import NsmError
     from nsm_core.state.quantize import StateFormat
-    from service.leases import Leases
-    from service.metrics.metrics import Metrics
-    from service.migration import Migrator
+    from service.telemetry.metrics.metrics import Metrics
+    from service.transfer.migrate import Migrator
+    from service.turns.lease import Leases
 
     async with _opened(settings) as (store, backend):
         names = await _names(store, ids, tenant)
@@ -269,7 +269,7 @@ async def _opened(settings: Settings) -> AsyncIterator[tuple[SessionStore, Infer
 
 async def _names(store: SessionStore, ids: Sequence[str] | None, tenant: str | None) -> list[SessionName]:
     """Raises NotFound for an id that does not exist."""
-    from service.moving import SessionName, all_sessions
+    from service.transfer.backup import SessionName, all_sessions
 
     if not ids:
         return await all_sessions(store, tenant=tenant)

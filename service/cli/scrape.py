@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsm_core.errors import NsmError
-from service.wishes import quoted
+from service.messages import quoted
 
 TIMEOUT_S = 10.0
 

@@ -11,12 +11,12 @@ import typer
 from service.cli import options
 from service.cli.output import console, print_fields, print_json, write_text
 from service.cli.stores import opened_store, store_settings
-from service.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from nsm_core.tokenizer import Tokenizer
-    from service.sessions.base import SessionHead
     from service.settings import Settings
+    from service.stores.sessions.base import SessionHead
 
 PAGE = 100
 

@@ -11,7 +11,7 @@ from nsm_core.state.report import Detail
 from service.cli import options
 from service.cli.output import console, print_json
 from service.cli.stores import opened_store, store_settings
-from service.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.base import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from service.settings import Settings
@@ -42,7 +42,7 @@ async def _describe(
     settings: Settings, tenant: str, session_id: str, detail: Detail, layer: int | None
 ) -> dict[str, Any]:
     from service.server import make_backend
-    from service.states import describe_states
+    from service.state.describe import describe_states
 
     async with opened_store(settings) as store:
         backend = make_backend(settings)

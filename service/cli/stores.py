@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.sessions.base import SessionStore
     from service.settings import Settings
+    from service.stores.sessions.base import SessionStore
 
 
 def store_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
@@ -52,7 +52,7 @@ def target_settings(data_dir: Path | None, store: str | None, *, model: Path | N
 
 @contextlib.asynccontextmanager
 async def opened_store(settings: Settings) -> AsyncIterator[SessionStore]:
-    from service.sessions.factory import make_store
+    from service.stores.sessions.factory import make_store
 
     store = make_store(settings)
     await store.open()

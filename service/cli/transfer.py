@@ -17,8 +17,8 @@ from service.cli.progress import progress
 from service.cli.stores import opened_store, source_settings, target_settings
 
 if TYPE_CHECKING:
-    from service.moving import Moved, Outcome
     from service.settings import Settings
+    from service.transfer.backup import Moved, Outcome
 
 Tenant = Annotated[str | None, typer.Option(help="Only this tenant's sessions.", show_default="all tenants")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace sessions that are there under the same id.")]
@@ -48,8 +48,8 @@ def backup(
 
 
 async def _backup(settings: Settings, file: Path, tenant: str | None, tally: Tally) -> None:
-    from service.moving import all_sessions
-    from service.moving import backup as run
+    from service.transfer.backup import all_sessions
+    from service.transfer.backup import backup as run
 
     async with opened_store(settings) as opened:
         names = await all_sessions(opened, tenant=tenant)
@@ -74,7 +74,7 @@ def restore(
 async def _restore(
     settings: Settings, raw: BinaryIO, num_bytes: int, tenant: str | None, is_overwriting: bool, tally: Tally
 ) -> None:
-    from service.moving import restore as run
+    from service.transfer.backup import restore as run
 
     async with opened_store(settings) as opened:
         steps = run(opened, raw, tenant=tenant, is_overwriting=is_overwriting)
@@ -101,7 +101,7 @@ def copy(
 
 
 async def _copy(source: Settings, target: Settings, tenant: str | None, is_overwriting: bool, tally: Tally) -> None:
-    from service.moving import all_sessions, copy_sessions
+    from service.transfer.backup import all_sessions, copy_sessions
 
     async with opened_store(source) as from_store, opened_store(target) as to_store:
         names = await all_sessions(from_store, tenant=tenant)

@@ -32,7 +32,7 @@ def serve(
     tls_client_ca: Annotated[Path | None, typer.Option(help="PEM file: clients need a certificate of this CA.")] = None,
 ) -> None:
     """Serve the model with Triton until Ctrl-C. For development: production uses the vendor's container."""
-    from service.triton_server import ServerTls, TritonServer, default_home, run
+    from service.backends.triton.dev_server import ServerTls, TritonServer, default_home, run
 
     parameters = dict(_split(item) for item in parameter or ())
     if model is not None:
@@ -63,8 +63,8 @@ def probe(
 
     liveness: the engine's loop runs. startup, readiness: the model makes a step, now.
     """
-    from service.backends.triton_tls import TritonTls
-    from service.triton_probe import ask_worker
+    from service.backends.triton.probe import ask_worker
+    from service.backends.triton.tls import TritonTls
 
     if tls_ca is None and (tls_cert or tls_key or tls_name):
         raise typer.BadParameter("needed with the other --tls options", param_hint="'--tls-ca'")

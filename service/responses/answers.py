@@ -9,11 +9,9 @@ from typing import Protocol
 
 from nsm_core.engine.request import Finished
 from nsm_core.errors import NotFound, NsmError, TurnCancelled
-from service.chat import PrefixCutter
 from service.deps import Services
-from service.errors import report
-from service.generation import Run, ends_of
-from service.items import new_item_id
+from service.generate.chat import PrefixCutter
+from service.generate.choices import Run, ends_of
 from service.responses.chain import chat_template
 from service.responses.format import (
     Event,
@@ -28,7 +26,9 @@ from service.responses.format import (
 )
 from service.responses.records import StoredResponse
 from service.responses.running import ResponseText, keep_end, read_to_its_end, settled
-from service.turn import HandedOver, Turn, TurnEnd, TurnSource
+from service.schemas.items import new_item_id
+from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource
+from service.web.errors import report
 
 
 class ResponseAnswer(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatTemplate, get_template
 from service.deps import Services
-from service.items import Item, message_of
+from service.schemas.items import Item, message_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

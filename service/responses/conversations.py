@@ -17,11 +17,11 @@ from typing import Any
 from nsm_core.errors import InvalidRequest, NotFound, SessionBusy, VersionConflict
 from nsm_core.model_info import tier_size
 from service.deps import Services
-from service.items import Item
-from service.records.base import ABSENT, Record
+from service.messages import quoted
 from service.responses.chain import Chain
 from service.responses.records import MAX_TRIES, StoredResponse, hold_sessions, let_go_of_sessions
-from service.wishes import quoted
+from service.schemas.items import Item
+from service.stores.records.base import ABSENT, Record
 
 MAX_ITEMS = 10_000
 

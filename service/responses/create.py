@@ -9,7 +9,7 @@ import uuid
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
 from nsm_core.model_info import tier_size
 from service.deps import Arrival, Services
-from service.items import Item
+from service.messages import quoted
 from service.responses.answers import FreeAnswer, ReadAnswer, ResponseAnswer, StoredAnswer
 from service.responses.chain import Chain, TurnPlan, chat_template, plan_turn
 from service.responses.conversations import Conversation, finish_turn, forget_turn, load_conversation, read_items
@@ -18,9 +18,9 @@ from service.responses.free import open_free_run
 from service.responses.opening import Opening
 from service.responses.records import Draft, StoredResponse, find_response, load_response
 from service.responses.running import run_to_its_end, settled
+from service.schemas.items import Item
 from service.schemas.responses import ContextFields, CreateResponseBody
-from service.stored_turns import digest_of
-from service.wishes import quoted
+from service.turns.codec import digest_of
 
 FRAMING_ONLY = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
 GIVEN_UP = ("failed", "cancelled")

@@ -13,14 +13,14 @@ from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.backends.forms import form_of
-from service.continuation import Continuation, resume
-from service.copies import SessionCopy, create_copy, read_copy
 from service.deps import Services
-from service.earlier_states import read_up_to
-from service.replay import sampled_counts, seed_of, seed_or_new
 from service.responses.chain import Place
-from service.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
-from service.sessions.records import not_found
+from service.state.at_position import read_up_to
+from service.state.copies import SessionCopy, create_copy, read_copy
+from service.state.rebuild import sampled_counts, seed_of, seed_or_new
+from service.state.resume import Continuation, resume
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
+from service.stores.sessions.records import not_found
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 

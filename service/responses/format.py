@@ -10,12 +10,12 @@ from typing import Any
 
 from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import NsmError
-from service.errors import answer, report, rule_of
-from service.generation import EVENTS_AT_ONCE
-from service.items import output_item, output_text
-from service.openai_format import energy_of
+from service.generate.choices import EVENTS_AT_ONCE
+from service.generate.openai_format import energy_of
+from service.schemas.items import output_item, output_text
 from service.schemas.responses import CreateResponseBody
-from service.sse import frame
+from service.web.errors import answer, report, rule_of
+from service.web.sse import frame
 
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 LAST_EVENTS = {

@@ -7,10 +7,10 @@ import dataclasses
 
 from nsm_core.engine.request import GenerationRequest
 from service.backends.forms import form_of
-from service.continuation import Continuation, resume
-from service.generation import Run
+from service.generate.choices import Run
 from service.responses.chain import Place, TurnPlan
 from service.responses.opening import Opening
+from service.state.resume import Continuation, resume
 
 
 async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> Run:

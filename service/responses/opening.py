@@ -7,13 +7,13 @@ import dataclasses
 
 from nsm_core.errors import NotFound, SessionBusy, TurnCancelled, VersionConflict
 from nsm_core.sampling.params import SamplingParams
-from service.continuation import TurnRequest
 from service.deps import Services
 from service.responses.chain import Place, TurnPlan
 from service.responses.conversations import Conversation, begin_turn
 from service.responses.fork import create_session, fork_at
 from service.responses.records import Draft, StoredResponse, hold_sessions, let_go_of_sessions, put_response
-from service.turn import Turn
+from service.state.resume import TurnRequest
+from service.turns.turn import Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

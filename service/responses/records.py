@@ -9,11 +9,11 @@ from typing import Any
 
 from nsm_core.errors import NotFound, VersionConflict
 from service.deps import Services
-from service.items import Item, new_item_id
-from service.records.base import ABSENT
+from service.messages import quoted
 from service.responses.chain import Chain
 from service.responses.format import ENDED, Response
-from service.wishes import quoted
+from service.schemas.items import Item, new_item_id
+from service.stores.records.base import ABSENT
 
 MAX_TRIES = 20  # of a change that another writer was faster with
 

@@ -8,16 +8,16 @@ import dataclasses
 import logging
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, StoreUnavailable, TurnCancelled, VersionConflict
-from service.chat import PrefixCutter
-from service.choices import Delta
 from service.deps import Services
-from service.leases import NO_CHUNKS
+from service.generate.chat import PrefixCutter
+from service.generate.deltas import Delta
 from service.responses.chain import Place, chat_template
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
-from service.sessions.turn_records import TurnRecord
-from service.turn import HandedOver, Turn, TurnEnd, TurnEvent
+from service.stores.sessions.turn_records import TurnRecord
+from service.turns.lease import NO_CHUNKS
+from service.turns.turn import HandedOver, Turn, TurnEnd, TurnEvent
 
 logger = logging.getLogger("nsm.responses")
 

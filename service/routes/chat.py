@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from service.answers import send
-from service.chat import open_chat
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import generation_responses
-from service.json_body import JsonRoute
+from service.generate.chat import open_chat
 from service.schemas.answers import ChatAnswer
 from service.schemas.chat import ChatBody
+from service.web.json_body import JsonRoute
+from service.web.openapi import generation_responses
+from service.web.send import send
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from service.answers import send
-from service.completions import open_completion
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import generation_responses
-from service.json_body import JsonRoute
+from service.generate.completions import open_completion
 from service.schemas.answers import CompletionAnswer
 from service.schemas.completions import CompletionBody
+from service.web.json_body import JsonRoute
+from service.web.openapi import generation_responses
+from service.web.send import send
 
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 

@@ -8,9 +8,6 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from service.deps import ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, answers
-from service.items import list_object, page_of
-from service.json_body import JsonRoute, json_response
 from service.responses.conversations import (
     add_items,
     create_conversation,
@@ -23,6 +20,9 @@ from service.responses.conversations import (
 )
 from service.schemas.answers import ConversationAnswer, DeletedAnswer, ItemAnswer, ItemPage
 from service.schemas.conversations import CreateConversationBody, ItemsBody, UpdateConversationBody
+from service.schemas.items import list_object, page_of
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers
 
 MAX_PAGE = 100
 

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from nsm_core.errors import NsmError
 from service.deps import Services, ServicesDep
-from service.documentation import answers
-from service.json_body import json_response
 from service.schemas.answers import LiveAnswer, ReadyAnswer
+from service.web.json_body import json_response
+from service.web.openapi import answers
 
 STORE_PROBE_TIMEOUT_S = 2.0
 

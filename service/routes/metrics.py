@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from service.deps import ServicesDep
-from service.documentation import ERROR_RESPONSES
+from service.web.openapi import ERROR_RESPONSES
 
 METRICS = {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 

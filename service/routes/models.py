@@ -9,9 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from service.deps import Services, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, answers
-from service.json_body import JsonRoute, json_response
 from service.schemas.answers import ModelAnswer, ModelPage
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers
 
 router = APIRouter(route_class=JsonRoute, tags=["models"], responses=ERROR_RESPONSES)
 

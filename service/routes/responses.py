@@ -9,10 +9,8 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest, NotFound
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, answers, generation_responses
-from service.errors import shown
-from service.items import list_object, page_of
-from service.json_body import JsonRoute, json_response
+from service.generate.session_turn import IDEMPOTENCY_KEY
+from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer
 from service.responses.create import count_input_tokens, open_response
 from service.responses.format import frames
@@ -21,10 +19,12 @@ from service.responses.removal import cancel_response, delete_response
 from service.responses.running import settled
 from service.routes.streams import MAX_ID_DIGITS, MAX_NUMBER
 from service.schemas.answers import DeletedAnswer, InputTokens, ItemPage, ResponseObject
+from service.schemas.items import list_object, page_of
 from service.schemas.responses import CountTokensBody, CreateResponseBody
-from service.session_turns import IDEMPOTENCY_KEY
-from service.sse import EventStream
-from service.wishes import quoted
+from service.web.errors import shown
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
+from service.web.sse import EventStream
 
 MAX_PAGE = 100
 

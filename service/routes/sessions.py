@@ -14,12 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nsm_core.model_info import tier_size
-from service.copies import create_copy, read_copy
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, answers, generation_responses
-from service.imports import ImportRequest, import_session
-from service.json_body import JsonRoute, json_response
-from service.rewinds import RewindRequest, rewind_session
+from service.generate.session_turn import open_session_turn, send_turn
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
     SESSION_ID,
@@ -29,10 +25,14 @@ from service.schemas.sessions import (
     RewindBody,
     UpdateSessionBody,
 )
-from service.session_file import read_file, write_file
-from service.session_turns import open_session_turn, send_turn
-from service.sessions.base import SessionHead
-from service.sessions.records import not_found
+from service.state.copies import create_copy, read_copy
+from service.stores.sessions.base import SessionHead
+from service.stores.sessions.records import not_found
+from service.transfer.import_session import ImportRequest, import_session
+from service.transfer.session_file import read_file, write_file
+from service.turns.rewind import RewindRequest, rewind_session
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
 
 MAX_PAGE = 100
 FILE_TYPE = "application/octet-stream"

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from nsm_core.inspection.report import MAX_RECENT_TOKENS
 from nsm_core.state.report import Detail
 from service.deps import ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, answers
-from service.json_body import JsonRoute, json_response
 from service.routes.sessions import SessionIdDep
 from service.schemas.answers import StatesAnswer
-from service.states import describe_states
+from service.state.describe import describe_states
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers
 
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
 from service.deps import ArrivalDep, ServicesDep, TenantDep
-from service.documentation import ERROR_RESPONSES, STREAM_RESPONSES
-from service.errors import shown
-from service.json_body import JsonRoute
-from service.session_turns import open_stream, send_turn
+from service.generate.session_turn import open_stream, send_turn
+from service.web.errors import shown
+from service.web.json_body import JsonRoute
+from service.web.openapi import ERROR_RESPONSES, STREAM_RESPONSES
 
 MAX_ID_DIGITS = 18
 MAX_NUMBER = 10**MAX_ID_DIGITS - 1  # of a frame

@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 from nsm_core.chat_template import get_template
 from service.deps import ServicesDep
-from service.documentation import ERROR_RESPONSES, answers
-from service.json_body import JsonRoute, json_response
-from service.openai_format import token_text
+from service.generate.openai_format import token_text
 from service.schemas.answers import TextAnswer, TokensAnswer
 from service.schemas.chat import render_chat
 from service.schemas.tokenize import DetokenizeBody, TokenizeBody
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=ERROR_RESPONSES)
 

@@ -22,8 +22,8 @@ from nsm_core.sampling.params import (
     seed_bits,
     top_k_count,
 )
-from service.errors import shown
 from service.schemas import harmless
+from service.web.errors import shown
 
 MAX_TIMEOUT_S = 86_400.0
 

@@ -8,8 +8,8 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
-from service.errors import shown
 from service.schemas.common import HARMLESS, UNSUPPORTED, RoutingFields, SamplingFields, StreamOptions, check_max_tokens
+from service.web.errors import shown
 
 DEFAULT_MAX_TOKENS = 16
 PROMPT_SCHEMA = {

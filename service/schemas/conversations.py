@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field, field_validator
 
-from service.items import Item
 from service.schemas.common import RequestBody
+from service.schemas.items import Item
 from service.schemas.responses import InputMessage, refuse_other_items
 from service.schemas.sessions import Metadata
 

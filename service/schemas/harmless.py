@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nsm_core.errors import InvalidRequest
-from service.errors import shown
-from service.wishes import quoted
+from service.messages import quoted
+from service.web.errors import shown
 
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64

@@ -10,12 +10,12 @@ from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_val
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_STOP_STRINGS, SamplingParams
-from service.errors import shown
-from service.items import Item, input_item
 from service.schemas import harmless
 from service.schemas.chat import DEFAULT_MAX_TOKENS
 from service.schemas.common import RequestBody, SamplingFields, StreamOptions, check_max_tokens, content_schema
+from service.schemas.items import Item, input_item
 from service.schemas.sessions import Metadata
+from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})

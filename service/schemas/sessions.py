@@ -10,7 +10,6 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
-from service.errors import shown
 from service.schemas.common import (
     HARMLESS,
     UNSUPPORTED,
@@ -27,7 +26,8 @@ from service.schemas.harmless import (
     MAX_METADATA_VALUE_CHARS,
     check_metadata,
 )
-from service.sessions.base import UNSET, Unset
+from service.stores.sessions.base import UNSET, Unset
+from service.web.errors import shown
 
 MAX_COUNT = 2**63 - 1  # of versions and positions, as stores keep them
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

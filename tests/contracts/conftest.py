@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.redis_servers import RedisClock, Topology, own_prefix
 from tests.stored_sessions import Clock
 

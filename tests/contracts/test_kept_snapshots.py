@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound
-from service.sessions.base import SessionHead, SessionStore
-from service.sessions.retention import MAX_KEPT, Keeping, KeptSnapshot
+from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.retention import MAX_KEPT, Keeping, KeptSnapshot
 from tests.redis_servers import RedisClock
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import Clock, acquire, commit, commit_under, create

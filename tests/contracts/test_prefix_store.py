@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from service.prefixes.base import PrefixBounds, PrefixKey, PrefixStore, PrefixUsage
-from service.prefixes.memory import MemoryPrefixStore
-from service.prefixes.redis import RedisPrefixStore
-from service.prefixes.sqlite import SqlitePrefixStore
-from service.sessions.redis_url import parse_redis_url
+from service.stores.prefixes.base import PrefixBounds, PrefixKey, PrefixStore, PrefixUsage
+from service.stores.prefixes.memory import MemoryPrefixStore
+from service.stores.prefixes.redis import RedisPrefixStore
+from service.stores.prefixes.sqlite import SqlitePrefixStore
+from service.stores.redis.url import parse_redis_url
 from tests.redis_servers import Topology, own_prefix
 from tests.stored_sessions import Clock
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import VersionConflict
-from service.records.base import ABSENT, RecordStore
-from service.records.factory import records_beside
-from service.records.memory import MemoryRecordStore
-from service.records.sqlite import SqliteRecordStore
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.records.base import ABSENT, RecordStore
+from service.stores.records.factory import records_beside
+from service.stores.records.memory import MemoryRecordStore
+from service.stores.records.sqlite import SqliteRecordStore
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.redis_servers import RedisClock
 from tests.stored_sessions import Clock
 

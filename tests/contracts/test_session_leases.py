@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, SessionBusy, VersionConflict
-from service.sessions.base import SessionStore
+from service.stores.sessions.base import SessionStore
 from tests.stored_sessions import (
     LEASE_S,
     Clock,

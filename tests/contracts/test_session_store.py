@@ -11,7 +11,7 @@ import pytest
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.base import Lease, LogMark, SessionHead, SessionStore, TenantUsage
+from service.stores.sessions.base import Lease, LogMark, SessionHead, SessionStore, TenantUsage
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import acquire, commit, commit_under, create
 

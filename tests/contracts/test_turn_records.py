@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, VersionConflict
-from service.sessions.base import Lease, SessionHead, SessionStore
-from service.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
+from service.stores.sessions.base import Lease, SessionHead, SessionStore
+from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, create
 

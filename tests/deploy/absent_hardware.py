@@ -2,8 +2,8 @@
 
 This is not the product. It stands in for a gateway whose models run on a GPU in Triton servers, and for the /metrics of
 such a server, so that the panels of these are executed on numbers too; all else that the tests of the dashboards see
-comes from a real server. The numbers only have to rise. A test compares the names with those of `service/metrics` and
-`nsm_core/triton/metrics.py`.
+comes from a real server. The numbers only have to rise. A test compares the names with those of
+`service/telemetry/metrics` and `nsm_core/triton/metrics.py`.
 """
 
 from __future__ import annotations

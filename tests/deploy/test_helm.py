@@ -13,8 +13,8 @@ import yaml
 
 from deploy.helm.write import CHART, FOLDER, NAMESPACE, PARAMETER, RELEASE, SCHEMA, helm, render, render_path
 from service.app import create_app
-from service.sessions.memory import MemorySessionStore
 from service.settings import ENV_PREFIX, Settings, refuse_unknown_variables
+from service.stores.sessions.memory import MemorySessionStore
 from tests.deploy.compose import ROOT, services
 from tests.deploy.helm_renders import CASES, EXAMPLES, environment, gateway, of, one, pods
 from tests.fakes import FakeBackend

@@ -16,9 +16,9 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from nsm_core.triton.supervisor import EXIT_KILLED, children_of, free_regions, stubs_of
+from service.backends.triton.dev_server import TritonServer, default_home, write_repository
 from service.server import make_backend
 from service.settings import load_settings
-from service.triton_server import TritonServer, default_home, write_repository
 from tests.certificates import Authority
 from tests.gateway import gateway
 from tests.redis_servers import die_with_the_tests, free_port

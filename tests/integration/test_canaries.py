@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway

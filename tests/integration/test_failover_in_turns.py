@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.redis import RedisSessionStore
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway
 from tests.models import local_backend

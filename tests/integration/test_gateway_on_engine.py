@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
-from service.openai_format import token_text
+from service.generate.openai_format import token_text
 from tests.backends import MakeBackend
 from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.models import local_backend

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from nsm_core.errors import DeadlineExceeded, EngineDead
-from service.backends.triton import TritonBackend
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.triton_probe import ask_worker
+from service.backends.triton.backend import TritonBackend
+from service.backends.triton.probe import ask_worker
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
 from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.integration.test_triton_failures import is_alive
 from tests.raw_http import connect
@@ -228,5 +228,5 @@ async def test_R6_a_session_that_comes_back_moves_no_state(triton: RunningTriton
 
 
 def test_a_gateway_on_triton_needs_no_torch() -> None:
-    code = "import sys, service.server, service.backends.triton; sys.exit('torch' in sys.modules)"
+    code = "import sys, service.server, service.backends.triton.backend; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest_asyncio
 
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 

@@ -11,8 +11,8 @@ import pytest
 
 from nsm_core.state.layout import FLOAT
 from nsm_core.state.snapshot import Snapshot
-from service.copies import read_copy
-from service.session_file import write_file
+from service.state.copies import read_copy
+from service.transfer.session_file import write_file
 from tests.backends import MakeBackend
 from tests.gateway import Gateway, error_of, gateway
 

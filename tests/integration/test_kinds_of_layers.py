@@ -12,8 +12,8 @@ import pytest
 from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from service.sessions.base import SessionStore
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.gateway import Gateway, gateway
 from tests.models import RandomModel, as_loaded
 

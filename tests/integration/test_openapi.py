@@ -26,8 +26,8 @@ from schemathesis.generation import GenerationMode
 from nsm_core.tokenizer import Tokenizer
 from service.app import create_app
 from service.schemas import answers
-from service.sessions.memory import MemorySessionStore
 from service.settings import Settings
+from service.stores.sessions.memory import MemorySessionStore
 from tests.counts import scaled
 from tests.live_server import serving
 from tests.models import local_backend

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsm_core.tokenizer import Tokenizer
-from service.prefixes.base import PrefixBounds, PrefixStore
-from service.prefixes.keys import MIN_TOKENS
-from service.prefixes.memory import MemoryPrefixStore
-from service.prefixes.redis import RedisPrefixStore
-from service.prefixes.sqlite import SqlitePrefixStore
-from service.sessions.redis_url import parse_redis_url
+from service.stores.prefixes.base import PrefixBounds, PrefixStore
+from service.stores.prefixes.keys import MIN_TOKENS
+from service.stores.prefixes.memory import MemoryPrefixStore
+from service.stores.prefixes.redis import RedisPrefixStore
+from service.stores.prefixes.sqlite import SqlitePrefixStore
+from service.stores.redis.url import parse_redis_url
 from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, frames_of, gateway

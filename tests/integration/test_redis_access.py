@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nsm_core.errors import ConfigError
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_keys import Keyspace
+from service.stores.redis.keys import Keyspace
+from service.stores.sessions.redis import RedisSessionStore
 from tests.redis_servers import Topology, own_prefix, start_single
 from tests.stored_sessions import acquire, commit, create, opened_redis
 

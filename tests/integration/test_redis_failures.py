@@ -16,9 +16,9 @@ import redis
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, StorageFull, StoreUnavailable, VersionConflict
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.base import SessionHead
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_keys import Keyspace
+from service.stores.redis.keys import Keyspace
+from service.stores.sessions.base import SessionHead
+from service.stores.sessions.redis import RedisSessionStore
 from tests.counts import scaled
 from tests.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
 from tests.snapshots import make_snapshot

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
-from service.turn import Turn
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.redis import RedisSessionStore
+from service.turns.turn import Turn
 from tests.backends import MakeBackend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, frames_of, gateway

@@ -11,12 +11,12 @@ import pytest
 
 from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt, StorageFull, VersionConflict
 from nsm_core.state.snapshot import Snapshot
-from service.records.factory import records_beside
-from service.sessions.base import LogMark, SessionHead
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_client import Attempt
-from service.sessions.redis_keys import Keyspace, SessionKeys
-from service.sessions.redis_scripts import REWIND
+from service.stores.records.factory import records_beside
+from service.stores.redis.client import Attempt
+from service.stores.redis.keys import Keyspace, SessionKeys
+from service.stores.redis.scripts import REWIND
+from service.stores.sessions.base import LogMark, SessionHead
+from service.stores.sessions.redis import RedisSessionStore
 from tests.counts import scaled
 from tests.lossy_proxy import LossyProxy
 from tests.redis_servers import RedisClock, RedisServer, Topology, own_prefix

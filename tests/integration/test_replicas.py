@@ -18,8 +18,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.state.snapshot import Snapshot
 from service.backends.local import LocalBackend
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.redis import RedisSessionStore
 from tests.backends import BACKENDS, MakeBackend, triton_backend
 from tests.counts import scaled
 from tests.gateway import Gateway, error_of, gateway

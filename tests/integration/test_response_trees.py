@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.counts import scaled
 from tests.fakes import STATE_BYTES, FakeBackend, feed_state, state_after
 from tests.gateway import Gateway, gateway

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from nsm_core.errors import StoreUnavailable
-from service.sessions.base import SessionStore
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, gateway
 from tests.redis_servers import Topology

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.counts import scaled
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway

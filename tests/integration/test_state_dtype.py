@@ -18,16 +18,16 @@ from nsm_core.state.quantize import FORMATS, StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from service.moving import all_sessions, backup, restore
-from service.sessions.base import SessionStore
-from service.sessions.memory import MemorySessionStore
-from service.sessions.redis import RedisSessionStore
-from service.sessions.redis_url import parse_redis_url
-from service.sessions.sqlite import SqliteSessionStore
-from service.verification import Verified, verify
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.transfer.backup import all_sessions, backup, restore
+from service.transfer.verify import Verified, verify
 from tests.gateway import Gateway, gateway
 from tests.models import local_backend
-from tests.service.test_prefix_resume import Unreliable
+from tests.service.stores.prefixes.test_resume import Unreliable
 
 KEY = {"tenant": "default", "session_id": "s1"}
 PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}

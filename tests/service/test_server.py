@@ -19,10 +19,10 @@ import pytest
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
 from service.app import create_app
 from service.server import bind, is_loopback, make_backend, require_keys, run, serve, uvicorn_config
-from service.sessions.factory import make_store
-from service.sessions.memory import MemorySessionStore
-from service.sessions.sqlite import SqliteSessionStore
 from service.settings import Settings
+from service.stores.sessions.factory import make_store
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend
 from tests.gateway import frames_of, until
 
@@ -136,7 +136,7 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         from pathlib import Path
         from service.app import create_app
         from service.server import bind, configure_logging, serve, uvicorn_config
-        from service.sessions.memory import MemorySessionStore
+        from service.stores.sessions.memory import MemorySessionStore
         from service.settings import Settings
         from tests.fakes import FakeBackend
 

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
-from service.sessions import redis_url
-from service.sessions.factory import make_store
-from service.sessions.retention import MAX_KEPT
 from service.settings import REDIS_SCHEMES, Settings, load_settings
+from service.stores.redis import url as redis_url
+from service.stores.sessions.factory import make_store
+from service.stores.sessions.retention import MAX_KEPT
 
 SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
 

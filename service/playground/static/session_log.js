@@ -1,4 +1,4 @@
-// The turns of a session that this tab did not see: from the token log in its exported file (service/session_file.py).
+// The turns of a session that this tab did not see: from the token log in its exported file (service/transfer/session_file.py).
 
 import { sessionPath } from "./api.js";
 

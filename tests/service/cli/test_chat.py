@@ -21,8 +21,8 @@ from nsm_core.model_info import tier_fingerprint
 from nsm_core.tokenizer import Tokenizer
 from service.cli.conversation import Conversation, opened
 from service.cli.options import make_sampling
-from service.sessions.sqlite import SqliteSessionStore
 from service.settings import load_settings
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.models import random_model, small_config
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
 

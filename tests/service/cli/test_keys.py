@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from service.api_keys import KeyFile
 from service.cli.keys import is_begun
+from service.tenants.api_keys import KeyFile
 from tests.service.cli.conftest import Nsm, assert_one_line
 
 SHOWN = re.compile(r"key for (\S+), shown this once: (nsm_\S+)\n")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from service.records.base import ABSENT
-from service.records.factory import records_beside
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.records.base import ABSENT
+from service.stores.records.factory import records_beside
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.redis_servers import Topology
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk

@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from nsm_core.errors import NumericalError
-from service.sessions.sqlite import SqliteSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.browsers import Playground, playground
 from tests.cutting_proxy import CuttingProxy
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import Overloaded
-from service.generation import EVENTS_AT_ONCE
+from service.generate.choices import EVENTS_AT_ONCE
 from service.responses.format import delta_event, frames, numbered
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.memory import MemorySessionStore
-from service.sessions.retention import KeptSnapshot
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.retention import KeptSnapshot
 from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, gateway

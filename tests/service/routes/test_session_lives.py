@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.memory import MemorySessionStore
+from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway
 from tests.stored_sessions import Clock

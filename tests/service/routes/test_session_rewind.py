@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from nsm_core.state.snapshot import Snapshot
-from service.sessions.base import LogMark
+from service.stores.sessions.base import LogMark
 from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway

@@ -14,9 +14,9 @@ import pytest
 from nsm_core.errors import Overloaded, StorageFull
 from service.app import create_app
 from service.deps import Services
-from service.sessions.memory import MemorySessionStore
 from service.settings import load_settings
-from service.turn import Turn
+from service.stores.sessions.memory import MemorySessionStore
+from service.turns.turn import Turn
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend
 from tests.live_server import serving
 

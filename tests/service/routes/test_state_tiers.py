@@ -13,9 +13,9 @@ import pytest
 from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from service.moving import SessionName
-from service.sessions.sqlite import SqliteSessionStore
-from service.verification import verify
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.transfer.backup import SessionName
+from service.transfer.verify import verify
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 from tests.models import RandomModel, as_loaded

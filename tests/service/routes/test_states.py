@@ -7,7 +7,7 @@ import pytest
 from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from service.sessions.memory import MemorySessionStore
+from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 from tests.models import as_loaded

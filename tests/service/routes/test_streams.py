@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.sessions.memory import MemorySessionStore
+from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, frames_of, gateway, without_comments
 from tests.raw_http import connect

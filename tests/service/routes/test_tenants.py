@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.sessions.memory import MemorySessionStore
+from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 from tests.tenants import TestKey, make_key, write_keys

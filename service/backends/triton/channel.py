@@ -1,0 +1,167 @@
+"""The gRPC connection to one Triton server: each call of the contract has a stream of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from nsm_core.errors import DeadlineExceeded, EngineDead
+from nsm_core.wire.errors import Failure, decode_failure, reading_answer
+from nsm_core.wire.tensors import Tensors
+from service.backends.triton.tls import TritonTls, explained, is_unexplained
+from service.backends.triton.trace_context import trace_metadata
+
+MODEL = "nsm"
+UNLOADING = "has no available versions"  # what Triton says of a model whose last streams may still run
+LENGTH_BYTES = 4  # in front of each string of a BYTES tensor
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),  # a state has megabytes
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's own two minutes are longer than a server takes to come back
+    ("grpc.use_local_subchannel_pool", 1),  # channels of one process to one server do not share their connection
+)
+_DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
+_DTYPES: Mapping[str, np.dtype[Any]] = {"INT32": np.dtype("<i4"), "UINT8": np.dtype("u1")}
+
+
+class CallFailed(Exception):
+    """The worker refused the call or gave it up; another server would do the same. EngineDead is raised as itself."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure.error))
+        self.failure = failure
+
+
+class ServerStopping(EngineDead):
+    """The server takes no new call and lets its streams end."""
+
+
+class Unreached(EngineDead):
+    """No address of the server took the connection, and why is told of one only."""
+
+
+class TritonChannel:
+    """To be made on the event loop that uses it."""
+
+    def __init__(self, url: str, *, tls: TritonTls | None = None) -> None:
+        """`url`: host:port; `tls`: None for a connection in the clear. Nothing is connected yet."""
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(url, tls.credentials(), options=(*_OPTIONS, *tls.options()))
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def open(self, *, timeout_s: float | None) -> TritonStream:
+        """A stream for one call, which ends after `timeout_s` whatever the server does, in the trace under way."""
+        return TritonStream(self._stub.ModelStreamInfer(timeout=timeout_s, metadata=trace_metadata()))
+
+    async def ask(self, tensors: Tensors, *, timeout_s: float) -> Tensors:
+        """The first answer to a call. Raises what `TritonStream.receive` raises."""
+        stream = self.open(timeout_s=timeout_s)
+        try:
+            await stream.send(tensors)
+            return await stream.receive()
+        finally:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """Streams that are still open break."""
+        await self._channel.close()
+
+
+class TritonStream:
+    """One call's requests and answers. Whoever leaves it calls `cancel`; the worker soon notices."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._is_cut = False
+
+    async def send(self, tensors: Tensors) -> None:
+        """Raises EngineDead."""
+        try:
+            await self._call.write(_request(tensors))
+        except asyncio.InvalidStateError as error:  # it is over already: the next `receive` tells why
+            raise EngineDead("the connection to the Triton server broke") from error
+        except grpc.aio.AioRpcError as error:
+            raise _loss(error) from error
+        except asyncio.CancelledError as error:
+            raise self._cut_or_cancelled(error) from None
+
+    async def receive(self) -> Tensors:
+        """The next answer. Raises CallFailed; EngineDead where another server may do better; DeadlineExceeded.
+
+        ServerStopping, an EngineDead too, says nothing against streams that run.
+        """
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _loss(error) from error
+        except asyncio.CancelledError as error:
+            raise self._cut_or_cancelled(error) from None
+        if response is grpc.aio.EOF:
+            raise EngineDead("the Triton server ended a stream without a last answer")
+        if response.error_message:
+            if UNLOADING in response.error_message:
+                raise ServerStopping("it is stopping")
+            failure = decode_failure(response.error_message)
+            raise failure.error if isinstance(failure.error, EngineDead) else CallFailed(failure)
+        return _tensors(response.infer_response)
+
+    def cut(self) -> None:
+        """The server was given up: whoever waits for it gets EngineDead."""
+        self._is_cut = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Idempotent, also after the end."""
+        self._call.cancel()
+
+    def _cut_or_cancelled(self, error: asyncio.CancelledError) -> BaseException:
+        """gRPC tells a call that was cancelled as if its task had been."""
+        task = asyncio.current_task()
+        if self._is_cut and task is not None and not task.cancelling():
+            return EngineDead("the Triton server does not answer any more")
+        return error
+
+
+def _request(tensors: Tensors) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=MODEL)
+    for name, array in tensors.items():
+        request.inputs.add(name=name, datatype=_DATATYPES[array.dtype.kind], shape=array.shape)
+        request.raw_input_contents.append(_raw(array))
+    return request
+
+
+def _raw(array: NDArray[Any]) -> bytes:
+    if array.dtype.kind == "O":  # strings are one to a tensor in this contract
+        text: bytes = array[0]
+        return len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return array.tobytes()
+
+
+def _tensors(response: Any) -> Tensors:
+    with reading_answer():
+        outputs = zip(response.outputs, response.raw_output_contents, strict=True)
+        return {output.name: _array(output.datatype, raw) for output, raw in outputs}
+
+
+def _array(datatype: str, raw: bytes) -> NDArray[Any]:
+    if datatype == "BYTES":
+        return np.array([raw[LENGTH_BYTES:]], dtype=np.object_)
+    return np.frombuffer(raw, dtype=_DTYPES[datatype])
+
+
+def _loss(error: Any) -> EngineDead | DeadlineExceeded:
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the Triton server did not answer in time")
+    details = error.details()
+    kind = Unreached if is_unexplained(details) else EngineDead
+    return kind(f"the connection to the Triton server broke: {code.name.lower()}: {explained(details)}")

@@ -1,0 +1,69 @@
+"""Whether the worker of a Triton server is well: its own word and its own steps, not Triton's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+from nsm_core.errors import DeadlineExceeded, EngineDead, Overloaded
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.wire.call_tensors import encode_call
+from nsm_core.wire.calls import GenerateCall, StatusCall
+from nsm_core.wire.description import WorkerStatus, decode_status
+from nsm_core.wire.tensors import Tensors
+from service.backends.triton.channel import CallFailed, TritonChannel
+from service.backends.triton.diagnosis import ask_or_explain
+from service.backends.triton.tls import TritonTls
+
+Probe = Literal["startup", "readiness", "liveness"]
+
+ASK_AGAIN_S = 0.05
+STEP = GenerateCall(prompt_ids=(0,), sampling=SamplingParams(max_tokens=1, seed=0, ignore_eos=True))
+
+
+async def ask_worker(kind: Probe, url: str, *, tls: TritonTls | None = None, timeout_s: float) -> str:
+    """What was seen, in a few words. `timeout_s`: of each of three questions at most.
+
+    `liveness`: its engine's loop runs. `startup` and `readiness`: its model makes a step. Raises NsmError where it is
+    not so.
+    """
+    channel = TritonChannel(url, tls=tls)
+    try:
+        answer = await ask_or_explain(channel, encode_call(StatusCall()), url=url, tls=tls, timeout_s=timeout_s)
+        before = _status_of(answer)
+        if kind == "liveness":
+            return "the engine's loop runs"
+        if await _makes_a_token(channel, timeout_s):
+            return "the model made a token"
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:  # a full queue refuses at once, a step takes its time
+            after = _status_of(await channel.ask(encode_call(StatusCall()), timeout_s=timeout_s))
+            if after.engine.num_steps > before.engine.num_steps:
+                return "busy: the model makes steps for others"  # who waits for its turn is not ill
+            await asyncio.sleep(ASK_AGAIN_S)
+        raise EngineDead(f"the model made no step within {timeout_s:g} s")
+    except CallFailed as error:
+        raise EngineDead(f"the worker refused: {error}") from error
+    finally:
+        await channel.close()
+
+
+def _status_of(answer: Tensors) -> WorkerStatus:
+    status = decode_status(answer)
+    if not status.is_ready:
+        raise EngineDead("its engine makes no steps")
+    return status
+
+
+async def _makes_a_token(channel: TritonChannel, timeout_s: float) -> bool:
+    """Not where the queue is full, or long."""
+    try:
+        answer = await channel.ask(encode_call(STEP), timeout_s=timeout_s)
+    except DeadlineExceeded:
+        return False
+    except CallFailed as error:
+        if isinstance(error.failure.error, Overloaded):
+            return False
+        raise
+    return len(answer.get("token_ids", ())) == 1

@@ -1,0 +1,181 @@
+"""One Triton server as a gateway sees it: whether it lives, what it serves, how much it has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from nsm_core.errors import ConfigError, EngineDead, NsmError
+from nsm_core.stats import EngineStats
+from nsm_core.wire.call_tensors import encode_call
+from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
+from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
+from nsm_core.wire.tensors import Tensors
+from service.backends.triton.channel import CallFailed, ServerStopping, TritonChannel, TritonStream
+from service.backends.triton.diagnosis import ask_or_explain
+from service.backends.triton.tls import TritonTls
+
+logger = logging.getLogger("nsm.triton")
+
+# A dead worker is noticed after at most both together, which leaves room in the 5 s that a readiness probe is promised.
+HEARTBEAT_S = 1.0
+ANSWER_S = 3.0
+RETRY_MIN_S, RETRY_MAX_S = 0.25, 5.0  # between tries to reach a server that is down
+_CHANGES = {
+    True: (logging.INFO, "Triton server %s is ready"),
+    False: (logging.WARNING, "Triton server %s takes no new work"),
+}
+
+
+class Upstream:
+    """`watch` keeps it true. Belongs to one event loop.
+
+    `admit` gets what the worker tells of itself and raises ConfigError where it must not be used; `on_change` is called
+    whenever the server comes, goes or is refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tls: TritonTls | None = None,
+        admit: Callable[[str, WorkerDescription], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.url = url
+        self.error: NsmError | None = None  # why it is not up, None while nobody knows
+        self.counted = EngineStats()  # steps and joules seen of it; its own counters begin anew when it does
+        self._admit = admit
+        self._on_change = on_change
+        self._description: WorkerDescription | None = None  # as it told last
+        self._is_described = False  # since it was lost
+        self._status: WorkerStatus | None = None
+        self._is_suspect = False
+        self._num_others = 0
+        self._most_own = 0  # since the last heartbeat
+        self._streams: set[TritonStream] = set()
+        self._hurry = asyncio.Event()
+        self._tls = tls
+        self._channel = TritonChannel(url, tls=tls)
+        # apart from the requests: a full connection must not look like a dead server
+        self._control = TritonChannel(url, tls=tls)
+
+    @property
+    def is_up(self) -> bool:
+        """Its last heartbeat was good and no stream broke since."""
+        return self._status is not None and self._status.is_ready and not self._is_suspect
+
+    @property
+    def max_slots(self) -> int:
+        return self._description.max_slots if self._description is not None and self._is_described else 0
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it runs or lets wait, by what it told last."""
+        told = self._description
+        return 0 if told is None else told.max_slots + told.queue_limit
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Of one call, by what it told last; None where it never told."""
+        return None if self._description is None else self._description.max_prompt_tokens
+
+    @property
+    def num_own(self) -> int:
+        """Requests of this gateway."""
+        return len(self._streams)
+
+    @property
+    def load(self) -> int:
+        """Requests of this gateway, and those of others at the last heartbeat."""
+        return self._num_others + len(self._streams)
+
+    @property
+    def state_pool_bytes(self) -> int:
+        return 0 if self._status is None else self._status.engine.state_pool_bytes
+
+    @contextlib.contextmanager
+    def stream(self, *, timeout_s: float | None) -> Iterator[TritonStream]:
+        """For one request; it breaks when the server is given up."""
+        stream = self._channel.open(timeout_s=timeout_s)
+        self._streams.add(stream)
+        self._most_own = max(self._most_own, len(self._streams))
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            stream.cancel()
+
+    async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
+        """The one answer. Raises what `TritonStream.receive` raises."""
+        return await ask_or_explain(self._control, encode_call(call), url=self.url, tls=self._tls, timeout_s=timeout_s)
+
+    def suspect(self) -> None:
+        """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""
+        self._is_suspect = True
+        self._is_described = False  # another may answer at this address
+        self._hurry.set()
+
+    async def watch(self) -> None:
+        """Heartbeats, until it is cancelled."""
+        retry_s = RETRY_MIN_S
+        while True:
+            self._hurry.clear()
+            try:
+                await self._beat()
+            except (NsmError, CallFailed) as error:
+                self._lose(error if isinstance(error, NsmError) else EngineDead(str(error)))
+                pause_s, retry_s = retry_s, min(2 * retry_s, RETRY_MAX_S)
+            else:
+                pause_s, retry_s = HEARTBEAT_S, RETRY_MIN_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._hurry.wait()
+
+    async def close(self) -> None:
+        """Streams that are still open break."""
+        await asyncio.gather(self._channel.close(), self._control.close())
+
+    async def _beat(self) -> None:
+        if not self._is_described:
+            description = await self._describe()
+            self._admit(self.url, description)
+            self._description, self._is_described = description, True
+        status = decode_status(await self.ask(StatusCall(), timeout_s=ANSWER_S))
+        if not self._is_described:  # a stream broke meanwhile, after this was said: it is asked anew at once
+            return
+        if self._status is not None and status.engine.num_steps < self._status.engine.num_steps:
+            self._is_described = False  # it began anew between two heartbeats
+            raise EngineDead("it was started again")
+        self._note(status)
+
+    async def _describe(self) -> WorkerDescription:
+        try:
+            return decode_description(await self.ask(DescribeCall(), timeout_s=ANSWER_S))
+        except CallFailed as error:  # of another contract, say
+            raise ConfigError(f"Triton server {self.url} refused to describe itself: {error}") from error
+
+    def _note(self, status: WorkerStatus) -> None:
+        was_up, engine, before = self.is_up, status.engine, self._status
+        base = engine if before is None else before.engine
+        self.counted = self.counted.with_steps(engine, since=base)
+        # requests that were ours a moment ago may still be counted there
+        self._num_others = max(0, engine.num_running + engine.num_waiting - self._most_own)
+        self._most_own = len(self._streams)
+        self._status, self._is_suspect = status, False
+        self.error = None if status.is_ready else EngineDead("its engine makes no steps")
+        if self.is_up != was_up:
+            logger.log(*_CHANGES[self.is_up], self.url)
+            self._on_change()
+
+    def _lose(self, error: NsmError) -> None:
+        is_news = self.error is None or str(error) != str(self.error)
+        self.error, self._status, self._is_described = error, None, False
+        if not isinstance(error, ServerStopping):
+            for stream in tuple(self._streams):
+                stream.cut()
+        if is_news:
+            logger.warning("Triton server %s is not used: %s", self.url, error)
+            self._on_change()

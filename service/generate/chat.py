@@ -1,0 +1,173 @@
+"""POST /v1/chat/completions as a use case: messages -> engine requests -> chat completion objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
+from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.model_info import tier_size
+from nsm_core.tokenizer import Tokenizer
+from service.deps import Arrival, Services
+from service.generate.choices import Run, choice_limit, ends_of
+from service.generate.deltas import Delta, ScoredToken
+from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
+from service.schemas.chat import ChatBody
+from service.schemas.common import check_n
+from service.web.sse import TextFrame, frame
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+
+class Chat:
+    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
+
+    def __init__(
+        self, run: Run, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
+    ) -> None:
+        self.run = run
+        self._body = body
+        self._tokenizer = tokenizer
+        self._envelope = envelope
+        self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
+
+    def leave(self) -> None:
+        self.run.cancel()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
+        choices = range(self._body.n)
+        texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
+        yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                frames = []
+                for index, delta in batch:
+                    if delta.finished is not None:
+                        frames.append(self._frame(index, {}, reason=finish_reason(delta.finished)))
+                        continue
+                    text = self._prefixes[index].cut(delta)
+                    if self._body.logprobs or self._body.include_routing:
+                        frames.append(self._frame(index, {"content": text}, tokens=delta.tokens))
+                    elif text:
+                        frames.append(texts[index](text))
+                if frames:
+                    yield b"".join(frames)
+        if self._body.has_usage_chunk:
+            totals = self._usage(ends_of(self.run))
+            yield frame(self._envelope.wrap(CHUNK_KIND, [], usage=totals))
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        texts: list[list[str]] = [[] for _ in range(self._body.n)]
+        tokens: list[list[ScoredToken]] = [[] for _ in range(self._body.n)]
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                for index, delta in batch:
+                    texts[index].append(self._prefixes[index].cut(delta))
+                    tokens[index].extend(delta.tokens)
+        ends = ends_of(self.run)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                "logprobs": self._logprobs(tokens[index]),
+                "finish_reason": finish_reason(ends[index]),
+                **self._routing(tokens[index]),
+            }
+            for index in range(self._body.n)
+        ]
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends))
+
+    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
+        return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
+
+    def _frame(
+        self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
+    ) -> bytes:
+        logprobs = self._logprobs(tokens) if tokens else None
+        told = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
+        choice = {"index": index, "delta": delta, **told}
+        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **fields))
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        return self._frame(index, {"content": text})
+
+    def _logprobs(self, tokens: tuple[ScoredToken, ...] | list[ScoredToken]) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, tokens) if self._body.logprobs else None
+
+    def _routing(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """The field, if it was asked for."""
+        return {"routing": routing_of(tokens)} if self._body.include_routing else {}
+
+
+class PrefixCutter:
+    """Drops the template's own first characters from an answer, if the model wrote them."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def cut(self, delta: Delta) -> str:
+        """The delta's text, less the prefix at the very beginning; the prefix is one character or none."""
+        if not delta.text:
+            return ""
+        prefix, self._prefix = self._prefix, ""
+        return delta.text.removeprefix(prefix)
+
+
+async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
+    """Checks everything and submits; raises what the client shall get as a status."""
+    services.check_model(body.model)
+    check_n(body.n, 1, choice_limit(services.backend))
+    tokenizer, settings = services.backend.tokenizer, services.settings
+    template = get_template(services.backend.model.chat_template)
+    sampling = body.sampling(
+        template, max_tokens_limit=settings.max_tokens_limit, vocab_size=tokenizer.vocab_size
+    )  # fmt: skip
+    body.check_routing(max_tokens=sampling.max_tokens, num_choices=body.n, param="max_completion_tokens")
+    num_states = tier_size(services.backend.model.tier(body.num_states).fingerprint)
+    prompt = await services.prompts.fresh(body.text(template), param="messages")
+    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    start = await services.prefix_resume.start(
+        tenant,
+        prompt.ids,
+        max_tokens=sampling.max_tokens,
+        next_text=lambda answer: _next_text(template, body, answer),
+        # stored states are the whole model's
+        is_wanted=body.cache_prompt and num_states is None and services.tenants.may_cache_prefixes(tenant),
+    )
+    requests = [
+        GenerationRequest(
+            request_id=f"{envelope.id}-{choice_index}",
+            prompt_ids=prompt.ids,
+            sampling=dataclasses.replace(sampling, choice_index=choice_index),
+            deadline=arrival.time + (body.timeout or settings.request_timeout_s),
+            include_routing=body.include_routing,
+            num_states=num_states,
+        )
+        for choice_index in range(body.n)
+    ]
+    services.metrics.requests.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
+    permit = services.tenants.enter(tenant, len(requests))
+    run = Run(
+        services.backend,
+        services.metrics,
+        [start.apply(request) for request in requests],
+        permit=permit,
+        arrival=arrival.time,
+        is_stream=body.stream,
+        keeps=[start.keep] * len(requests),
+    )
+    return Chat(run, body, template, tokenizer, envelope)
+
+
+def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
+    """What the chat's next prompt begins with if the client sends the answer back as it got it."""
+    said = ChatMessage("assistant", answer.removeprefix(template.answer_prefix))
+    return template.render([*(message.to_core() for message in body.messages), said, ChatMessage("user", "")])

@@ -1,0 +1,203 @@
+"""Runs the engine requests of one HTTP request together: admitted together, merged, counted, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from nsm_core.engine.request import (
+    EndState,
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptState,
+    TokenEvent,
+)
+from nsm_core.errors import NsmError, Overloaded
+from service.backends.base import Generation, InferenceBackend
+from service.generate.deltas import ChoiceView, Delta
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.requests import RequestRecord
+from service.tenants.tenants import Permit
+
+MAX_CHOICES = 128
+EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so much
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """One admitted request. `keep`: what gets the states that the request was asked to send."""
+
+    generation: Generation
+    record: RequestRecord
+    is_score_only: bool
+    keep: Callable[[PromptState | EndState], None] | None = None
+    is_scored: bool = False
+    finished: Finished | None = None
+
+
+class Run:
+    """The choices of one HTTP request, in order.
+
+    Iterate `batches` once. Call `cancel` whenever the run is left, also when it ended well: it is idempotent and stops
+    what still runs, and it is the only clean-up there is.
+    """
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        metrics: Metrics,
+        requests: Sequence[GenerationRequest],
+        *,
+        permit: Permit,
+        arrival: float,
+        is_stream: bool,
+        is_score_only: bool = False,
+        keeps: Sequence[Callable[[PromptState | EndState], None] | None] = (),
+    ) -> None:
+        """Submits all requests or none. Raises what `submit` raises. `permit` is left when the run is.
+
+        `is_score_only`: end each request when its prompt is scored, before any token is sampled. `keeps`: for each
+        request what gets its states, or nothing at all.
+        """
+        self.choices: list[Choice] = []
+        self._permit = permit
+        self._is_stream = is_stream
+        self._tokenizer = backend.tokenizer
+        try:
+            for request, keep in zip(requests, keeps or [None] * len(requests), strict=True):
+                generation = backend.submit(request)
+                self.choices.append(Choice(generation, metrics.requests.start(arrival=arrival), is_score_only, keep))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Stop what has not ended; never blocks."""
+        self._permit.leave()
+        for choice in self.choices:
+            if choice.finished is None:
+                choice.generation.cancel()
+            choice.record.finish("abort")
+
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        """(choice index, delta), each choice's in order, together what is ready together.
+
+        Raises the first error of any choice.
+        """
+        first_text_at: dict[int, float] = {}
+        undelivered = set(range(len(self.choices))) if self._is_stream else set()
+        async with contextlib.aclosing(self._merged()) as merged:
+            async for batch in merged:
+                shown = (
+                    {index for index, delta in batch if delta.text} if len(first_text_at) < len(self.choices) else ()
+                )
+                for index in shown:
+                    first_text_at.setdefault(index, time.monotonic())
+                yield batch
+                for index in undelivered.intersection(shown):  # the consumer is back: the connection has the piece
+                    self.choices[index].record.delivered()
+                    undelivered.discard(index)
+                for index, delta in batch:
+                    if delta.finished is not None:
+                        self._record_end(index, delta.finished, first_text_at.get(index))
+
+    def _record_end(self, index: int, finished: Finished, first_text_at: float | None) -> None:
+        record = self.choices[index].record
+        if first_text_at is not None:
+            record.delivered(at=first_text_at)
+        record.finish("stop" if finished.reason is FinishReason.STOP else "length", finished)
+
+    def _merged(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        return self._view(0) if len(self.choices) == 1 else self._all_views()
+
+    async def _all_views(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        # One item for each choice: a slow reader holds the others back, and their events wait in the engine's queues.
+        queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue(maxsize=len(self.choices))
+        pumps = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.choices))]
+        try:
+            num_open = len(pumps)
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item[-1][1].finished is not None
+                yield item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, index: int, queue: asyncio.Queue[list[tuple[int, Delta]] | Exception]) -> None:
+        try:
+            async with contextlib.aclosing(self._view(index)) as batches:
+                async for batch in batches:
+                    await queue.put(batch)
+        except Exception as error:  # raised where the batches are read
+            await queue.put(error)
+
+    async def _view(self, index: int) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        """One choice's deltas; the last one carries Finished."""
+        choice, view = self.choices[index], ChoiceView(self._tokenizer)
+        async for events in choice.generation.batches():
+            for start in range(0, len(events), EVENTS_AT_ONCE):
+                batch: list[tuple[int, Delta]] = []
+                try:
+                    for event in events[start : start + EVENTS_AT_ONCE]:
+                        batch += [(index, delta) for delta in _deltas(choice, view, event)]
+                except Exception:
+                    if batch:  # what came before it is shown
+                        yield batch
+                    raise
+                if batch:
+                    yield batch
+
+
+def _deltas(choice: Choice, view: ChoiceView, event: Event) -> Sequence[Delta]:
+    """What an event shows; raises what kept the choice from a good end."""
+    if isinstance(event, TokenEvent):
+        if choice.is_score_only:
+            return ()
+        choice.record.token()
+    elif isinstance(event, Finished):
+        event = settle(event, choice)
+        choice.finished = event
+        if event.end_state is not None and choice.keep is not None:
+            choice.keep(event.end_state)
+    elif isinstance(event, PromptState):
+        if choice.keep is not None:
+            choice.keep(event)
+    else:
+        choice.is_scored = True
+        if choice.is_score_only:
+            choice.generation.cancel()
+    return view.feed(event)
+
+
+def ends_of(run: Run) -> list[Finished]:
+    """How each choice ended; to be asked when all deltas were read."""
+    return [choice.finished for choice in run.choices if choice.finished is not None]
+
+
+def choice_limit(backend: InferenceBackend) -> int:
+    """Most choices of one body: more than the engines can hold would be refused each time they are tried."""
+    return min(MAX_CHOICES, backend.max_requests)
+
+
+def settle(event: Finished, choice: Choice) -> Finished:
+    """The end as the client shall see it. Raises when there is no good end."""
+    choice.finished = event
+    if event.reason is FinishReason.ERROR:
+        choice.record.finish("error", event)
+        raise event.error or NsmError("the engine failed on this request")
+    if choice.is_score_only and choice.is_scored:
+        return dataclasses.replace(
+            event, reason=FinishReason.LENGTH, text="", num_dropped_tokens=0, completion_tokens=0, stop_reason=None
+        )
+    if event.reason is FinishReason.ABORT:
+        # nobody here asked for it: whoever cancels a run no longer reads it
+        raise Overloaded("the server is stopping; this request was not finished")
+    return event

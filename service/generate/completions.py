@@ -1,0 +1,250 @@
+"""POST /v1/completions as a use case: prompts and choices -> engine requests -> completion objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+from nsm_core.engine.request import GenerationRequest, TokenLogprob
+from nsm_core.model_info import tier_size
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.tokenizer import Tokenizer
+from service.deps import Arrival, Services
+from service.generate.choices import Run, choice_limit, ends_of
+from service.generate.deltas import Delta, ScoredToken
+from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
+from service.prompts import Prompt
+from service.schemas.common import check_n
+from service.schemas.completions import CompletionBody
+from service.stores.prefixes.resume import Start
+from service.web.sse import TextFrame, frame
+
+KIND = "text_completion"
+
+
+class Completion:
+    """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
+
+    def __init__(self, run: Run, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope) -> None:
+        self.run = run
+        self._body = body
+        self._views = views
+        self._envelope = envelope
+
+    def leave(self) -> None:
+        self.run.cancel()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
+        texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._views))]
+        for index, view in enumerate(self._views):
+            if view.echo_text:
+                yield self._frame(index, view.take_echo())
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                frames = []
+                for index, delta in batch:
+                    view = self._views[index]
+                    if view.is_plain(delta):
+                        frames.append(texts[index](delta.text))
+                    else:
+                        frames += [self._frame(index, piece) for piece in view.pieces(delta)]
+                yield b"".join(frames)
+        if self._body.has_usage_chunk:
+            yield frame(self._envelope.wrap(KIND, [], usage=self._usage()))
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        parts: list[list[dict[str, Any]]] = [[view.take_echo()] if view.echo_text else [] for view in self._views]
+        async with contextlib.aclosing(self.run.batches()) as batches:
+            async for batch in batches:
+                for index, delta in batch:
+                    parts[index].extend(self._views[index].pieces(delta))
+        choices = [{"index": index, **self._views[index].join(pieces)} for index, pieces in enumerate(parts)]
+        return self._envelope.wrap(KIND, choices, usage=self._usage())
+
+    def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
+        fields = {"usage": None} if self._body.has_usage_chunk else {}
+        return frame(self._envelope.wrap(KIND, [{"index": index, **piece}], **fields))
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        return self._frame(index, text_piece(text))
+
+    def _usage(self) -> dict[str, Any]:
+        ends, body = ends_of(self.run), self._body
+        return usage(ends, choices_per_prompt=body.n, has_energy=body.include_energy)
+
+
+class ChoiceText:
+    """One choice as the client sees it: the echoed prompt first, if asked for, then what was generated.
+
+    `echo_text` is what to send before anything is known of the prompt's logprobs; with logprobs it waits for them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        has_logprobs: bool,
+        has_routing: bool = False,
+        prompt: Prompt | None = None,
+        prompt_text: str = "",
+    ) -> None:
+        """`prompt`: needed to show its logprobs; `prompt_text`: what is echoed."""
+        self._logprobs = LegacyLogprobs(tokenizer) if has_logprobs else None
+        self._has_routing = has_routing
+        self._prompt = prompt
+        self._prompt_text = prompt_text
+        self.echo_text = self._prompt_text if self._logprobs is None else ""
+
+    def take_echo(self) -> dict[str, Any]:
+        text, self.echo_text = self.echo_text, ""
+        return text_piece(text, routing=self._routing(()))
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether a delta is one piece with nothing but a text."""
+        has_details = self._logprobs is not None or self._has_routing
+        return not has_details and delta.finished is None and delta.prompt is None
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """The pieces a delta gives, without their index."""
+        if delta.prompt is not None:
+            return self._echo_scored(delta.prompt)
+        if delta.finished is not None:
+            return [text_piece("", routing=self._routing(()), reason=finish_reason(delta.finished))]
+        return [text_piece(delta.text, logprobs=self._render(delta.tokens), routing=self._routing(delta.tokens))]
+
+    def join(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """All pieces of the choice as one."""
+        text = "".join(piece["text"] for piece in pieces)
+        joined = self._render(())
+        if joined is not None:
+            for piece in pieces:
+                for key, values in (piece["logprobs"] or {}).items():
+                    joined[key] += values
+        routing = [entry for piece in pieces for entry in piece["routing"]] if self._has_routing else None
+        return text_piece(text, logprobs=joined, routing=routing, reason=pieces[-1]["finish_reason"])
+
+    def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
+        if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
+            return []
+        start = self._prompt.num_start
+        tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
+        logprobs = self._render(tokens)
+        self._logprobs.end_prompt()
+        return [text_piece(self._prompt_text, logprobs=logprobs, routing=self._routing(()))]
+
+    def _render(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs.render(tokens)
+
+    def _routing(self, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]] | None:
+        return routing_of(tokens) if self._has_routing else None
+
+
+async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
+    """Checks everything and submits; raises what the client shall get as a status."""
+    services.check_model(body.model)
+    texts = body.texts()
+    check_n(body.n, len(texts), choice_limit(services.backend))
+    body.check_routing(max_tokens=body.max_tokens, num_choices=body.n * len(texts))
+    num_states = tier_size(services.backend.model.tier(body.num_states).fingerprint)
+    sampling = body.sampling(
+        max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
+    )
+    encoder = services.prompts
+    prompts = [await encoder.fresh(text) if isinstance(text, str) else encoder.verbatim(text) for text in texts]
+    starts = [
+        await _start(services, tenant, body, *pair, is_whole=num_states is None)
+        for pair in zip(texts, prompts, strict=True)
+    ]
+    envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
+    requests = _requests(body, prompts, sampling, envelope.id, deadline, num_states=num_states)
+    services.metrics.requests.body_accepted(n=body.n, max_tokens=body.max_tokens)
+    run = Run(
+        services.backend,
+        services.metrics,
+        [starts[number // body.n].apply(request) for number, request in enumerate(requests)],
+        permit=services.tenants.enter(tenant, len(requests)),
+        arrival=arrival.time,
+        is_stream=body.stream,
+        is_score_only=body.is_score_only,
+        keeps=[start.keep for start in starts for _ in range(body.n)],
+    )
+    return Completion(run, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
+
+
+async def _start(
+    services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt, *, is_whole: bool
+) -> Start:
+    """Where a prompt starts; scores are those of the whole prompt, so it is read as a whole."""
+    return await services.prefix_resume.start(
+        tenant,
+        prompt.ids,
+        max_tokens=body.max_tokens,
+        next_text=(lambda answer: text + answer) if isinstance(text, str) else None,
+        # stored states are the whole model's
+        is_wanted=body.cache_prompt
+        and not body.wants_scores
+        and is_whole
+        and services.tenants.may_cache_prefixes(tenant),
+    )
+
+
+def _requests(
+    body: CompletionBody,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    request_id: str,
+    deadline: float,
+    *,
+    num_states: int | None,
+) -> list[GenerationRequest]:
+    """Every prompt's choices in turn: choice k of prompt p has index p * n + k."""
+    return [
+        GenerationRequest(
+            request_id=f"{request_id}-{number}-{choice_index}",
+            prompt_ids=prompt.ids,
+            sampling=dataclasses.replace(sampling, choice_index=choice_index),
+            prompt_logprobs=(body.logprobs or 0) if body.wants_scores else None,
+            deadline=deadline,
+            include_routing=body.include_routing,
+            num_states=num_states,
+        )
+        for number, prompt in enumerate(prompts)
+        for choice_index in range(body.n)
+    ]
+
+
+def _views(
+    tokenizer: Tokenizer, body: CompletionBody, texts: Sequence[str | list[int]], prompts: Sequence[Prompt]
+) -> list[ChoiceText]:
+    views = []
+    for text, prompt in zip(texts, prompts, strict=True):
+        prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
+        has_logprobs = body.logprobs is not None
+        views += [
+            ChoiceText(
+                tokenizer,
+                has_logprobs=has_logprobs,
+                has_routing=body.include_routing,
+                prompt=prompt,
+                prompt_text=prompt_text,
+            )
+            for _ in range(body.n)
+        ]
+    return views
+
+
+def text_piece(
+    text: str,
+    *,
+    logprobs: dict[str, Any] | None = None,
+    routing: list[dict[str, Any]] | None = None,
+    reason: str | None = None,
+) -> dict[str, Any]:
+    told = {} if routing is None else {"routing": routing}
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason, **told}

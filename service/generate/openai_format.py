@@ -1,0 +1,175 @@
+"""The shapes of OpenAI's completion objects: envelope, usage, log-probabilities; and routing, which is ours."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nsm_core.engine.request import Finished, FinishReason, TokenLogprob, joules_of
+from nsm_core.inspection.routing import LayerRouting
+from nsm_core.stats import EnergyUse, add_energy
+from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
+from service.generate.deltas import ScoredToken
+
+LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What all objects of one answer have in common."""
+
+    id: str
+    created: int  # unix seconds
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def new(cls, prefix: str, *, model: str, system_fingerprint: str) -> Envelope:
+        """A fresh id, the time of now."""
+        identity = f"{prefix}-{uuid.uuid4().hex}"
+        return cls(id=identity, created=int(time.time()), model=model, system_fingerprint=system_fingerprint)
+
+    def wrap(self, kind: str, choices: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
+        """One object of `kind`; `fields` follow the choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": list(choices),
+            **fields,
+        }
+
+
+def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1, has_energy: bool = False) -> dict[str, Any]:
+    """Counts of all choices; a prompt counts once, however many choices stand on it. `has_energy`: and what it cost."""
+    firsts = ends[::choices_per_prompt]
+    prompt_tokens = sum(end.prompt_tokens for end in firsts)
+    completion_tokens = sum(end.completion_tokens for end in ends)
+    cached_tokens = sum(end.cached_tokens for end in firsts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **({"energy": energy_of(ends)} if has_energy else {}),
+    }
+
+
+def energy_of(ends: Sequence[Finished]) -> dict[str, Any] | None:
+    """Joules of all choices, by source and by how they are known; None where nothing is measured."""
+    uses: tuple[EnergyUse, ...] = ()
+    for end in ends:
+        uses = add_energy(uses, end.energy)
+    if not uses:
+        return None
+    joules, num_tokens = joules_of(ends), sum(end.completion_tokens for end in ends)
+    return {
+        "joules": joules,
+        "joules_per_token": joules / num_tokens if num_tokens else None,
+        "sources": [dataclasses.asdict(use) for use in uses],
+    }
+
+
+def finish_reason(end: Finished) -> str:
+    """Only these two ends reach a client as a reason; the others are errors."""
+    return "stop" if end.reason is FinishReason.STOP else "length"
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token for a person; one that is a part of a character shows its bytes, so that no two of them look alike."""
+    if token_id == tokenizer.end_of_text_id:
+        return END_OF_TEXT
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def routing_of(tokens: Iterable[ScoredToken]) -> list[dict[str, Any]]:
+    """The `routing` of a choice, see docs/inspection.md."""
+    return [
+        {
+            "token_id": token.token_id,
+            "position": token.routing.position,
+            "layers": [_layer_routing(layer) for layer in token.routing.layers],
+        }
+        for token in tokens
+        if token.routing is not None
+    ]
+
+
+def _layer_routing(layer: LayerRouting) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "kind": layer.kind,
+        "num_states": layer.num_states,
+        "num_heads": layer.num_heads,
+        "entropy": layer.entropy,
+        "states_per_token": layer.states_per_token,
+        "write": layer.write,
+        "read": layer.read,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
+    """The `logprobs` of a chat choice."""
+    content = [_chat_token(tokenizer, token.logprob) for token in tokens if token.logprob is not None]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, scored: TokenLogprob) -> dict[str, Any]:
+    top = [_chat_place(tokenizer, token_id, logprob) for token_id, logprob in scored.top]
+    return {**_chat_place(tokenizer, scored.token_id, scored.logprob), "top_logprobs": top}
+
+
+def _chat_place(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(tokenizer, token_id),
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+class LegacyLogprobs:
+    """The `logprobs` of a completion choice, piece by piece; `text_offset` counts characters of the choice."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def render(self, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
+        """Tokens follow those of the call before."""
+        places: list[ScoredToken] = list(tokens)
+        return {
+            "tokens": [token_text(self._tokenizer, token.token_id) for token in places],
+            "token_logprobs": [
+                None if token.logprob is None else max(token.logprob.logprob, LEAST_LOGPROB) for token in places
+            ],
+            "top_logprobs": [self._top(token.logprob) for token in places],
+            "text_offset": [self._advance(token.token_id) for token in places],
+        }
+
+    def end_prompt(self) -> None:
+        """The prompt's text is complete: an unfinished character at its end does not join the answer's bytes."""
+        self._offset += len(self._utf8.decode(b"", final=True))
+        self._utf8.reset()
+
+    def _advance(self, token_id: int) -> int:
+        start = self._offset
+        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        return start
+
+    def _top(self, scored: TokenLogprob | None) -> dict[str, float] | None:
+        """The most likely tokens, and always the token itself."""
+        if scored is None:
+            return None
+        places = [*scored.top, (scored.token_id, scored.logprob)]
+        return {token_text(self._tokenizer, token_id): max(logprob, LEAST_LOGPROB) for token_id, logprob in places}

@@ -1,0 +1,235 @@
+"""A session's turn over HTTP: completion objects that also tell where the session is, whole or as a stream.
+
+The frames of a stream are numbered, so that a client that lost its connection can read on: a frame with text has the
+number of its last token in the turn. The closing frames go on counting after the last token, and each has a number of
+its own: n + 1 is text that the end released, n + 2 the finish reason, n + 3 the usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import Response
+
+from nsm_core.engine.request import TokenEvent
+from nsm_core.errors import InvalidRequest
+from service.deps import Arrival, Services
+from service.generate.completions import KIND, ChoiceText, text_piece
+from service.generate.deltas import ChoiceView, Delta
+from service.generate.openai_format import Envelope, usage
+from service.schemas.sessions import SESSION_ID, GenerateBody
+from service.state.resume import TurnRequest
+from service.turns.codec import digest_of
+from service.turns.follower import stream_not_found
+from service.turns.turn import TurnEnd, TurnSource
+from service.web.errors import shown
+from service.web.json_body import json_response
+from service.web.sse import EventStream, TextFrame, frame, until_done
+
+IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
+REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
+# fields of a body that change nothing in the result
+FRAMING_ONLY = {"stream", "stream_options", "include_energy", "include_routing", "timeout"}
+_STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
+
+
+class SessionAnswer:
+    """A turn that was begun. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
+
+    def __init__(self, services: Services, source: TurnSource, *, has_usage_chunk: bool) -> None:
+        framing, tokenizer = source.framing, services.backend.tokenizer
+        self.is_replay = source.is_replay
+        self._source = source
+        self._view = ChoiceView(tokenizer)
+        has_logprobs, has_routing = framing.get("has_logprobs", False), framing.get("has_routing", False)
+        self._text = ChoiceText(tokenizer, has_logprobs=has_logprobs, has_routing=has_routing)
+        self._has_usage_chunk = has_usage_chunk
+        self._has_energy = framing.get("has_energy", False)
+        self._envelope = Envelope(
+            id=source.turn_id,
+            created=framing.get("created", int(time.time())),
+            model=framing.get("model", services.model_name),
+            system_fingerprint=framing.get("system_fingerprint", services.system_fingerprint),
+        )
+
+    def leave(self) -> None:
+        """The turn goes on to its commit, so that the client can come back to it."""
+        self._source.detach()
+
+    async def frames(self, *, after: int = 0) -> AsyncGenerator[bytes, None]:
+        """The frames numbered above `after`, together those that are ready together; the one with the finish reason
+        tells where the session is.
+        """
+        number, text_frame = 0, TextFrame(lambda text: frame(self._chunk(text_piece(text))))
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for batch in batches:
+                frames: list[bytes] = []
+                for number, delta in batch:
+                    if self._text.is_plain(delta):
+                        made = [b"id: %d\n%s" % (number, text_frame(delta.text))]
+                    else:
+                        made = [frame(self._chunk(piece), event_id=number) for piece in self._text.pieces(delta)]
+                    frames += made if number > after else ()
+                if frames:
+                    yield b"".join(frames)
+                    if any(delta.text for _, delta in batch):  # the consumer is back: the connection has the text
+                        self._source.delivered()
+        if self._has_usage_chunk and after < number + 1:
+            chunk = self._envelope.wrap(KIND, [], usage=self._usage())
+            yield frame(chunk, event_id=number + 1)
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer as one object."""
+        pieces: list[dict[str, Any]] = []
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for batch in batches:
+                for _, delta in batch:
+                    if delta.text:
+                        self._source.delivered()
+                    pieces += self._text.pieces(delta)
+        choices = [{"index": 0, **self._text.join(pieces)}]
+        return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
+
+    async def _deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
+        num_tokens = 0
+        async with contextlib.aclosing(self._source.batches()) as batches:
+            async for events in batches:
+                batch: list[tuple[int, Delta]] = []
+                for event in events:
+                    if isinstance(event, TokenEvent):
+                        num_tokens = event.index
+                        batch += [(num_tokens, delta) for delta in self._view.feed(event)]
+                    elif event.error is None:
+                        for delta in self._view.feed(event.finished):
+                            batch.append((num_tokens + (1 if delta.finished is None else 2), delta))
+                    else:
+                        if batch:  # what came before it is shown
+                            yield batch
+                        raise event.error
+                if batch:
+                    yield batch
+
+    def _chunk(self, piece: dict[str, Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"usage": None} if self._has_usage_chunk else {}
+        if piece["finish_reason"] is not None:
+            fields["session"] = self._session()
+        return self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields)
+
+    @property
+    def _end(self) -> TurnEnd:
+        if self._source.end is None:
+            raise RuntimeError("the turn has not ended")
+        return self._source.end
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([self._end.finished], has_energy=self._has_energy)
+
+    def _session(self) -> dict[str, Any]:
+        head = self._end.head
+        session: dict[str, Any] = {"id": head.session_id, "version": head.version, "position": head.position}
+        if self._source.other_numerics is not None:
+            session["taken_over_from"] = self._source.other_numerics
+        if self._source.rebuilt is not None:
+            session["rebuilt"] = self._source.rebuilt
+        if self._has_energy:
+            session["energy_joules"] = self._end.session_joules
+        return session
+
+
+async def open_session_turn(
+    services: Services,
+    tenant: str,
+    session_id: str,
+    body: GenerateBody,
+    arrival: Arrival,
+    *,
+    idempotency_key: str | None = None,
+) -> SessionAnswer:
+    """Checks everything and submits; raises what the client shall get as a status."""
+    services.check_model(body.model)
+    tokenizer = services.backend.tokenizer
+    sampling = body.sampling(max_tokens_limit=services.settings.max_tokens_limit, vocab_size=tokenizer.vocab_size)
+    body.check_routing(max_tokens=body.max_tokens)
+    digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
+    identity = _identity(idempotency_key, body.expected_version, digest)
+    if identity is None:  # no retry, whose turn there may be: before anything is done for it
+        services.backend.require_room()
+    request = TurnRequest(
+        request_id=f"cmpl-{uuid.uuid4().hex}-{session_id}",
+        tenant=tenant,
+        session_id=session_id,
+        input_ids=await _input_ids(services, body.input),
+        is_verbatim=not isinstance(body.input, str),
+        sampling=sampling,
+        has_own_seed=body.seed is not None,
+        expected_version=body.expected_version,
+        arrival=arrival.time,
+        deadline=arrival.time + (body.timeout or services.settings.request_timeout_s),
+        identity=identity,
+        digest=digest,
+        framing={
+            "created": int(time.time()),
+            "model": services.model_name,
+            "system_fingerprint": services.system_fingerprint,
+            "has_logprobs": body.logprobs is not None,
+            "has_usage_chunk": body.has_usage_chunk,
+            "has_energy": body.include_energy,
+            "has_routing": body.include_routing,
+        },
+        include_routing=body.include_routing,
+        is_resumable=body.stream,
+    )
+    source = await services.turns.open_or_join(request)
+    if not source.is_replay:
+        services.metrics.requests.body_accepted(n=1, max_tokens=body.max_tokens)
+    return SessionAnswer(services, source, has_usage_chunk=body.has_usage_chunk)
+
+
+async def open_stream(services: Services, tenant: str, stream_id: str) -> SessionAnswer:
+    """A turn's stream from its start, framed as it was asked for. Raises NotFound."""
+    found = _STREAM_ID.fullmatch(stream_id)
+    if found is None or not SESSION_ID.fullmatch(found["session_id"]):
+        raise stream_not_found(stream_id)
+    source = await services.turns.follow(tenant=tenant, session_id=found["session_id"], turn_id=stream_id)
+    services.metrics.sessions.stream_resumed()
+    return SessionAnswer(services, source, has_usage_chunk=source.framing.get("has_usage_chunk", False))
+
+
+async def send_turn(answer: SessionAnswer, *, is_stream: bool, request_id: str, after: int = 0) -> Response:
+    """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
+    response: Response
+    if is_stream:
+        response = EventStream(until_done(answer.frames(after=after), request_id=request_id), on_close=answer.leave)
+    else:
+        try:
+            response = json_response(await answer.collect())
+        finally:
+            answer.leave()
+    if answer.is_replay:
+        response.headers[REPLAYED] = "true"
+    return response
+
+
+def _identity(key: str | None, expected_version: int | None, digest: str) -> str | None:
+    """What a retry of the request brings again: the client's key, or the same request on the same version."""
+    if key is not None:
+        if not IDEMPOTENCY_KEY.fullmatch(key):
+            raise InvalidRequest(
+                f"Idempotency-Key must be 1 to 255 printable ASCII characters without spaces, got {shown(key)}",
+                param="Idempotency-Key",
+            )
+        return f"key:{key}"
+    return None if expected_version is None else f"version:{expected_version}:{digest}"
+
+
+async def _input_ids(services: Services, given: str | list[int]) -> tuple[int, ...]:
+    """Whether nothing at all may be read is known only with the session: an empty input passes here."""
+    if isinstance(given, str):
+        return tuple(await services.prompts.encode(given, param="input"))
+    return services.prompts.verbatim(given, param="input").ids if given else ()

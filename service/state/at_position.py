@@ -1,0 +1,102 @@
+"""The state after the first tokens of a session's log: from the nearest older snapshot that is kept, and the rest read.
+
+A kept snapshot only saves reading. One that is gone, damaged, another session's or another model's is passed over for
+the one before it, and at last for the start of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.plausible import implausible_tensor
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot, parse_layout
+from service.backends.base import Generation, InferenceBackend
+from service.state.prefill import read_again
+from service.stores.sessions.base import LogMark, SessionStore
+from service.stores.sessions.retention import KeptSnapshot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """How the reading ended, with the state; `rounding`: see Continuation."""
+
+    finished: Finished
+    rounding: StateFormat
+
+
+async def read_up_to(
+    backend: InferenceBackend,
+    store: SessionStore,
+    ids: tuple[int, ...],
+    *,
+    kept: Iterable[KeptSnapshot],
+    marks: Iterable[LogMark],
+    tenant: str,
+    session_id: str,
+    request_id: str,
+    deadline: float,
+    on_start: Callable[[Generation], None] = lambda generation: None,
+) -> Reading:
+    """`read_again` of `ids`, the first of the session's log (at least one), less what a kept snapshot has read.
+
+    `marks`: of that log, read with it. A kept snapshot must be at one of them: then it is of this log, and not of one
+    that the session had before it was taken back.
+
+    `cached_tokens` of the result are the tokens that it spared.
+    """
+    ends = {mark.version: mark.num_log_tokens for mark in marks}
+    own = [one for one in kept if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
+    nearest = await _nearest(backend, store, len(ids), kept=own, tenant=tenant, session_id=session_id)
+    start = None if nearest is None else _resume(nearest)
+    rounding = StateFormat.FP32 if nearest is None else nearest.header.rounding
+    if start is not None and start.position == len(ids):
+        end = EndState(state=start.state, position=len(ids), pending=None, new_ids=(), generated_counts={})
+        finished = Finished(reason=FinishReason.LENGTH, prompt_tokens=len(ids), cached_tokens=len(ids), end_state=end)
+        return Reading(finished, rounding)
+    finished = await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
+    return Reading(finished, rounding)
+
+
+async def _nearest(
+    backend: InferenceBackend,
+    store: SessionStore,
+    num_tokens: int,
+    *,
+    kept: Iterable[KeptSnapshot],
+    tenant: str,
+    session_id: str,
+) -> Snapshot | None:
+    for one in sorted(kept, key=lambda snapshot: snapshot.position, reverse=True):
+        if one.position > num_tokens:
+            continue
+        raw = await store.load_kept(tenant=tenant, session_id=session_id, version=one.version)
+        expected = (tenant, session_id, one.version, one.position)
+        found = None if raw is None else await asyncio.to_thread(_decode, backend, raw, expected)
+        if found is not None:
+            return found
+    return None
+
+
+def _decode(backend: InferenceBackend, raw: bytes, expected: tuple[str, str, int, int]) -> Snapshot | None:
+    """None unless it is the expected (tenant, session, version, position), made by the running model as it runs."""
+    try:
+        snapshot = Snapshot.decode(raw, is_verified=True)  # by the store
+    except SnapshotCorrupt:
+        return None
+    header, model = snapshot.header, backend.model
+    is_own = (header.tenant, header.session_id, header.version, header.position) == expected
+    is_of_model = (header.model_fingerprint, header.numerics) == (model.fingerprint, model.numerics)
+    is_usable = is_own and is_of_model and header.layout == parse_layout(model.state_layout)
+    return snapshot if is_usable and implausible_tensor(header.layout, snapshot.state) is None else None
+
+
+def _resume(snapshot: Snapshot) -> Resume:
+    header = snapshot.header
+    return Resume(
+        state=snapshot.state, position=header.position, fingerprint=header.model_fingerprint, generated_counts={}
+    )

@@ -1,0 +1,88 @@
+"""A session as one value that can begin another one: for forks and for files."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore
+from service.stores.sessions.records import session_busy
+
+MAX_TRIES = 5  # each was disturbed by a rewind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCopy:
+    """What a session is made of, all of one version. `snapshot` is encoded, None for an empty log."""
+
+    head: SessionHead
+    snapshot: bytes | None
+    log_ids: tuple[int, ...]
+    marks: tuple[LogMark, ...]
+
+
+async def read_copy(store: SessionStore, *, tenant: str, session_id: str) -> SessionCopy:
+    """The session at its newest commit; a running turn neither prevents this nor is part of it.
+
+    Raises NotFound, SnapshotCorrupt, or SessionBusy when it was rewound again and again meanwhile.
+    """
+    for _ in range(MAX_TRIES):
+        stored = await store.load(tenant=tenant, session_id=session_id)
+        head = stored.head
+        log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=head.num_log_tokens)
+        marks = await store.log_marks(tenant=tenant, session_id=session_id)
+        created_at = (await store.get(tenant=tenant, session_id=session_id)).created_at
+        marks = tuple(mark for mark in marks if mark.version <= head.version)
+        # A log only grows, but for a rewind; that drops the marks of what it cuts off, and no version comes twice.
+        if created_at == head.created_at and _end(marks) == (head.version, head.num_log_tokens):
+            return SessionCopy(head=head, snapshot=stored.snapshot, log_ids=log_ids, marks=marks)
+    raise session_busy(session_id)
+
+
+def _end(marks: tuple[LogMark, ...]) -> tuple[int, int]:
+    return (marks[-1].version, marks[-1].num_log_tokens) if marks else (0, 0)
+
+
+async def create_copy(
+    store: SessionStore,
+    copy: SessionCopy,
+    *,
+    tenant: str,
+    session_id: str,
+    metadata: Mapping[str, str],
+    ttl_s: float | None,
+    forked_from: str | None,
+) -> SessionHead:
+    """A new session that continues where `copy` stands, at the same version: its turns keep their numbers.
+
+    Raises VersionConflict when the id exists.
+    """
+    snapshot = copy.snapshot
+    if snapshot is not None:
+        snapshot = await asyncio.to_thread(_readdress, snapshot, copy.head, tenant=tenant, session_id=session_id)
+    return await store.create_with(
+        tenant=tenant,
+        session_id=session_id,
+        model_fingerprint=copy.head.model_fingerprint,
+        metadata=metadata,
+        ttl_s=ttl_s,
+        forked_from=forked_from,
+        version=copy.head.version,
+        position=copy.head.position,
+        snapshot=snapshot,
+        log_ids=copy.log_ids,
+        marks=copy.marks,
+    )
+
+
+def _readdress(raw: bytes, head: SessionHead, *, tenant: str, session_id: str) -> bytes:
+    """The same state under another session's name."""
+    snapshot = Snapshot.decode(raw)
+    found = (snapshot.header.tenant, snapshot.header.session_id, snapshot.header.version, snapshot.header.position)
+    if found != (head.tenant, head.session_id, head.version, head.position):
+        raise SnapshotCorrupt(f"the state stored for session {head.session_id!r} is not its own; it is not copied")
+    header = dataclasses.replace(snapshot.header, tenant=tenant, session_id=session_id)
+    return Snapshot(header, snapshot.state).encode()

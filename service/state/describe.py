@@ -1,0 +1,85 @@
+"""What the states of a session hold, from its stored snapshot; and if it is asked for, what its last tokens did."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt, StateMismatch
+from nsm_core.state.report import Detail
+from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
+from service.state.rebuild import LostState
+from service.state.recent_text import recent_text
+from service.state.resume import Continuation, resume
+from service.stores.sessions.base import SessionHead, SessionStore
+
+
+async def describe_states(
+    backend: InferenceBackend,
+    store: SessionStore,
+    *,
+    tenant: str,
+    session_id: str,
+    detail: Detail = Detail.LAYER,
+    layer: int | None = None,
+    num_recent: int = 0,
+    timeout_s: float = 60.0,
+) -> dict[str, Any]:
+    """The answer as JSON values. A session without a state shows the learned start, at position 0.
+
+    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to tell what they did. Otherwise no
+    step of the model is made.
+
+    Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
+    """
+    stored = await store.load(tenant=tenant, session_id=session_id)
+    backend = form_of(backend, stored.head.model_fingerprint)
+    found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
+    snapshot = _usable(found, session_id).snapshot
+    raw = None if snapshot is None else snapshot.state
+    report = await backend.inspect_state(raw, detail=detail, layer=layer)
+    return {
+        "object": "session.states",
+        "session_id": session_id,
+        "version": stored.head.version,
+        "model_fingerprint": backend.model.fingerprint,
+        "numerics": backend.model.numerics if snapshot is None else snapshot.header.numerics,
+        "dtype": None if snapshot is None else snapshot.header.stored_dtype,
+        "rounded_to": None if snapshot is None else snapshot.header.rounded_to,
+        "position": report.position,
+        "state_bytes": report.num_bytes,
+        "detail": detail.value,
+        "layers": [_without_unset(dataclasses.asdict(use)) for use in report.layers],
+        **({"recent": await _recent(backend, store, stored.head, num_recent, timeout_s)} if num_recent else {}),
+    }
+
+
+async def _recent(
+    backend: InferenceBackend, store: SessionStore, head: SessionHead, num_tokens: int, timeout_s: float
+) -> dict[str, Any]:
+    text = await recent_text(backend, store, head, num_tokens=num_tokens, timeout_s=timeout_s)
+    layers = await backend.inspect_text(text.state, text.ids) if text.ids else ()
+    return {
+        "position": text.position,
+        "num_tokens": len(text.ids),
+        "layers": [dataclasses.asdict(layer) for layer in layers],
+    }
+
+
+def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
+    """Raises for a state that the next turn would make again: there is nothing to look at until then."""
+    if isinstance(found, Continuation):
+        return found
+    if found.reason == "fingerprint_mismatch":
+        raise StateMismatch(f"the state of session {session_id!r} was made by another model than the one that runs")
+    raise SnapshotCorrupt(f"the state of session {session_id!r} is {found.reason}; its next turn makes it again")
+
+
+def _without_unset(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer with the fields of its kind and detail; figures that are not defined stay, as null."""
+    kept = {name: value for name, value in layer.items() if value is not None}
+    for use in (kept.get("use"), *kept.get("heads", ())):
+        if use is not None and use["slots"] is None:
+            del use["slots"]
+    return kept

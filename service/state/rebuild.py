@@ -1,0 +1,72 @@
+"""The token log as the truth: what a session's sampler was at any place of it, and why a state must be made again."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.sampling.params import SEED_BITS
+from nsm_core.state.snapshot import SamplerState
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore
+
+RebuildReason = Literal["missing", "corrupt", "fingerprint_mismatch"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LostState:
+    """A state that cannot be used but may be made again. `sampler`: the stored one, where it could be read."""
+
+    reason: RebuildReason
+    sampler: SamplerState | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A session whose state is made again from its log. `seed` is None where nobody knows it any more."""
+
+    reason: RebuildReason
+    log_ids: tuple[int, ...]
+    seed: int | None
+    generated_counts: Mapping[int, int]
+
+
+def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...], marks: Sequence[LogMark]) -> Replay:
+    """Raises SnapshotCorrupt when the log is not the head's."""
+    if len(log_ids) != head.num_log_tokens:
+        raise SnapshotCorrupt(
+            f"the token log of session {head.session_id!r} has {len(log_ids)} tokens of {head.num_log_tokens}"
+        )
+    if lost.sampler is not None:
+        seed, counts = lost.sampler.seed, lost.sampler.generated_counts
+        return Replay(reason=lost.reason, log_ids=log_ids, seed=seed, generated_counts=counts)
+    counts = sampled_counts(log_ids, marks)
+    return Replay(reason=lost.reason, log_ids=log_ids, seed=seed_of(marks), generated_counts=counts)
+
+
+async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:
+    """`make_replay` of what the store has of the session. Raises NotFound or SnapshotCorrupt."""
+    log_ids = await store.read_log(tenant=head.tenant, session_id=head.session_id)
+    marks = await store.log_marks(tenant=head.tenant, session_id=head.session_id)
+    return make_replay(lost, head, log_ids=log_ids, marks=marks)
+
+
+def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark]) -> dict[int, int]:
+    """How often each token of `log_ids` was sampled rather than read. `marks` may go on after the end of `log_ids`."""
+    counts: Counter[int] = Counter()
+    for mark in marks:
+        counts.update(log_ids[mark.num_log_tokens - mark.num_sampled : mark.num_log_tokens])
+    return dict(counts)
+
+
+def seed_of(marks: Sequence[LogMark]) -> int | None:
+    """The seed that the last of these turns drew with."""
+    return next((mark.seed for mark in reversed(marks) if mark.seed is not None), None)
+
+
+def seed_or_new(seed: int | None) -> int:
+    """A new one where nobody knows what the session drew with."""
+    return secrets.randbits(SEED_BITS) if seed is None else seed

@@ -1,0 +1,50 @@
+"""The last tokens that a session has read, and the state before them: what there is to look at of its past."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+
+from nsm_core.errors import NsmError
+from service.backends.base import InferenceBackend
+from service.state.at_position import read_up_to
+from service.stores.sessions.base import SessionHead, SessionStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecentText:
+    """`ids`: the tokens; `position`: those before them; `state`: after these, None: the start of a text."""
+
+    ids: tuple[int, ...]
+    position: int
+    state: bytes | None
+
+
+async def recent_text(
+    backend: InferenceBackend, store: SessionStore, head: SessionHead, *, num_tokens: int, timeout_s: float
+) -> RecentText:
+    """Of the session at `head`, whose log the running model can read: its last `num_tokens` fed tokens, or all it has.
+
+    The state is read from the nearest older snapshot that is kept. Raises what the engine gives as an error.
+    """
+    tenant, session_id = head.tenant, head.session_id
+    ids = await store.read_log(tenant=tenant, session_id=session_id, stop=head.position)
+    split = max(0, len(ids) - num_tokens)
+    if split == 0:
+        return RecentText(ids=ids, position=0, state=None)
+    reading = await read_up_to(
+        backend,
+        store,
+        ids[:split],
+        kept=await store.list_kept(tenant=tenant, session_id=session_id),
+        marks=await store.log_marks(tenant=tenant, session_id=session_id),
+        tenant=tenant,
+        session_id=session_id,
+        request_id=f"states-{uuid.uuid4().hex}",
+        deadline=time.monotonic() + timeout_s,
+    )
+    end = reading.finished.end_state
+    if end is None:
+        raise reading.finished.error or NsmError("the session's earlier state could not be read")
+    return RecentText(ids=ids[split:], position=split, state=end.state)

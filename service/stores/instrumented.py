@@ -1,0 +1,145 @@
+"""Stores whose calls are spans of the trace that they are made in; those of sessions are measured as well."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Literal, cast
+
+from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
+
+from nsm_core.errors import NsmError, StoreUnavailable
+from service.stores.prefixes.base import PrefixStore
+from service.stores.records.base import RecordStore
+from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
+from service.stores.sessions.records import TOKEN_BYTES
+from service.telemetry.metrics.sessions import SessionMetrics
+
+# Methods of SessionStore that carry a request; the rest is the server's own upkeep.
+OPERATIONS = (
+    *("acquire", "renew", "release", "commit", "rewind", "create", "create_with", "update", "delete", "get", "load"),
+    *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
+    *("read_log", "log_marks", "list", "list_kept", "load_kept"),
+)
+PREFIX_OPERATIONS = ("find", "load", "put", "remove")  # of PrefixStore, as for the next
+RECORD_OPERATIONS = ("get", "get_many", "put", "delete")
+Method = Callable[..., Coroutine[Any, Any, Any]]
+Outcome = Literal["ok", "refused", "failed"]
+
+
+def observed(store: SessionStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> SessionStore:
+    """The same store. Without a tracer there are no spans."""
+    return cast(SessionStore, _ObservedStore(store, metrics, tracer or NoOpTracer()))
+
+
+def traced_prefixes(store: PrefixStore, tracer: Tracer) -> PrefixStore:
+    """The same store."""
+    return cast(PrefixStore, _TracedStore(store, "prefixes", PREFIX_OPERATIONS, tracer))
+
+
+def traced_records(store: RecordStore, tracer: Tracer) -> RecordStore:
+    """The same store."""
+    return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer))
+
+
+class _ObservedStore:
+    """Stands for the store by having its methods, measured or as they are."""
+
+    def __init__(self, store: SessionStore, metrics: SessionMetrics, tracer: Tracer) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._tracer = tracer
+        for name in OPERATIONS:
+            setattr(self, name, self._measured(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _measured(self, operation: str) -> Method:
+        async def call(*args: Any, **fields: Any) -> Any:
+            started = time.monotonic()
+            try:
+                with _span(self._tracer, "store", operation, fields):
+                    result = await getattr(self._store, operation)(*args, **fields)
+            except BaseException as error:
+                outcome: Outcome = "refused" if _is_refusal(error) else "failed"
+                self._metrics.store_called(operation, time.monotonic() - started, outcome=outcome)
+                raise
+            self._metrics.store_called(
+                operation,
+                time.monotonic() - started,
+                outcome="ok",
+                num_read=_num_read(result),
+                num_written=_num_written(fields),
+            )
+            return result
+
+        return call
+
+
+class _TracedStore:
+    """Stands for a store by having its methods, each call of `operations` inside a span."""
+
+    def __init__(self, store: object, name: str, operations: Sequence[str], tracer: Tracer) -> None:
+        self._store = store
+        self._name = name
+        self._tracer = tracer
+        for operation in operations:
+            setattr(self, operation, self._traced(operation))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _traced(self, operation: str) -> Method:
+        async def call(*args: Any, **fields: Any) -> Any:
+            with _span(self._tracer, self._name, operation, fields):
+                return await getattr(self._store, operation)(*args, **fields)
+
+        return call
+
+
+@contextlib.contextmanager
+def _span(tracer: Tracer, store: str, operation: str, fields: dict[str, Any]) -> Iterator[None]:
+    """Around one call; what the store says no to is told, but is no failure of it."""
+    attributes = {"db.operation.name": operation}
+    if "session_id" in fields:
+        attributes["gen_ai.conversation.id"] = fields["session_id"]
+    if "kind" in fields:
+        attributes["db.collection.name"] = fields["kind"]
+    with tracer.start_as_current_span(
+        f"{store} {operation}",
+        kind=SpanKind.CLIENT,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        except BaseException as error:
+            span.set_attribute("error.type", type(error).__name__)
+            if not _is_refusal(error):
+                span.set_status(StatusCode.ERROR)
+            raise
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """What the store said no to, as against what it could not do."""
+    return isinstance(error, NsmError) and not isinstance(error, StoreUnavailable)
+
+
+def _num_read(result: object) -> int:
+    """Bytes of a snapshot or a log."""
+    if isinstance(result, LeasedSession):
+        result = result.stored
+    if isinstance(result, StoredSession):
+        result = result.snapshot
+    if isinstance(result, bytes):
+        return len(result)
+    is_log = isinstance(result, tuple) and result and isinstance(result[0], int)
+    return TOKEN_BYTES * len(cast("tuple[int, ...]", result)) if is_log else 0
+
+
+def _num_written(fields: dict[str, Any]) -> int:
+    ids = fields.get("new_ids") or fields.get("log_ids") or ()
+    return len(fields.get("snapshot") or b"") + len(fields.get("chunk") or b"") + TOKEN_BYTES * len(ids)

@@ -1,0 +1,240 @@
+"""Stateless requests that begin like earlier ones start from a stored state, and read only what is new.
+
+What is kept of a request, if it lies far enough after what is kept already:
+
+- the state where its prompt parts from others that this process has met (a system prompt, examples): see `seen`;
+- the state at the end of its prompt, where the next message of the same chat surely goes on;
+- the state at the end of its answer, if the answer's text, encoded again behind the prompt, has the ids that were
+  sampled. Otherwise no later prompt would have them, and the next one goes on from the end of this prompt.
+
+Far enough is MIN_TOKENS where it has shown that beginnings come back: two prompts parted here, or this one went on from
+a stored state. The ends of any other prompt may never be asked for, and are kept only where reading them again would
+cost more than keeping many (`min_tokens`).
+
+Nothing here fails a request or makes it wait: a store that does not answer is a miss, and writing is done apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from nsm_core.engine.request import EndState, GenerationRequest, PromptState, Resume
+from nsm_core.errors import NsmError, SnapshotCorrupt
+from nsm_core.state.layout import parse_layout
+from nsm_core.state.quantize import StateFormat, rounded_state
+from service.backends.base import InferenceBackend
+from service.stores.prefixes.base import PrefixStore
+from service.stores.prefixes.entry import decode_entry
+from service.stores.prefixes.keys import ID_BYTES, MIN_TOKENS, PromptDigests
+from service.stores.prefixes.seen import SeenPrefixes
+from service.stores.prefixes.writer import Breaker, PrefixWriter
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.prefixes import PrefixOutcome
+
+logger = logging.getLogger("nsm.prefixes")
+
+LOOKUP_S = 0.5  # a store that takes longer is a miss
+SWEEP_S = 60.0
+
+NextText = Callable[[str], str]
+Keep = Callable[[PromptState | EndState], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where one prompt starts, and what is kept of it: the same for all its choices, but only the first keeps states.
+
+    `places`: numbers of the prompt's tokens after which the state is kept. `keep`: what gets the states.
+    """
+
+    ids: tuple[int, ...]
+    resume: Resume | None = None
+    places: tuple[int, ...] = ()
+    has_end: bool = False
+    keep: Keep | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens that need not be read."""
+        return 0 if self.resume is None else self.resume.position
+
+    def apply(self, request: GenerationRequest) -> GenerationRequest:
+        """`request`, which reads the whole prompt, as one that starts here."""
+        is_first = request.sampling.choice_index == 0
+        return dataclasses.replace(
+            request,
+            prompt_ids=self.ids[self.position :],
+            resume=self.resume,
+            keep_states_at=tuple(place - self.position for place in self.places) if is_first else (),
+            keep_state=self.has_end and is_first,
+        )
+
+
+class PrefixResume:
+    """The use case. `store`: None when it is off for everybody. `state_format`: how states are stored.
+
+    `min_tokens`: what the state at an end must spare a later prompt where nothing says that one will come.
+    """
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: PrefixStore | None,
+        metrics: Metrics,
+        *,
+        state_format: StateFormat = StateFormat.FP32,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        self._backend = backend
+        self._min_tokens = min_tokens
+        self._state_format = state_format
+        self._store = store
+        self._metrics = metrics
+        self._seen = SeenPrefixes()
+        self._breaker = Breaker()
+        self._writer = (
+            None if store is None else PrefixWriter(backend, store, metrics, self._breaker, state_format=state_format)
+        )
+
+    @property
+    def is_on(self) -> bool:
+        return self._store is not None
+
+    @contextlib.asynccontextmanager
+    async def running(self, *, sweep_s: float = SWEEP_S) -> AsyncIterator[None]:
+        """While inside, the store is open, and what expired is deleted. A store that is down is no reason to stop."""
+        if self._store is None:
+            yield
+            return
+        try:
+            await self._store.open()
+        except NsmError as error:
+            self._breaker.failed(error)
+        sweep = asyncio.create_task(self._sweep(self._store, sweep_s))
+        try:
+            yield
+        finally:
+            sweep.cancel()
+            await self.drain()
+            await self._store.close()
+
+    async def drain(self) -> None:
+        """Waits, for a short time, until all states that were kept so far are stored."""
+        if self._writer is not None:
+            await self._writer.drain()
+
+    async def start(
+        self, tenant: str, ids: tuple[int, ...], *, max_tokens: int, next_text: NextText | None, is_wanted: bool
+    ) -> Start:
+        """For a prompt that may get `max_tokens` more. Never raises, and never takes much longer than LOOKUP_S.
+
+        `next_text`: from the answer's text to a text that the next prompt will begin with; None when that will be given
+        as ids. `is_wanted`: False when the tenant or the request wishes no part of this.
+        """
+        writer = self._writer
+        if writer is None or not is_wanted:
+            self._metrics.prefixes.resumed("off")
+            return Start(ids=ids)
+        resume, places, border = None, [], self._min_tokens
+        if len(ids) > MIN_TOKENS:
+            digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
+            resume = await self._look_up(tenant, digests)
+            border = MIN_TOKENS if resume else border
+            shared = self._seen.meet(tenant, digests)
+            places = _places(resumed=resume.position if resume else 0, shared=shared, end=len(ids), border=border)
+        else:
+            self._metrics.prefixes.resumed("short")
+        last = places[-1] if places else resume.position if resume else 0
+
+        def keep(kept: PromptState | EndState) -> None:
+            if isinstance(kept, PromptState):
+                writer.add(tenant, ids[: kept.position], kept.state)
+            elif kept.position - last >= border:
+                writer.spawn(self._keep_end(writer, tenant, ids, kept, next_text))
+
+        has_end = len(ids) + max_tokens - last >= border
+        return Start(ids=ids, resume=resume, places=tuple(places), has_end=has_end, keep=keep)
+
+    async def _look_up(self, tenant: str, digests: PromptDigests) -> Resume | None:
+        """The longest stored beginning that leaves something to read; None for whatever reason there is none."""
+        outcome: PrefixOutcome = "unavailable"
+        resume, started = None, time.monotonic()
+        if not self._breaker.is_open:
+            try:
+                async with asyncio.timeout(LOOKUP_S):
+                    resume, outcome = await self._fetch(tenant, digests)
+            except (NsmError, TimeoutError) as error:
+                self._breaker.failed(error)
+        seconds, num_resumed = time.monotonic() - started, resume.position if resume else 0
+        self._metrics.prefixes.resumed(outcome)
+        self._metrics.prefixes.looked_up(seconds, num_tokens=digests.num_ids, num_resumed=num_resumed)
+        return resume
+
+    async def _fetch(self, tenant: str, digests: PromptDigests) -> tuple[Resume | None, PrefixOutcome]:
+        store, writer = self._store, self._writer
+        if store is None or writer is None:
+            return None, "off"
+        stored = await store.find(tenant=tenant, family=digests.family)
+        pending = dict(writer.pending(tenant))
+        key = digests.longest({*stored, *pending}, limit=digests.num_ids - 1)
+        if key is None:
+            return None, "miss"
+        raw_ids = digests.raw[: ID_BYTES * key.position]
+        model, tokenizer = self._backend.model, self._backend.tokenizer
+        waiting = pending.get(key)
+        if waiting is not None and waiting.digests.raw[: len(raw_ids)] == raw_ids:
+            layout = parse_layout(model.state_layout)
+            state = await asyncio.to_thread(rounded_state, layout, waiting.state, self._state_format)
+            # as it will be read when it is stored
+            found = Resume(state=state, position=key.position, fingerprint=model.fingerprint, generated_counts={})
+            return found, "hit"
+        entry = await store.load(tenant=tenant, key=key)
+        if entry is None:
+            return None, "miss"
+        try:
+            found = await asyncio.to_thread(
+                decode_entry, entry, tenant=tenant, key=key, raw_ids=raw_ids, model=model, tokenizer=tokenizer
+            )
+        except SnapshotCorrupt as error:
+            logger.warning("a stored prefix is not used: %s", error)
+            writer.spawn(writer.remove(tenant, key))
+            return None, "corrupt"
+        return found, "hit"
+
+    async def _keep_end(
+        self, writer: PrefixWriter, tenant: str, ids: tuple[int, ...], end: EndState, next_text: NextText | None
+    ) -> None:
+        """The state after the answer, if a later prompt can begin with its ids."""
+        num_fed = end.position - len(ids)
+        kept = end.new_ids[len(end.new_ids) - num_fed - (end.pending is not None) :]
+        fed = (*ids, *kept[:num_fed])
+        if next_text is not None:
+            tokenizer = self._backend.tokenizer
+            text = next_text(tokenizer.decode(kept))
+            again = (await asyncio.to_thread(tokenizer.encode_batch, [text]))[0]
+            if (tokenizer.end_of_text_id, *again)[: end.position] != fed:
+                self._metrics.prefixes.kept("other_ids")
+                return
+        writer.add(tenant, fed, end.state)
+
+    async def _sweep(self, store: PrefixStore, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await store.remove_expired()
+            except NsmError as error:
+                self._breaker.failed(error)
+
+
+def _places(*, resumed: int, shared: int, end: int, border: int) -> list[int]:
+    """Where in a prompt states are kept: the end at least `border` tokens after the one before it."""
+    places: list[int] = []
+    for place, least in ((shared, MIN_TOKENS), (end, border)):
+        if place - (places[-1] if places else resumed) >= least:
+            places.append(place)
+    return places

@@ -1,0 +1,20 @@
+"""From a session store to the record store on its connections."""
+
+from __future__ import annotations
+
+from service.stores.records.base import RecordStore
+from service.stores.records.memory import MemoryRecordStore
+from service.stores.records.redis import RedisRecordStore
+from service.stores.records.sqlite import SqliteRecordStore
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
+
+
+def records_beside(sessions: SessionStore) -> RecordStore:
+    """Documents live where the sessions live; beside a store of another kind they are kept in memory."""
+    if isinstance(sessions, SqliteSessionStore):
+        return SqliteRecordStore(sessions)
+    if isinstance(sessions, RedisSessionStore):
+        return RedisRecordStore(sessions)
+    return MemoryRecordStore()

@@ -1,0 +1,115 @@
+"""Documents in the session store's SQLite file, through its two connections."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from service.stores.records.base import Kind, OwnedRecord, Record
+from service.stores.records.conflict import conflict
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
+
+ONE = "tenant = ? AND kind = ? AND record_id = ?"
+EXISTS = "(expires_at IS NULL OR expires_at > ?)"  # at a time
+PAGE = 100
+
+
+class SqliteRecordStore:
+    """The embedded RecordStore."""
+
+    def __init__(self, sessions: SqliteSessionStore, *, clock: Callable[[], float] = time.time) -> None:
+        self._sessions = sessions
+        self._clock = clock
+
+    async def get(self, *, tenant: str, kind: Kind, record_id: str) -> Record | None:
+        return (await self.get_many(tenant=tenant, kind=kind, record_ids=(record_id,)))[0]
+
+    async def get_many(self, *, tenant: str, kind: Kind, record_ids: Sequence[str]) -> tuple[Record | None, ...]:
+        query = f"SELECT version, document FROM records WHERE {ONE} AND {EXISTS}"
+
+        def work(connection: sqlite3.Connection) -> tuple[Record | None, ...]:
+            now = self._clock()
+            with reading(connection):
+                rows = [connection.execute(query, (tenant, kind, name, now)).fetchone() for name in record_ids]
+            return tuple(
+                None if row is None else Record(record_id=name, version=row[0], document=json.loads(row[1]))
+                for name, row in zip(record_ids, rows, strict=True)
+            )
+
+        return await self._sessions.read(work)
+
+    async def put(
+        self,
+        *,
+        tenant: str,
+        kind: Kind,
+        record_id: str,
+        document: Mapping[str, Any],
+        expected_version: int,
+        ttl_s: float | None = None,
+    ) -> int:
+        key, version, raw = (tenant, kind, record_id), expected_version + 1, json.dumps(document)
+
+        def work(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                now = self._clock()
+                connection.execute(f"DELETE FROM records WHERE {ONE} AND NOT {EXISTS}", (*key, now))
+                row = connection.execute(f"SELECT version FROM records WHERE {ONE}", key).fetchone()
+                if (0 if row is None else row[0]) != expected_version:
+                    raise conflict(kind, record_id, expected_version)
+                expires_at = None if ttl_s is None else now + ttl_s
+                connection.execute(
+                    # not OR REPLACE: what that removes reaches no trigger
+                    "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                    "version = excluded.version, document = excluded.document, expires_at = excluded.expires_at",
+                    (*key, version, raw, expires_at),
+                )
+            return version
+
+        return await self._sessions.write(work)
+
+    async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
+        def work(connection: sqlite3.Connection) -> bool:
+            with transaction(connection):
+                statement = f"DELETE FROM records WHERE {ONE} AND {EXISTS}"
+                was_there = connection.execute(statement, (tenant, kind, record_id, self._clock())).rowcount > 0
+            if was_there:
+                empty_write_ahead_log(connection)
+            return was_there
+
+        return await self._sessions.write(self._sessions.reserve.lent_to(work))
+
+    async def usage(self, *, tenant: str) -> int:
+        query = "SELECT coalesce(max(num_bytes), 0) FROM record_usage WHERE tenant = ?"
+        return int(await self._sessions.read(lambda connection: connection.execute(query, (tenant,)).fetchone()[0]))
+
+    async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
+        last = ("", "", "")
+        while True:
+            rows = await self._sessions.read(self._page_after(last, tenant))
+            for owner, kind, record_id, raw in rows:
+                yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=json.loads(raw))
+            if len(rows) < PAGE:
+                return
+            last = rows[-1][:3]
+
+    def _page_after(self, key: tuple[str, str, str], tenant: str | None) -> Callable[[sqlite3.Connection], list[Any]]:
+        query = (
+            "SELECT tenant, kind, record_id, document FROM records WHERE (tenant, kind, record_id) > (?, ?, ?) "
+            f"AND coalesce(?, tenant) = tenant AND {EXISTS} ORDER BY tenant, kind, record_id LIMIT {PAGE}"
+        )
+        return lambda connection: connection.execute(query, (*key, tenant, self._clock())).fetchall()
+
+    async def remove_expired(self) -> int:
+        def work(connection: sqlite3.Connection) -> int:
+            with transaction(connection):
+                num_removed = connection.execute("DELETE FROM records WHERE expires_at <= ?", (self._clock(),)).rowcount
+            if num_removed:
+                empty_write_ahead_log(connection)
+            return num_removed
+
+        return await self._sessions.write(self._sessions.reserve.lent_to(work))

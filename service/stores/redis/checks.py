@@ -1,0 +1,68 @@
+"""What a Redis must be before sessions are entrusted to it, and the room it must have for their turns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nsm_core.errors import ConfigError, StorageFull, StoreUnavailable
+from service.stores.redis.client import Attempt, RedisClient
+from service.stores.redis.errors import is_refusal
+from service.stores.redis.keys import Keyspace
+
+logger = logging.getLogger("nsm.store")
+
+OLDEST_SERVER = (7, 0)  # scripts say what they may do when the server is full
+LAYOUT_VERSION = 1  # of the keys and what is under them
+
+
+async def check_server(client: RedisClient, keys: Keyspace) -> None:
+    """Raises ConfigError (server too old, may drop sessions, refuses us, unknown key layout) or StoreUnavailable."""
+    try:
+        for name, info in (await client.call(lambda attempt: attempt.infos())).items():
+            _check_node(name or str(client.address), info)
+        await client.call(lambda attempt: _check_layout(attempt, keys))
+    except StoreUnavailable as error:
+        if error.__cause__ is not None and is_refusal(error.__cause__):
+            raise ConfigError(f"NSM_STORE (--store): {client.address}: {error}") from error
+        raise StoreUnavailable(f"{client.address}: {error}", retry_after_s=error.retry_after_s) from error
+
+
+def _check_node(name: str, info: Mapping[str, Any]) -> None:
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
+        oldest = ".".join(map(str, OLDEST_SERVER))
+        raise ConfigError(f"the Redis server {name} has version {version}; {oldest} or later is needed")
+    policy = info.get("maxmemory_policy", "unknown")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"the Redis server {name} has maxmemory-policy {policy}, which may drop sessions; set it to noeviction"
+        )
+    if not int(info.get("aof_enabled", 0)):
+        logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
+
+
+async def require_room(client: RedisClient, num_bytes: int) -> None:
+    """Raises StorageFull when no server that holds sessions has so much left of its maxmemory.
+
+    A small write is no proof: the server counts what it has received of a large one before it decides.
+    """
+    infos = await client.call(lambda attempt: attempt.infos())
+    if not any(_has_room(info, num_bytes) for info in infos.values() if info.get("role") == "master"):
+        raise StorageFull("the session store is full: Redis nearly reached its maxmemory")
+
+
+def _has_room(info: Mapping[str, Any], num_bytes: int) -> bool:
+    limit = int(info.get("maxmemory", 0))
+    used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+    return limit == 0 or used + num_bytes <= limit
+
+
+async def _check_layout(attempt: Attempt, keys: Keyspace) -> None:
+    await attempt.command("SET", keys.layout_version, LAYOUT_VERSION, "NX")
+    found = (await attempt.command("GET", keys.layout_version)).decode(errors="replace")
+    if found != str(LAYOUT_VERSION):
+        raise ConfigError(
+            f"the sessions in Redis have key layout version {found}, this build knows version {LAYOUT_VERSION}"
+        )

@@ -1,0 +1,91 @@
+"""Names of Redis keys. All of a session's share one hash tag, so that a cluster keeps them on one server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsm_core.hashing import identity_of
+from service.stores.sessions.retention import MAX_KEPT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """The keys of one session, in the scripts' order but for what is staged, which has a name for each call.
+
+    `kept`: the slots for older snapshots.
+    """
+
+    head: str
+    log: str
+    marks: str
+    snapshot: str
+    stage: str  # prefix
+    turns: str
+    tail: str
+    kept: tuple[str, ...]
+
+    def all(self, nonce: str) -> tuple[str, ...]:
+        first = (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
+        return (*first, self.staged_kept(nonce), *self.kept)
+
+    def staged(self, nonce: str) -> str:
+        return f"{self.stage}:{nonce}"
+
+    def staged_kept(self, nonce: str) -> str:
+        return f"{self.stage}:{nonce}:kept"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keyspace:
+    """`prefix` lets installations share a server."""
+
+    prefix: str
+
+    def session(self, tenant: str, session_id: str) -> SessionKeys:
+        """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}.{identity_of(tenant, session_id)}}}"
+        names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
+        kept = tuple(f"{tag}:kept:{slot}" for slot in range(1, MAX_KEPT + 1))
+        head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
+        return SessionKeys(head, log, marks, snapshot, stage, turns, tail, kept)
+
+    def tenant(self, tenant: str) -> tuple[str, ...]:
+        """The tenant's index, in its scripts' order."""
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
+        return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
+
+    def record(self, tenant: str, kind: str, record_id: str) -> str:
+        """A document's key: a hash tag for itself alone."""
+        return f"{self.prefix}:{{{_tenant_hash(tenant)}-{identity_of(tenant, kind, record_id)}}}:record"
+
+    def documents(self, tenant: str) -> tuple[str, str]:
+        """What the tenant's documents take: each one's size, and the sum."""
+        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
+        return f"{tag}:documents", f"{tag}:document-bytes"
+
+    def any_record(self, tenant: str | None) -> str:
+        """A pattern for the documents of one tenant, or of all."""
+        return f"{self.prefix}:{{{'*' if tenant is None else _tenant_hash(tenant)}-*}}:record"
+
+    @property
+    def any_head(self) -> str:
+        """A pattern for the heads of all sessions."""
+        return f"{self.prefix}:{{*.*}}:head"
+
+    @staticmethod
+    def tenant_tag(head_key: bytes) -> bytes:
+        """What the heads of one tenant have in common."""
+        return head_key.rpartition(b".")[0]
+
+    @property
+    def layout_version(self) -> str:
+        return f"{self.prefix}:layout-version"
+
+    @property
+    def probe(self) -> str:
+        return f"{self.prefix}:probe"
+
+
+def _tenant_hash(tenant: str) -> str:
+    """16 hexadecimal digits: no character of a tenant's name gets into a key."""
+    return identity_of(tenant, num_bytes=8)

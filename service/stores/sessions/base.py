@@ -1,0 +1,306 @@
+"""The seam between the gateway and whatever keeps sessions.
+
+Every method is one atomic transition: it happens as a whole or not at all, whatever other processes do. What a writer
+may do is decided by a lease: one holder at a time, for a few seconds, renewed while it works. Each lease has a higher
+fence than the one before it, so a holder that was away too long finds its writes refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Final, Literal, Protocol
+
+from service.stores.sessions.lease import Lease as Lease
+from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot
+from service.stores.sessions.turn_records import EndedTurn, TurnStore
+
+DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
+
+Damage = Literal["missing", "corrupt"]
+
+
+class Unset(enum.Enum):
+    """The type of UNSET, which says "leave it as it is" where None has a meaning of its own."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionHead:
+    """The named, mutable head of a session.
+
+    `version` rises by one with each committed turn and each rewind, from 0 for a session that has had none; `position`
+    counts the tokens fed; times are unix seconds of the store's clock. `created_at` is also the session's incarnation:
+    deleted and made again under its old id, it is another one. `ttl_s`: None, or how long the session is kept after its
+    last commit or `update`; `expires_at` is when that ends. `forked_from`: "<session id>@<position>" of where it was
+    copied from, or None.
+    """
+
+    tenant: str
+    session_id: str
+    version: int
+    position: int
+    created_at: float
+    updated_at: float
+    model_fingerprint: str
+    metadata: Mapping[str, str]
+    num_log_tokens: int
+    snapshot_bytes: int
+    ttl_s: float | None
+    expires_at: float | None
+    forked_from: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSession:
+    """A head with the encoded snapshot of its newest version (None for a session whose log is empty).
+
+    `damage`: why a snapshot that should be there is None: not found, or not what was stored. Only `acquire` answers so,
+    because its caller can rebuild the state from the log.
+    """
+
+    head: SessionHead
+    snapshot: bytes | None
+    damage: Damage | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedSession:
+    """What `acquire` gives: the lease, and the session as it stands under it. `kept`: see `SessionStore.list_kept`."""
+
+    lease: Lease
+    stored: StoredSession
+    kept: tuple[KeptSnapshot, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogMark:
+    """Where the log ended when the session became `version`.
+
+    The last `num_sampled` tokens that this version added were sampled, those before them were read: with that, a lost
+    state can be made again with its penalty counts. `seed`: the one it drew with; None when not known.
+    """
+
+    version: int
+    num_log_tokens: int
+    num_sampled: int
+    seed: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPage:
+    """One page of a listing, newest first; `next_cursor` is None on the last page."""
+
+    heads: tuple[SessionHead, ...]
+    next_cursor: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    """`num_bytes`: all snapshots', plus 4 for each token of a log, plus what the turn records hold: of a running turn
+    its request and what it has sampled (the newest 16 KiB of that may be missing), of an ended one the result.
+    """
+
+    num_sessions: int
+    num_bytes: int
+
+
+class SessionStore(TurnStore, Protocol):
+    """A store of record. Every call names the tenant: another tenant's session does not exist.
+
+    A session whose TTL ran out does not exist either, but for one with a live lease: it lives as long as that does.
+
+    Errors: NotFound (code `session_not_found`), VersionConflict, SessionBusy, LeaseLost, SnapshotCorrupt,
+    StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`, `memory`.
+    """
+
+    async def open(self) -> None:
+        """Connect, create or check the schema. Raises StoreUnavailable, or ConfigError for an unknown version."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent; every acknowledged commit is durable before it returns."""
+        ...
+
+    async def create(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
+    ) -> SessionHead:
+        """A new head at version 0; raises VersionConflict when the id exists for this tenant."""
+        ...
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        """A session that begins with a state and a log: a fork, an import, a copy from another store.
+
+        `marks`: where each turn in `log_ids` ended, oldest first, as `log_marks` gave them: the last is at `version`
+        and the log's end. `snapshot` is None if and only if the log is empty. Raises VersionConflict when the id
+        exists for this tenant.
+        """
+        ...
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        """New metadata, as a whole (None: as it was), and TTL (None: kept for ever); raises NotFound.
+
+        Needs no lease and leaves the version alone. `expires_at` moves on in any case.
+        """
+        ...
+
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead: ...
+
+    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+        """Head and snapshot in one consistent read, without a lease.
+
+        Raises SnapshotCorrupt when the bytes are not there or fail their checksum.
+        """
+        ...
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        """Take the lease and load head and snapshot, in one round trip. `holder` names one turn, not a process.
+
+        Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
+        what remains of that lease, at most 1 s. The fence rises by one. A damaged snapshot is no error: see
+        `StoredSession.damage`.
+        """
+        ...
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        """The lease, for `lease_s` from now on. One that expired may be renewed while nobody else has taken it.
+
+        Raises LeaseLost when it was taken or released, or the session is gone or another incarnation.
+        """
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """Free the session. Idempotent; a lost lease is left alone."""
+        ...
+
+    async def commit(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes,
+        position: int,
+        model_fingerprint: str,
+        new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
+        turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
+    ) -> SessionHead:
+        """Atomically: append `new_ids` to the token log with a mark (see LogMark), store the snapshot, move the head to
+        expected_version + 1, end the record of `turn` as committed, release the lease. `keep`: what becomes of older
+        snapshots.
+
+        Durable when it returns (survives kill -9). Raises NotFound when the session is gone, LeaseLost when the lease
+        is not the newest one or was released, or the session is another incarnation, VersionConflict when the head is
+        not at expected_version; then nothing changed. A lease that only expired is good enough.
+        """
+        ...
+
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        """Atomically: cut the log to `num_log_tokens`, drop the marks beyond that and add one at expected_version + 1,
+        replace the snapshot (None, with `num_log_tokens` 0: an empty session again), drop the kept snapshots beyond the
+        cut (all, when the model is another), move the head to expected_version + 1, release the lease.
+
+        `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. Raises what `commit`
+        raises, with the same promises.
+        """
+        ...
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        """Every id fed and sampled, in order; the first `stop` of them when given.
+
+        Raises SnapshotCorrupt when the log is not what was stored.
+        """
+        ...
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        """Where each turn ended, oldest first; the last is the head's version and the log's end. Empty at version 0."""
+        ...
+
+    async def list_kept(self, *, tenant: str, session_id: str) -> tuple[KeptSnapshot, ...]:
+        """The older snapshots that are still there beside the newest, oldest first. Raises NotFound.
+
+        They go with the session, and a copy has none: whatever they are used for can be had from the log as well.
+        """
+        ...
+
+    async def load_kept(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+        """One of them, encoded; None when it is not there (any more), or its checksum does not fit."""
+        ...
+
+    async def delete(self, *, tenant: str, session_id: str) -> None:
+        """Head, snapshots and log are gone when it returns; raises NotFound. A lease does not prevent it."""
+        ...
+
+    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
+        """Newest first by creation; a cursor stays good whatever is created or deleted.
+
+        Raises InvalidRequest for a cursor that no page gave.
+        """
+        ...
+
+    async def list_tenants(self) -> tuple[str, ...]:
+        """Every tenant with a session, sorted; also one whose sessions have all expired but are not removed yet.
+
+        For whole stores (backups, moves); it may read something of every session.
+        """
+        ...
+
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        """What the tenant's sessions take; one whose TTL ran out counts until it is removed."""
+        ...
+
+    async def remove_expired(self) -> int:
+        """Delete, as `delete` does, what does not exist any more because its TTL ran out; how many that were.
+
+        The server calls it about once a minute. A store that expires sessions by itself may have nothing to do.
+        """
+        ...
+
+    async def check_writable(self) -> None:
+        """The readiness probe: a real write; raises StoreUnavailable or StorageFull."""
+        ...

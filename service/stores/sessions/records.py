@@ -1,0 +1,141 @@
+"""What the stores share: their errors, what expires when, the cursor of a listing, the token log's bytes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import struct
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
+from nsm_core.state.snapshot import verify
+from service.messages import quoted
+from service.stores.sessions.base import Lease, SessionHead, StoredSession
+
+TOKEN_BYTES = 4
+MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
+
+
+def not_found(session_id: str) -> NotFound:
+    """The same answer for an id that never was, is deleted, or is another tenant's."""
+    return NotFound(f"session {quoted(session_id)} does not exist", param="session_id", code="session_not_found")
+
+
+def already_exists(session_id: str) -> VersionConflict:
+    return VersionConflict(f"session {session_id!r} exists already", param="id")
+
+
+def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
+    """`remaining_s`: what is left of the other turn's lease."""
+    retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
+    return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
+
+
+def lease_lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(
+        f"the lease on session {lease.session_id!r} was lost: another turn took it, or the session was deleted; "
+        "nothing of this turn was kept"
+    )
+
+
+def require_version(head: SessionHead, expected_version: int) -> None:
+    """The compare of compare-and-set; raises VersionConflict."""
+    if head.version != expected_version:
+        raise VersionConflict(
+            f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
+        )
+
+
+def new_head(
+    *, now: float, metadata: Mapping[str, str], snapshot: bytes | None, num_log_tokens: int, ttl_s: float | None,
+    **fields: Any,
+) -> SessionHead:  # fmt: skip
+    """The head of a session that is made at `now`. `fields`: those that are as they were given."""
+    return SessionHead(
+        created_at=now,
+        updated_at=now,
+        metadata=MappingProxyType(dict(metadata)),
+        num_log_tokens=num_log_tokens,
+        snapshot_bytes=len(snapshot or b""),
+        ttl_s=ttl_s,
+        expires_at=expiry(now, ttl_s),
+        **fields,
+    )
+
+
+def expiry(now: float, ttl_s: float | None) -> float | None:
+    """When a session that was committed or updated at `now` expires; None: never."""
+    return None if ttl_s is None else now + ttl_s
+
+
+def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
+    """What `acquire` answers with: damage is told, not raised."""
+    if raw is None:
+        return StoredSession(head=head, snapshot=None, damage="missing" if head.num_log_tokens else None)
+    try:
+        verify(raw)
+    except SnapshotCorrupt:
+        return StoredSession(head=head, snapshot=None, damage="corrupt")
+    return StoredSession(head=head, snapshot=raw)
+
+
+def sound(raw: bytes | None) -> bytes | None:
+    """What `load_kept` answers with: `raw`, or None where it is not what was stored."""
+    if raw is not None:
+        try:
+            verify(raw)
+        except SnapshotCorrupt:
+            return None
+    return raw
+
+
+@contextlib.contextmanager
+def naming(session_id: str) -> Iterator[None]:
+    """Damage found inside is told with the session's id, so that an operator knows where to look."""
+    try:
+        yield
+    except SnapshotCorrupt as error:
+        raise SnapshotCorrupt(f"session {session_id!r}: {error}") from error
+
+
+def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
+    """What `load` answers with; raises SnapshotCorrupt."""
+    if raw is not None:
+        with naming(head.session_id):
+            verify(raw)
+    elif head.num_log_tokens:
+        raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
+    return StoredSession(head=head, snapshot=raw)
+
+
+def encode_cursor(head: SessionHead) -> str:
+    """The place after `head` in a listing: what it is sorted by, so that it stays good when `head` is deleted."""
+    place = f"{head.created_at.hex()} {head.session_id}"
+    return base64.urlsafe_b64encode(place.encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> tuple[float, str]:
+    """(created_at, session_id); raises InvalidRequest for text that is no cursor."""
+    try:
+        padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
+        created_at, session_id = base64.b64decode(padded, altchars=b"-_", validate=True).decode().split(" ")
+        return float.fromhex(created_at), session_id
+    except (ValueError, OverflowError, binascii.Error) as error:
+        raise InvalidRequest(
+            f"after must be a next_cursor of an earlier page, got {quoted(cursor)}", param="after"
+        ) from error
+
+
+def encode_ids(ids: tuple[int, ...]) -> bytes:
+    """Token ids as the log keeps them: 4 bytes each, little endian."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def decode_ids(raw: bytes) -> tuple[int, ...]:
+    """The inverse of `encode_ids`; raises SnapshotCorrupt when the length does not fit."""
+    if len(raw) % TOKEN_BYTES:
+        raise SnapshotCorrupt(f"the token log has {len(raw)} bytes, not a multiple of {TOKEN_BYTES}")
+    return struct.unpack(f"<{len(raw) // TOKEN_BYTES}I", raw)

@@ -1,0 +1,385 @@
+"""Sessions in Redis or Valkey: one server, one watched by Sentinels, or a cluster. Any number of gateways share them.
+
+A session is seven kinds of keys under one hash tag (docs/redis.md). Each transition is one Lua script, and its clock is
+the server's. Megabytes stay out of Lua: a snapshot is first written with a plain SET under a short expiry, and the
+script that moves the head renames it into its place.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from redis.exceptions import TryAgainError
+
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt
+from service.stores.redis.checks import check_server, require_room
+from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
+from service.stores.redis.keys import Keyspace
+from service.stores.redis.scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
+from service.stores.redis.url import RedisAddress
+from service.stores.sessions.base import (
+    UNSET,
+    Lease,
+    LeasedSession,
+    LogMark,
+    SessionHead,
+    StoredSession,
+    Unset,
+)
+from service.stores.sessions.records import (
+    already_exists,
+    checked,
+    decode_ids,
+    encode_ids,
+    lease_lost,
+    not_found,
+    require_sound,
+    require_version,
+    session_busy,
+)
+from service.stores.sessions.redis_index import TenantIndex
+from service.stores.sessions.redis_kept import RedisKept
+from service.stores.sessions.redis_listing import RedisListing
+from service.stores.sessions.redis_records import (
+    MICROSECONDS,
+    StoredHead,
+    checksum_field,
+    decode_chunk,
+    decode_head,
+    decode_mark,
+    encode_mark,
+    encode_metadata,
+    keep_fields,
+    lease_fields,
+    lease_of,
+    optional_us,
+    to_us,
+)
+from service.stores.sessions.redis_turns import RedisTurns
+from service.stores.sessions.retention import KEEP_NONE, Keeping
+from service.stores.sessions.turn_records import EndedTurn
+
+Result = TypeVar("Result")
+
+STAGED_S = 60  # a snapshot whose head never came to it vanishes by itself
+CONSISTENT_READS = 5  # tries to read two keys between two commits
+
+
+class RedisSessionStore:
+    """The shared SessionStore."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        self.keys = Keyspace(address.prefix)
+        self.client = RedisClient(address)
+        self._largest_bytes = 0  # of the snapshots that were to be written here
+        self._index = TenantIndex(self.client, self.keys)
+        turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
+        self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
+        self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        listing = RedisListing(self.client, self.keys, self._index)
+        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
+        kept = RedisKept(self.client, self.keys)
+        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
+
+    def num_connections_in_use(self) -> int:
+        return self.client.num_in_use
+
+    async def open(self) -> None:
+        self.client.connect()
+        try:
+            await check_server(self.client, self.keys)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def create(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
+    ) -> SessionHead:
+        return await self.create_with(
+            tenant=tenant,
+            session_id=session_id,
+            model_fingerprint=model_fingerprint,
+            metadata=metadata,
+            ttl_s=ttl_s,
+            forked_from=None,
+            version=0,
+            position=0,
+            snapshot=None,
+            log_ids=(),
+            marks=(),
+        )
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        created_us = await self._index.reserve(tenant, session_id)
+        nonce = _nonce()
+        first = (tenant, session_id, nonce, created_us, model_fingerprint, encode_metadata(metadata))
+        second = (optional_us(ttl_s), forked_from or "", version, position)
+        third = (*_snapshot_fields(snapshot), encode_ids(log_ids), "\n".join(map(encode_mark, marks)))
+        status, answer = await self._transition(
+            CREATE, tenant, session_id, (*first, *second, *third), nonce=nonce, snapshot=snapshot
+        )
+        stored = _require_head(answer, tenant, session_id)
+        await self._index.put(stored)
+        if status == "exists":
+            raise already_exists(session_id)
+        return stored.head
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        new_metadata = (0, "") if metadata is None else (1, encode_metadata(metadata))
+        new_ttl = (0, "") if isinstance(ttl_s, Unset) else (1, optional_us(ttl_s))
+        _, answer = await self._transition(UPDATE, tenant, session_id, (*new_metadata, *new_ttl))
+        stored = _require_head(answer, tenant, session_id)
+        await self._index.put(stored)
+        return stored.head
+
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
+        answer = await self.client.command("HGETALL", self.keys.session(tenant, session_id).head)
+        return _require_head(answer, tenant, session_id).head
+
+    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+        head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, tenant, session_id))
+        if raw is not None and checksum_field(raw) != head.snapshot_checksum:
+            raise SnapshotCorrupt(f"the snapshot of session {session_id!r} is not the one that was stored")
+        return require_sound(head.head, raw)
+
+    async def _read_snapshot(self, attempt: Attempt, tenant: str, session_id: str) -> tuple[StoredHead, bytes | None]:
+        keys = self.keys.session(tenant, session_id)
+
+        async def read() -> tuple[StoredHead, bytes | None]:
+            answer, raw = await attempt.together(("HGETALL", keys.head), ("GET", keys.snapshot))
+            return _require_head(answer, tenant, session_id), raw
+
+        return await _consistent(read, lambda result: checksum_field(result[1]) == result[0].snapshot_checksum)
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        keys, nonce = self.keys.session(tenant, session_id), _nonce()
+        values = (holder, nonce, to_us(lease_s))
+
+        async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
+            return await attempt.script_and_get(ACQUIRE, keys.all(nonce), *values, key=keys.snapshot)
+
+        (status, *rest), raw = await self.client.call(work)
+        if status == b"busy":
+            raise session_busy(session_id, int(rest[0]) / MICROSECONDS)
+        stored = _require_head(rest[0] if rest else {}, tenant, session_id)
+        session = checked(stored.head, raw)
+        if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
+            session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
+        kept = tuple(slot.snapshot for slot in stored.kept)
+        return LeasedSession(lease=lease_of(stored, holder), stored=session, kept=kept)
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        status, answer = await self._transition(
+            RENEW, lease.tenant, lease.session_id, (*lease_fields(lease), to_us(lease_s))
+        )
+        if status == "lease_lost":
+            raise lease_lost(lease)
+        return lease_of(_require_head(answer, lease.tenant, lease.session_id), lease.holder)
+
+    async def release(self, lease: Lease) -> None:
+        await self._transition(RELEASE, lease.tenant, lease.session_id, lease_fields(lease))
+
+    async def commit(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes,
+        position: int,
+        model_fingerprint: str,
+        new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
+        turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
+    ) -> SessionHead:
+        record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
+        values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids), *record)
+        args = (*values, *keep_fields(keep))
+        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), args, snapshot, keep)
+
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        mark = (num_sampled, "" if seed is None else seed)
+        values = (position, model_fingerprint, *_snapshot_fields(snapshot), num_log_tokens)
+        return await self._move(REWIND, lease, expected_version, mark, values, snapshot)
+
+    async def _move(
+        self,
+        script: Script,
+        lease: Lease,
+        expected_version: int,
+        mark: tuple[object, ...],
+        values: tuple[object, ...],
+        snapshot: bytes | None,
+        keep: Keeping = KEEP_NONE,
+    ) -> SessionHead:
+        """A commit or a rewind."""
+        nonce = _nonce()
+        args = (*lease_fields(lease), expected_version, nonce, *mark, *values)
+        status, answer = await self._transition(
+            script,
+            lease.tenant,
+            lease.session_id,
+            args,
+            nonce=nonce,
+            snapshot=snapshot,
+            kept=keep.snapshot,
+            patience_s=COMMIT_PATIENCE_S,
+        )
+        stored = _require_head(answer, lease.tenant, lease.session_id)
+        head = stored.head
+        if status == "lease_lost":
+            raise lease_lost(lease)
+        if status == "conflict":
+            require_version(head, expected_version)
+        if status == "too_long":
+            raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
+        await self._index.put(stored)
+        return head
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        keys = self.keys.session(tenant, session_id)
+
+        async def read(attempt: Attempt) -> tuple[SessionHead, tuple[int, ...]]:
+            answer, chunks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.log, 0, -1))
+            raw = b"".join(decode_chunk(chunk, session_id=session_id) for chunk in chunks)
+            return _require_head(answer, tenant, session_id).head, decode_ids(raw)
+
+        head, ids = await self.client.call(
+            lambda attempt: _consistent(
+                lambda: read(attempt), lambda result: len(result[1]) == result[0].num_log_tokens
+            )
+        )
+        if len(ids) != head.num_log_tokens:
+            raise SnapshotCorrupt(f"the log of session {session_id!r} has {len(ids)} tokens of {head.num_log_tokens}")
+        return ids[:stop]
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        keys = self.keys.session(tenant, session_id)
+
+        async def read(attempt: Attempt) -> tuple[LogMark, ...]:
+            answer, marks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.marks, 0, -1))
+            _require_head(answer, tenant, session_id)
+            return tuple(map(decode_mark, marks))
+
+        return await self.client.call(read)
+
+    async def delete(self, *, tenant: str, session_id: str) -> None:
+        keys = self.keys.session(tenant, session_id).all("")
+        head = await self.get(tenant=tenant, session_id=session_id)
+
+        async def work(attempt: Attempt) -> bool:
+            (status,) = await attempt.script(DELETE, keys, to_us(head.created_at))
+            # Not found at a later attempt: the first one deleted it, and its answer was lost.
+            return status == b"ok" or attempt.number > 1
+
+        if not await self.client.call(work):
+            raise not_found(session_id)
+        await self._index.forget(head)
+
+    async def remove_expired(self) -> int:
+        """Nothing to do: Redis drops a session's keys itself when its time has come."""
+        return 0
+
+    async def check_writable(self) -> None:
+        await self.client.command("SET", self.keys.probe, secrets.token_hex(8))
+        await require_room(self.client, 2 * self._largest_bytes)  # as received, and as stored
+
+    async def _transition(
+        self,
+        script: Script,
+        tenant: str,
+        session_id: str,
+        args: tuple[Any, ...],
+        *,
+        nonce: str = "",
+        snapshot: bytes | None = None,
+        kept: bytes = b"",
+        patience_s: float = PATIENCE_S,
+    ) -> tuple[str, Any]:
+        """A script's status and the head as it left it. Raises NotFound."""
+        keys = self.keys.session(tenant, session_id)
+        self._largest_bytes = max(self._largest_bytes, len(snapshot or b""))
+
+        async def work(attempt: Attempt) -> tuple[str, Any]:
+            if snapshot is not None:
+                await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
+            if kept:
+                await attempt.command("SET", keys.staged_kept(nonce), kept, "EX", STAGED_S)
+            status, *answer = await attempt.script(script, keys.all(nonce), *args)
+            if status == b"unstaged":  # lost with a server that failed in between
+                raise TryAgainError("the staged snapshot is gone")
+            return status.decode(), answer[0] if answer else {}
+
+        status, answer = await self.client.call(work, patience_s=patience_s)
+        if status == "not_found":
+            raise not_found(session_id)
+        return status, answer
+
+
+async def _consistent(read: Callable[[], Awaitable[Result]], is_consistent: Callable[[Result], bool]) -> Result:
+    """Two keys read without a transaction may be of two versions: then they are read again."""
+    result = await read()
+    for _ in range(CONSISTENT_READS - 1):
+        if is_consistent(result):
+            break
+        result = await read()
+    return result
+
+
+def _nonce() -> str:
+    return secrets.token_hex(12)
+
+
+def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
+    return len(snapshot or b""), checksum_field(snapshot)
+
+
+def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
+    stored = decode_head(answer, tenant=tenant, session_id=session_id)
+    if stored is None:
+        raise not_found(session_id)
+    return stored

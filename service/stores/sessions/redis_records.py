@@ -1,0 +1,167 @@
+"""A session's head and marks as Redis keeps them: text fields, times in microseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from service.stores.sessions.base import Lease, LogMark, SessionHead
+from service.stores.sessions.records import TOKEN_BYTES
+from service.stores.sessions.retention import Keeping, KeptSnapshot
+
+MICROSECONDS = 1_000_000
+SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
+CHECKSUM_BYTES = 32  # a snapshot ends with its checksum: the head repeats it, and so names the bytes that belong to it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptSlot:
+    """An older snapshot and the slot, from 1 on, that holds it."""
+
+    slot: int
+    snapshot: KeptSnapshot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A head with what is the store's own business."""
+
+    head: SessionHead
+    snapshot_checksum: str
+    fence: int
+    lease_expires_at: float
+    turn_bytes: int  # of the turn records
+    kept: tuple[KeptSlot, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the session counts for in its tenant's usage."""
+        kept_bytes = sum(slot.snapshot.num_bytes for slot in self.kept)
+        return self.head.snapshot_bytes + kept_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
+
+
+def to_us(seconds: float) -> int:
+    return round(seconds * MICROSECONDS)
+
+
+def optional_us(seconds: float | None) -> str:
+    return "" if seconds is None else str(to_us(seconds))
+
+
+def checksum_field(snapshot: bytes | None) -> str:
+    return "" if snapshot is None else snapshot[-CHECKSUM_BYTES:].hex()
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> str:
+    return json.dumps(dict(metadata), separators=(",", ":"))
+
+
+def decode_chunk(chunk: bytes, *, session_id: str) -> bytes:
+    """The ids of one chunk of a log; raises SnapshotCorrupt when its seal does not fit."""
+    seal, ids = chunk[:SEAL_BYTES], chunk[SEAL_BYTES:]
+    if hashlib.sha1(ids, usedforsecurity=False).hexdigest()[:SEAL_BYTES].encode() != seal:
+        raise SnapshotCorrupt(f"the token log of session {session_id!r} fails its checksum")
+    return ids
+
+
+def encode_mark(mark: LogMark) -> str:
+    seed = "" if mark.seed is None else mark.seed
+    return f"{mark.version}:{mark.num_log_tokens}:{mark.num_sampled}:{seed}"
+
+
+def decode_mark(raw: bytes) -> LogMark:
+    version, num_log_tokens, num_sampled, seed = raw.decode().split(":")
+    return LogMark(
+        version=int(version),
+        num_log_tokens=int(num_log_tokens),
+        num_sampled=int(num_sampled),
+        seed=int(seed) if seed else None,
+    )
+
+
+def decode_head(answer: Any, *, tenant: str, session_id: str) -> StoredHead | None:
+    """A HGETALL's answer, as RESP3 gives it or a script; None when there is no session.
+
+    Raises StoreUnavailable when it is another session's: an answer that went astray must never be used.
+    """
+    is_flat = isinstance(answer, list) and len(answer) % 2 == 0
+    fields = dict(zip(answer[::2], answer[1::2], strict=True)) if is_flat else answer
+    if not isinstance(fields, dict):
+        raise StoreUnavailable("the session store answered what nobody asked for")
+    if not fields:
+        return None
+    try:
+        stored = _stored_head({name.decode(): value.decode() for name, value in fields.items()})
+    except (AttributeError, KeyError, ValueError) as error:
+        raise SnapshotCorrupt(f"the head of session {session_id!r} is damaged") from error
+    if (stored.head.tenant, stored.head.session_id) != (tenant, session_id):
+        raise StoreUnavailable("the session store answered with another session's head")
+    return stored
+
+
+def _stored_head(fields: Mapping[str, str]) -> StoredHead:
+    head = SessionHead(
+        tenant=fields["tenant"],
+        session_id=fields["session_id"],
+        version=int(fields["version"]),
+        position=int(fields["position"]),
+        created_at=_seconds(fields["created_us"]),
+        updated_at=_seconds(fields["updated_us"]),
+        model_fingerprint=fields["model_fingerprint"],
+        metadata=MappingProxyType(json.loads(fields["metadata"])),
+        num_log_tokens=int(fields["num_log_tokens"]),
+        snapshot_bytes=int(fields["snapshot_bytes"]),
+        ttl_s=_optional_seconds(fields["ttl_us"]),
+        expires_at=_optional_seconds(fields["expires_us"]),
+        forked_from=fields["forked_from"] or None,
+    )
+    return StoredHead(
+        head,
+        fields["snapshot_checksum"],
+        int(fields["fence"]),
+        _seconds(fields["lease_us"]),
+        int(fields.get("turn_bytes", 0)),  # absent from heads of older builds, as the next one
+        tuple(_kept_slot(entry) for entry in fields.get("kept", "").split(",") if entry),
+    )
+
+
+def lease_fields(lease: Lease) -> tuple[int, int, str]:
+    """How scripts are told of a lease."""
+    return to_us(lease.created_at), lease.fence, lease.holder
+
+
+def _kept_slot(entry: str) -> KeptSlot:
+    slot, version, position, num_bytes = map(int, entry.split(":"))
+    return KeptSlot(slot, KeptSnapshot(version=version, position=position, num_bytes=num_bytes))
+
+
+def keep_fields(keep: Keeping) -> tuple[str, str]:
+    """The arguments of a commit."""
+    joins = keep.joins
+    joining = "" if joins is None else f"{joins.version}:{joins.position}:{joins.num_bytes}"
+    return ",".join(map(str, keep.stay)), joining
+
+
+def lease_of(stored: StoredHead, holder: str) -> Lease:
+    head = stored.head
+    return Lease(
+        tenant=head.tenant,
+        session_id=head.session_id,
+        created_at=head.created_at,
+        holder=holder,
+        fence=stored.fence,
+        expires_at=stored.lease_expires_at,
+    )
+
+
+def _seconds(text: str) -> float:
+    return int(text) / MICROSECONDS
+
+
+def _optional_seconds(text: str) -> float | None:
+    return _seconds(text) if text else None

@@ -1,0 +1,386 @@
+"""Sessions in one SQLite file: nothing to install, and what was acknowledged survives `kill -9` and a power cut.
+
+One thread owns the connection that writes, another the one that reads: a load does not wait for another session's
+fsync, and the event loop waits for neither. Processes may share the file; leases and compare-and-set hold between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from service.stores.sessions.base import (
+    UNSET,
+    Lease,
+    LeasedSession,
+    LogMark,
+    SessionHead,
+    StoredSession,
+    Unset,
+)
+from service.stores.sessions.records import (
+    checked,
+    expiry,
+    new_head,
+    not_found,
+    require_sound,
+)
+from service.stores.sessions.retention import KEEP_NONE, Keeping
+from service.stores.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, delete_most_kept, get_kept
+from service.stores.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
+from service.stores.sessions.sqlite_listing import SqliteListing
+from service.stores.sessions.sqlite_rows import (
+    EXISTS,
+    ONE,
+    append_chunk,
+    append_log,
+    cut_log,
+    get_head,
+    get_log,
+    get_marks,
+    get_snapshot,
+    insert_head,
+    replace_snapshot,
+)
+from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
+from service.stores.sessions.turn_records import EndedTurn
+from service.stores.sqlite.connection import (
+    ConnectionThread,
+    Result,
+    empty_write_ahead_log,
+    reading,
+    store_thread,
+    transaction,
+)
+from service.stores.sqlite.presence import Presence
+from service.stores.sqlite.probe import SqliteProbe
+from service.stores.sqlite.reserve import Reserve
+from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opened:
+    writer: ConnectionThread
+    reader: ConnectionThread
+    presence: Presence
+
+
+class SqliteSessionStore:
+    """The embedded SessionStore.
+
+    `max_bytes` bounds the file, beyond it StorageFull is raised (None: the disk decides); `busy_timeout_s`: how long to
+    wait for a lock that another process holds. The lease of a process that has ended may be taken at once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_bytes: int | None = None,
+        busy_timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._busy_timeout_s = busy_timeout_s
+        self._clock = clock
+        self.reserve = Reserve(path)
+        self._opened: _Opened | None = None
+        turns = SqliteTurns(write=self.write, read=self.read, presence=lambda: self._open_parts().presence, clock=clock)
+        self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
+        self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
+        listing = SqliteListing(read=self.read, clock=clock)
+        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
+        kept = SqliteKept(read=self.read, clock=clock)
+        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
+        probe = SqliteProbe(write=self.write, hold=self.reserve.hold, clock=clock)
+        self.check_writable, self._write_state = probe.check_writable, probe.write_state
+
+    async def open(self) -> None:
+        try:
+            await asyncio.to_thread(create_file, self._path)
+            presence = await asyncio.to_thread(Presence, self._path)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
+        timeout = self._busy_timeout_s
+        writer = store_thread("writer", self._path, busy_timeout_s=timeout)
+        reader = store_thread("reader", self._path, busy_timeout_s=timeout)
+        self._opened = _Opened(writer, reader, presence)
+        try:
+            await self._prepare_file(writer)
+        except NsmError:
+            await self.close()
+            raise
+
+    async def _prepare_file(self, writer: ConnectionThread) -> None:
+        try:
+            await writer.run(self._prepare)
+        except StorageFull:
+            self.reserve.give_up()
+            await writer.run(self._prepare)
+        await asyncio.to_thread(self.reserve.fill)
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        migrate(connection, self._path)
+        if self._max_bytes is not None:
+            connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // PAGE_BYTES)}")
+        (largest,) = connection.execute("SELECT coalesce(max(snapshot_bytes), 0) FROM sessions").fetchone()
+        self.reserve.hold(largest)
+
+    async def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            if opened.presence.is_alone():
+                self.reserve.remove()  # before the last connection puts the write-ahead log into the database
+            await opened.writer.close()
+            await opened.reader.close()
+            opened.presence.end()
+
+    async def create(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None = None,
+    ) -> SessionHead:
+        return await self.create_with(
+            tenant=tenant,
+            session_id=session_id,
+            model_fingerprint=model_fingerprint,
+            metadata=metadata,
+            ttl_s=ttl_s,
+            forked_from=None,
+            version=0,
+            position=0,
+            snapshot=None,
+            log_ids=(),
+            marks=(),
+        )
+
+    async def create_with(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        model_fingerprint: str,
+        metadata: Mapping[str, str],
+        ttl_s: float | None,
+        forked_from: str | None,
+        version: int,
+        position: int,
+        snapshot: bytes | None,
+        log_ids: tuple[int, ...],
+        marks: tuple[LogMark, ...],
+    ) -> SessionHead:
+        now = self._clock()
+        head = new_head(
+            now=now,
+            tenant=tenant,
+            session_id=session_id,
+            version=version,
+            position=position,
+            model_fingerprint=model_fingerprint,
+            metadata=metadata,
+            num_log_tokens=len(log_ids),
+            snapshot=snapshot,
+            ttl_s=ttl_s,
+            forked_from=forked_from,
+        )
+
+        def work(connection: sqlite3.Connection) -> SessionHead:
+            with transaction(connection):
+                insert_head(connection, head)
+                replace_snapshot(connection, head, version=version, snapshot=snapshot)
+                append_log(connection, head, log_ids, marks)
+                return head
+
+        return await self._write_state(work, len(snapshot or b""))
+
+    async def update(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        metadata: Mapping[str, str] | None = None,
+        ttl_s: float | Unset | None = UNSET,
+    ) -> SessionHead:
+        def work(connection: sqlite3.Connection) -> SessionHead:
+            with transaction(connection):
+                now = self._clock()
+                head = get_head(connection, tenant, session_id, now)
+                new_ttl_s = head.ttl_s if isinstance(ttl_s, Unset) else ttl_s
+                new_metadata = json.dumps(dict(head.metadata if metadata is None else metadata))
+                connection.execute(
+                    f"UPDATE sessions SET metadata = ?, ttl_s = ?, expires_at = ?, updated_at = ? WHERE {ONE}",
+                    (new_metadata, new_ttl_s, expiry(now, new_ttl_s), now, tenant, session_id),
+                )
+                return get_head(connection, tenant, session_id, now)
+
+        return await self.write(work)
+
+    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
+        return await self.read(lambda connection: get_head(connection, tenant, session_id, self._clock()))
+
+    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+        def work(connection: sqlite3.Connection) -> StoredSession:
+            with reading(connection):
+                head = get_head(connection, tenant, session_id, self._clock())
+                raw = get_snapshot(connection, head)
+            return require_sound(head, raw)
+
+        return await self.read(work)
+
+    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+        presence = self._open_parts().presence
+
+        def work(connection: sqlite3.Connection) -> LeasedSession:
+            with transaction(connection):
+                now = self._clock()
+                head = get_head(connection, tenant, session_id, now)
+                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, presence=presence)
+                raw, kept = get_snapshot(connection, head), get_kept(connection, head)
+            return LeasedSession(lease=lease, stored=checked(head, raw), kept=kept)
+
+        return await self.write(work)
+
+    async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
+        def work(connection: sqlite3.Connection) -> Lease:
+            with transaction(connection):
+                return renewed(connection, lease, now=self._clock(), lease_s=lease_s)
+
+        return await self.write(work)
+
+    async def release(self, lease: Lease) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                free(connection, lease)
+
+        await self.write(work)
+
+    async def commit(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes,
+        position: int,
+        model_fingerprint: str,
+        new_ids: tuple[int, ...],
+        num_sampled: int,
+        seed: int,
+        turn: EndedTurn | None = None,
+        keep: Keeping = KEEP_NONE,
+    ) -> SessionHead:
+        version = expected_version + 1
+
+        def work(connection: sqlite3.Connection) -> SessionHead:
+            with transaction(connection):
+                now = self._clock()
+                head = writable_head(connection, lease, expected_version, now)
+                end_running(connection, head, turn, now)
+                append_chunk(connection, head, new_ids, version=version, num_sampled=num_sampled, seed=seed)
+                apply_keeping(connection, head, keep)
+                replace_snapshot(connection, head, version=version, snapshot=snapshot)
+                return move_head(
+                    connection,
+                    head,
+                    now=now,
+                    position=position,
+                    model_fingerprint=model_fingerprint,
+                    num_log_tokens=head.num_log_tokens + len(new_ids),
+                    snapshot=snapshot,
+                )
+
+        return await self._write_state(work, len(snapshot) + len(keep.snapshot))
+
+    async def rewind(
+        self,
+        lease: Lease,
+        *,
+        expected_version: int,
+        snapshot: bytes | None,
+        position: int,
+        model_fingerprint: str,
+        num_log_tokens: int,
+        num_sampled: int,
+        seed: int | None,
+    ) -> SessionHead:
+        def work(connection: sqlite3.Connection) -> SessionHead:
+            with transaction(connection):
+                now = self._clock()
+                head = writable_head(connection, lease, expected_version, now)
+                end_running(connection, head, None, now)
+                last_version = cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
+                drop_results(connection, head, last_version)
+                cut_kept(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
+                replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
+                moved = move_head(
+                    connection,
+                    head,
+                    now=now,
+                    position=position,
+                    model_fingerprint=model_fingerprint,
+                    num_log_tokens=num_log_tokens,
+                    snapshot=snapshot,
+                )
+            empty_write_ahead_log(connection)  # what was cut off is deleted
+            return moved
+
+        return await self._write_state(work, len(snapshot or b""))
+
+    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[int, ...]:
+            with reading(connection):
+                return get_log(connection, get_head(connection, tenant, session_id, self._clock()))[:stop]
+
+        return await self.read(work)
+
+    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[LogMark, ...]:
+            with reading(connection):
+                return get_marks(connection, get_head(connection, tenant, session_id, self._clock()))
+
+        return await self.read(work)
+
+    async def delete(self, *, tenant: str, session_id: str) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            delete_most_kept(connection, tenant, session_id)
+            with transaction(connection):
+                statement = f"DELETE FROM sessions WHERE {ONE} AND {EXISTS}"
+                if connection.execute(statement, (tenant, session_id, self._clock())).rowcount == 0:
+                    raise not_found(session_id)
+            empty_write_ahead_log(connection)
+
+        await self.write(self.reserve.lent_to(work))
+
+    async def remove_expired(self) -> int:
+        def work(connection: sqlite3.Connection) -> int:
+            now = self._clock()
+            with transaction(connection):
+                remove_expired_turns(connection, now)
+                statement = f"DELETE FROM sessions WHERE expires_at <= ? AND NOT {EXISTS}"
+                num_removed = connection.execute(statement, (now, now)).rowcount
+            if num_removed:
+                empty_write_ahead_log(connection)
+            return num_removed
+
+        return await self.write(self.reserve.lent_to(work))
+
+    async def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        return await self._open_parts().writer.run(self.reserve.behind(work))
+
+    async def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        return await self._open_parts().reader.run(work)
+
+    def _open_parts(self) -> _Opened:
+        if self._opened is None:
+            raise StoreUnavailable("the session store is not open")
+        return self._opened

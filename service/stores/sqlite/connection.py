@@ -1,0 +1,137 @@
+"""Connections of the SQLite store, each in a thread of its own; transactions; SQLite's errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from service.stores.sqlite.schema import connect, is_busy
+
+Result = TypeVar("Result")
+Work = Callable[[sqlite3.Connection], Result]
+
+
+class Runner(Protocol):
+    """Runs work on one of a store's connections."""
+
+    def __call__(self, work: Work[Result]) -> Awaitable[Result]: ...
+
+
+class ConnectionThread:
+    """A connection and the one thread that uses it. `translate` makes our errors of SQLite's."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        connect: Callable[[], sqlite3.Connection],
+        translate: Callable[[sqlite3.Error], NsmError],
+    ) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-{name}")
+        self._connect = connect
+        self._translate = translate
+        self._connection: sqlite3.Connection | None = None
+
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
+
+    def post(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """`work` in its turn, without waiting; whether it succeeds is of no importance."""
+        self._executor.submit(self._guarded, work)
+
+    def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            return work(self._connection)
+        except sqlite3.Error as error:
+            raise self._translate(error) from error
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
+        self._executor.shutdown()
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def store_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:
+    """A thread on the sessions' file."""
+    return ConnectionThread(
+        f"store-{name}",
+        connect=lambda: connect(path, busy_timeout_s=busy_timeout_s),
+        translate=lambda error: _translate(error, path),
+    )
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing; the write lock is taken at the start, so that what is read inside is still true at the end."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # SQLite ends it by itself after some errors, a full disk among them
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk."""
+    connection.execute("PRAGMA synchronous = NORMAL")
+    try:
+        with transaction(connection):
+            yield
+    finally:
+        connection.execute("PRAGMA synchronous = FULL")
+
+
+@contextlib.contextmanager
+def reading(connection: sqlite3.Connection) -> Iterator[None]:
+    """Every statement inside sees the same moment, whatever others commit meanwhile."""
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """What was deleted is still in it. Best effort: the session is gone, and any later checkpoint does the same."""
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether there was no room on the disk, for the database or for the index of its write-ahead log."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
+def _translate(error: sqlite3.Error, path: Path) -> NsmError:
+    """Clients read these: the path, and what SQLite said, are notes for the operator."""
+    translated = _by_code(error)
+    translated.add_note(f"{path}: {error}")
+    return translated
+
+
+def _by_code(error: sqlite3.Error) -> NsmError:
+    """By SQLite's primary result code, the low byte of the extended one."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if is_full(error):
+        return StorageFull("the session store is full")
+    if is_busy(error):
+        return StoreUnavailable("the session store is locked by another process")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StoreUnavailable("the session store is damaged or not a database", retry_after_s=60.0)
+    return StoreUnavailable("the session store failed")

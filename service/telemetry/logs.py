@@ -1,0 +1,46 @@
+"""How records of the log look: one line each, for people or as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+from typing import Any, Literal
+
+import orjson
+
+from service.telemetry.request_context import current_request
+
+LogFormat = Literal["text", "json"]
+TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+def configure_logging(level: str, form: LogFormat = "text") -> None:
+    """One line for each record, on standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("nsm").setLevel(level.upper())
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: time, level, logger, message, what was logged as `extra={"fields": …}`, and, while a request is
+    answered, its id and its trace's.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request = current_request()
+        if request is not None:
+            line["request_id"] = request.request_id
+            if request.trace_id is not None:
+                line["trace_id"] = request.trace_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()

@@ -1,0 +1,51 @@
+"""Stored beginnings of stateless prompts."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from service.telemetry.metrics.buckets import SECONDS
+
+# hit: started from a stored state; miss: none fits; short: too few tokens; off: not wanted; corrupt: not used, removed;
+# unavailable: the store did not answer
+PrefixOutcome = Literal["hit", "miss", "short", "off", "corrupt", "unavailable"]
+# other_ids: the answer's text has other ids than were sampled; dropped: too many at once, or the store rests
+PrefixKept = Literal["stored", "other_ids", "dropped", "failed"]
+
+
+class PrefixMetrics:
+    """Where stateless requests started from, and what was kept of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._resume = Counter(
+            "nsm_prefix_resume_total", "Stateless prompts by where they started from.", ["outcome"], registry=registry
+        )
+        for outcome in get_args(PrefixOutcome):  # each is there from the start, also one that never comes
+            self._resume.labels(outcome)
+        self._queries = Counter(
+            "nsm_prefix_cache_queries_total", "Tokens of prompts that a stored beginning was looked for.",
+            registry=registry,
+        )  # fmt: skip
+        self._hits = Counter(
+            "nsm_prefix_cache_hits_total", "Tokens of these prompts that a stored state covered.", registry=registry
+        )
+        self._fetch = Histogram(
+            "nsm_prefix_fetch_seconds", "Looking for a stored beginning.", buckets=SECONDS, registry=registry
+        )
+        self._kept = Counter(
+            "nsm_prefix_kept_total", "States of stateless requests, by what became of them.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+
+    def resumed(self, outcome: PrefixOutcome) -> None:
+        self._resume.labels(outcome).inc()
+
+    def looked_up(self, seconds: float, *, num_tokens: int, num_resumed: int) -> None:
+        self._fetch.observe(seconds)
+        self._queries.inc(num_tokens)
+        self._hits.inc(num_resumed)
+
+    def kept(self, outcome: PrefixKept) -> None:
+        self._kept.labels(outcome).inc()

@@ -1,0 +1,147 @@
+"""Sessions: states resumed and committed, leases, turns that move, and the store beneath them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from service.telemetry.metrics.buckets import BYTES, SECONDS
+from service.telemetry.metrics.shared import is_shared
+
+# hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
+# that is damaged as well; refused: not this session's state, or of a model with another tokenizer
+Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
+
+
+class SessionMetrics:
+    """What turns do with the sessions in the store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._register_states(registry)
+        self._register_turns(registry)
+        self._register_store(registry)
+
+    def _register_states(self, registry: CollectorRegistry) -> None:
+        self._resume = Counter(
+            "nsm_session_resume_total", "Stored states asked for, by outcome.", ["outcome"], registry=registry
+        )
+        for outcome in get_args(Outcome):  # from the start: an alert sees a counter rise, not that it comes to be
+            self._resume.labels(outcome)
+        self._state_fetch = Histogram(
+            "nsm_state_fetch_seconds", "Reading a session from the store.", buckets=SECONDS, registry=registry
+        )
+        self._state_commit = Histogram(
+            "nsm_state_commit_seconds", "Committing a turn to the store.", buckets=SECONDS, registry=registry
+        )
+        self._state_bytes = Histogram(
+            "nsm_state_bytes", "Size of each committed snapshot.", buckets=BYTES, registry=registry
+        )
+        self._commit_conflict = Counter(
+            "nsm_commit_conflict_total", "Commits refused because the session had moved on.", registry=registry
+        )
+
+    def _register_turns(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"nsm_{name}_total", text, registry=registry)
+
+        self._lock_wait = Histogram(
+            "nsm_lock_wait_seconds", "Asking for a session's lease until it was held or refused; what is read of the "
+            "session comes with it.", buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._lock_busy = counter("lock_busy", "Leases refused because somebody else held the session.")
+        self._lock_lost = counter("lock_lost", "Turns whose lease went to another holder before their commit.")
+        self._turn_replay = counter(
+            "turn_replay", "Retries that were given the turn that was begun, or committed, at an earlier try."
+        )
+        self._stream_resume = counter("stream_resume", "Streams that were read on after a break.")
+        self._turn_handover = counter("turn_handover", "Turns that this process left to others when it stopped.")
+        self._turn_takeover = counter("turn_takeover", "Turns of lost processes that went on in this one.")
+        self._detached = Gauge(
+            "nsm_turns_detached", "Turns that go on without their client.", registry=registry,
+            multiprocess_mode="livesum",
+        )  # fmt: skip
+
+    def _register_store(self, registry: CollectorRegistry) -> None:
+        self._store_seconds = Histogram(
+            "nsm_store_operation_seconds", "Calls to the store of sessions.", ["operation", "outcome"],
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self._store_bytes = Counter(
+            "nsm_store_bytes_total", "Bytes of snapshots and logs that went to the store of sessions or came from it.",
+            ["direction"], registry=registry,
+        )  # fmt: skip
+        self._tenant_bytes = Gauge(
+            "nsm_tenant_stored_bytes", "Bytes that a tenant's sessions take in the store, by the store's own count.",
+            ["tenant"], registry=registry, multiprocess_mode="mostrecent",
+        )  # fmt: skip
+        self._tenants: set[str] = set()
+        self._tenant_sessions = Gauge(
+            "nsm_tenant_sessions", "Sessions of a tenant.", ["tenant"], registry=registry,
+            multiprocess_mode="mostrecent",
+        )  # fmt: skip
+
+    def resumed(self, outcome: Outcome) -> None:
+        self._resume.labels(outcome).inc()
+
+    def state_fetched(self, seconds: float) -> None:
+        self._state_fetch.observe(seconds)
+
+    def state_committed(self, seconds: float, *, num_bytes: int) -> None:
+        self._state_commit.observe(seconds)
+        self._state_bytes.observe(num_bytes)
+
+    def commit_conflict(self) -> None:
+        self._commit_conflict.inc()
+
+    def lease_asked(self, seconds: float, *, is_busy: bool) -> None:
+        """`seconds` until it was held, or refused as busy."""
+        self._lock_wait.observe(seconds)
+        if is_busy:
+            self._lock_busy.inc()
+
+    def lease_lost(self) -> None:
+        self._lock_lost.inc()
+
+    def turn_replayed(self) -> None:
+        self._turn_replay.inc()
+
+    def stream_resumed(self) -> None:
+        self._stream_resume.inc()
+
+    def turn_handed_over(self) -> None:
+        self._turn_handover.inc()
+
+    def turn_taken_over(self) -> None:
+        self._turn_takeover.inc()
+
+    def turn_detached(self, change: Literal[1, -1]) -> None:
+        """+1 when a turn's client leaves, -1 when that turn ends."""
+        self._detached.inc(change)
+
+    def store_called(
+        self, operation: str, seconds: float, *, outcome: Literal["ok", "refused", "failed"], num_read: int = 0,
+        num_written: int = 0,
+    ) -> None:  # fmt: skip
+        """`operation`: a method of SessionStore; `num_read`, `num_written`: bytes of snapshots and logs."""
+        self._store_seconds.labels(operation, outcome).observe(seconds)
+        if num_read:
+            self._store_bytes.labels("read").inc(num_read)
+        if num_written:
+            self._store_bytes.labels("written").inc(num_written)
+
+    def tenants_stored(self, usage: Mapping[str, tuple[int, int]]) -> None:
+        """Sessions and bytes of each tenant there is; those of tenants that are gone are forgotten, or 0 where
+        processes share their numbers: what is in a file cannot be taken out of it.
+        """
+        for tenant in self._tenants - set(usage):
+            for gauge in (self._tenant_bytes, self._tenant_sessions):
+                if is_shared():
+                    gauge.labels(tenant).set(0)
+                else:
+                    gauge.remove(tenant)
+        self._tenants = set(usage)
+        for tenant, (num_sessions, num_bytes) in usage.items():
+            self._tenant_bytes.labels(tenant).set(num_bytes)
+            self._tenant_sessions.labels(tenant).set(num_sessions)

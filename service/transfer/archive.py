@@ -1,0 +1,211 @@
+"""Many sessions, and documents, as one stream of bytes, written and read one at a time.
+
+Byte format 2, all integers little endian; format 1 is the same without documents:
+
+    magic "NSMARCH" and a zero byte, 4 bytes format version
+    one entry a session:
+        4 bytes  "SESS"
+        4 bytes  H, length of the entry's header
+        8 bytes  F, length of the session file
+        H        header: JSON, ASCII: tenant, created_at
+        F        the session, as service/transfer/session_file.py writes it
+        32       blake2b-256 over the entry before this
+    one entry a document:
+        as above, with "RECD" for "SESS": the header is tenant, kind and id, and the JSON document stands for the file
+    the end:
+        4 bytes  "END" and a zero byte
+        8 bytes  number of entries
+        32       blake2b-256 over the checksums of all entries and this number
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from typing import IO, Any, get_args
+
+from nsm_core.errors import InvalidRequest, NsmError
+from service.state.copies import SessionCopy
+from service.stores.records.base import Kind, OwnedRecord
+from service.stores.sessions.base import SessionHead
+from service.transfer.session_file import read_file, write_file
+
+MAGIC = b"NSMARCH\0"
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+NO_TOKENIZER = "none"  # of an empty session: it has no token that a tokenizer would have to explain
+
+_START = struct.Struct("<8sI")
+_ENTRY = struct.Struct("<4sIQ")
+_COUNT = struct.Struct("<Q")
+_CHECKSUM_BYTES = 32
+_SESSION_TAG, _DOCUMENT_TAG, _END_TAG = b"SESS", b"RECD", b"END\0"
+_READ_BYTES = 1024 * 1024  # at once: a damaged length must not ask for all memory
+
+
+class ArchiveDamaged(InvalidRequest):
+    """The bytes are not what was written: cut off, changed, or of something else. `num_sessions` were good before."""
+
+    def __init__(self, reason: str, *, num_sessions: int) -> None:
+        super().__init__(f"this is no backup that can be used: {reason}", code="invalid_backup")
+        self.num_sessions = num_sessions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArchiveEntry:
+    """One session or document, checked, and how many bytes of the archive have been read with it."""
+
+    content: SessionCopy | OwnedRecord
+    num_bytes_read: int
+
+
+class ArchiveWriter:
+    """Writes to `out`; an archive is whole after `finish`."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._num_entries = 0
+        self._digest = _new_digest()
+        out.write(_START.pack(MAGIC, FORMAT_VERSION))
+
+    def add(self, copy: SessionCopy) -> None:
+        """Raises SnapshotCorrupt or InvalidRequest, and writes nothing, for a session that could not be read again."""
+        raw = write_file(copy, tokenizer_fingerprint=NO_TOKENIZER)
+        read_file(raw)  # what is wrong with a session is to be known now, not when the backup is needed
+        self._write(_SESSION_TAG, {"tenant": copy.head.tenant, "created_at": copy.head.created_at}, raw)
+
+    def add_document(self, owned: OwnedRecord) -> None:
+        fields = {"tenant": owned.tenant, "kind": owned.kind, "id": owned.record_id}
+        self._write(_DOCUMENT_TAG, fields, json.dumps(owned.document).encode("ascii"))
+
+    def _write(self, tag: bytes, fields: dict[str, Any], raw: bytes) -> None:
+        header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
+        entry = _ENTRY.pack(tag, len(header), len(raw)) + header + raw
+        checksum = _checksum(entry)
+        self._out.write(entry + checksum)
+        self._digest.update(checksum)
+        self._num_entries += 1
+
+    def finish(self) -> int:
+        """The end mark; returns the number of entries."""
+        count = _COUNT.pack(self._num_entries)
+        self._digest.update(count)
+        self._out.write(_END_TAG + count + self._digest.digest())
+        return self._num_entries
+
+
+def read_archive(file: IO[bytes]) -> Iterator[ArchiveEntry]:
+    """Sessions and documents in their order, each checked before it is given.
+
+    Raises ArchiveDamaged where the good part ends.
+    """
+    reader = _Reader(file)
+    reader.require_start()
+    while (entry := reader.next_entry()) is not None:
+        yield entry
+
+
+class _Reader:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._num_sessions = self._num_entries = 0
+        self._num_bytes = 0
+        self._digest = _new_digest()
+
+    def require_start(self) -> None:
+        magic, version = _START.unpack(self._take(_START.size))
+        self._require(magic == MAGIC, "it does not begin with the magic bytes")
+        self._require(version in READABLE_VERSIONS, f"format version {version}, this build reads {READABLE_VERSIONS}")
+
+    def next_entry(self) -> ArchiveEntry | None:
+        """None at the end, after it was found to be the right one."""
+        tag = self._take(len(_END_TAG))
+        if tag == _END_TAG:
+            self._require_end()
+            return None
+        is_session = tag == _SESSION_TAG
+        self._require(is_session or tag == _DOCUMENT_TAG, "there is no session where the next one should be")
+        prefix = tag + self._take(_ENTRY.size - len(tag))
+        _, header_bytes, file_bytes = _ENTRY.unpack(prefix)
+        header, raw = self._take(header_bytes), self._take(file_bytes)
+        checksum = self._take(_CHECKSUM_BYTES)
+        self._require(checksum == _checksum(prefix, header, raw), "a session's checksum does not match")
+        content = self._parse(header, raw, is_session=is_session)
+        self._digest.update(checksum)
+        self._num_entries += 1
+        self._num_sessions += is_session
+        return ArchiveEntry(content, self._num_bytes)
+
+    def _parse(self, header: bytes, raw: bytes, *, is_session: bool) -> SessionCopy | OwnedRecord:
+        try:
+            fields = json.loads(header)
+            return _copy_of(fields, raw) if is_session else _document_of(fields, raw)
+        except (NsmError, ValueError, TypeError, KeyError) as error:
+            raise self._damaged(str(error)) from error
+
+    def _require_end(self) -> None:
+        count = self._take(_COUNT.size)
+        self._digest.update(count)
+        self._require(self._take(_CHECKSUM_BYTES) == self._digest.digest(), "the checksum at its end does not match")
+        self._require(_COUNT.unpack(count) == (self._num_entries,), "sessions are missing")
+        self._require(not self._file.read(1), "it goes on after its end")
+
+    def _take(self, num_bytes: int) -> bytes:
+        parts, missing = [], num_bytes
+        while missing:
+            part = self._file.read(min(missing, _READ_BYTES))
+            self._require(bool(part), f"it was cut off after {self._num_bytes} bytes")
+            parts.append(part)
+            missing -= len(part)
+            self._num_bytes += len(part)
+        return b"".join(parts)
+
+    def _require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise self._damaged(reason)
+
+    def _damaged(self, reason: str) -> ArchiveDamaged:
+        return ArchiveDamaged(reason, num_sessions=self._num_sessions)
+
+
+def _copy_of(fields: dict[str, Any], raw: bytes) -> SessionCopy:
+    file = read_file(raw)
+    snapshot = None if file.snapshot is None else file.snapshot.encode()
+    header, created_at = file.header, float(fields["created_at"])
+    head = SessionHead(
+        tenant=str(fields["tenant"]),
+        session_id=header.session_id,
+        version=header.version,
+        position=header.position,
+        created_at=created_at,
+        updated_at=created_at,
+        model_fingerprint=header.model_fingerprint,
+        metadata=header.metadata,
+        num_log_tokens=len(file.log_ids),
+        snapshot_bytes=len(snapshot or b""),
+        ttl_s=header.ttl_s,
+        expires_at=None,
+        forked_from=header.forked_from,
+    )
+    return SessionCopy(head=head, snapshot=snapshot, log_ids=file.log_ids, marks=header.marks)
+
+
+def _document_of(fields: dict[str, Any], raw: bytes) -> OwnedRecord:
+    kind, document = fields["kind"], json.loads(raw)
+    if kind not in get_args(Kind) or not isinstance(document, dict):
+        raise ValueError(f"a document of kind {kind!r}, which this build does not know")
+    return OwnedRecord(tenant=str(fields["tenant"]), kind=kind, record_id=str(fields["id"]), document=document)
+
+
+def _new_digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
+
+
+def _checksum(*parts: bytes) -> bytes:
+    digest = _new_digest()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,232 @@
+"""Whole stores: all their sessions and documents into a file, out of one, or from one store into another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from nsm_core.errors import InvalidRequest, NotFound, NsmError, SessionBusy, SnapshotCorrupt
+from service.state.copies import SessionCopy, create_copy, read_copy
+from service.stores.records.base import ABSENT, OwnedRecord, RecordStore
+from service.stores.records.factory import records_beside
+from service.stores.sessions.base import SessionStore
+from service.transfer.archive import ArchiveWriter, read_archive
+
+PAGE = 100
+
+Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionName:
+    """Of a document it is the kind and the id that stand for the session's id."""
+
+    tenant: str
+    session_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of one session or document.
+
+    `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
+    meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far. `is_document`:
+    of a response or a conversation.
+    """
+
+    name: SessionName
+    outcome: Outcome
+    error: NsmError | None = None
+    num_bytes_read: int = 0
+    is_document: bool = False
+
+
+async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionName]:
+    """Oldest first within a tenant, so that whoever makes them again in this order lists them in the same one."""
+    names: list[SessionName] = []
+    for owner in await store.list_tenants() if tenant is None else (tenant,):
+        names += reversed([name async for name in _newest_first(store, owner)])
+    return names
+
+
+async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[SessionName]:
+    cursor: str | None = None
+    while True:
+        page = await store.list(tenant=tenant, limit=PAGE, cursor=cursor)
+        for head in page.heads:
+            yield SessionName(tenant, head.session_id)
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+async def backup(
+    store: SessionStore, names: Sequence[SessionName], path: Path, *, tenant: str | None = None
+) -> AsyncGenerator[Moved]:
+    """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
+
+    `path` appears, or is replaced, when all are written.
+    A session that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is what it was.
+    """
+    with _replacing(path) as out:
+        archive = ArchiveWriter(out)
+        for name in names:
+            try:
+                copy = await read_copy(store, tenant=name.tenant, session_id=name.session_id)
+                await asyncio.to_thread(archive.add, copy)
+            except NotFound:
+                yield Moved(name, "gone")
+            except (SnapshotCorrupt, SessionBusy, InvalidRequest) as error:
+                yield Moved(name, "failed", error)
+            else:
+                yield Moved(name, "written")
+        async for owned in records_beside(store).scan(tenant=tenant):
+            archive.add_document(owned)
+            yield Moved(_name_of(owned), "written", is_document=True)
+        archive.finish()
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file beside `path`, for its owner only, that takes its place when all went well; until then nothing is seen."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Without it a power cut could take back the renaming."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def restore(
+    store: SessionStore, file: IO[bytes], *, tenant: str | None = None, is_overwriting: bool = False
+) -> AsyncGenerator[Moved]:
+    """Makes the sessions and documents of a backup, `tenant`'s only if given; each is checked before it is written.
+
+    Raises ArchiveDamaged where the file's good part ends: what was yielded before is in the store.
+    """
+    entries, records = read_archive(file), records_beside(store)
+    while (entry := await asyncio.to_thread(next, entries, None)) is not None:
+        content, name = entry.content, _name_of(entry.content)
+        if tenant not in (None, name.tenant):
+            continue
+        if isinstance(content, SessionCopy):
+            outcome = await place(store, content, is_overwriting=is_overwriting)
+        else:
+            outcome = await place_document(records, content, is_overwriting=is_overwriting)
+        is_document = isinstance(content, OwnedRecord)
+        yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
+
+
+def _name_of(content: SessionCopy | OwnedRecord) -> SessionName:
+    if isinstance(content, SessionCopy):
+        return SessionName(content.head.tenant, content.head.session_id)
+    return SessionName(content.tenant, f"{content.kind} {content.record_id}")
+
+
+async def copy_sessions(
+    source: SessionStore,
+    target: SessionStore,
+    names: Sequence[SessionName],
+    *,
+    tenant: str | None = None,
+    is_overwriting: bool = False,
+) -> AsyncGenerator[Moved]:
+    """Makes the sessions in `target`, each as of its newest commit, and the documents, `tenant`'s only if given;
+    `source` stays as it is.
+
+    A session that cannot be read fails alone. Raises StoreUnavailable or StorageFull: what was yielded before is there.
+    """
+    for name in names:
+        try:
+            copy = await read_copy(source, tenant=name.tenant, session_id=name.session_id)
+            yield Moved(name, await place(target, copy, is_overwriting=is_overwriting))
+        except NotFound:
+            yield Moved(name, "gone")
+        except (SnapshotCorrupt, SessionBusy) as error:
+            yield Moved(name, "failed", error)
+    records = records_beside(target)
+    async for owned in records_beside(source).scan(tenant=tenant):
+        outcome = await place_document(records, owned, is_overwriting=is_overwriting)
+        yield Moved(_name_of(owned), outcome, is_document=True)
+
+
+async def place_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:
+    """Makes the document under its own name. One that is equal is left alone."""
+    key: dict[str, Any] = {"tenant": owned.tenant, "kind": owned.kind, "record_id": owned.record_id}
+    old = await records.get(**key)
+    if old is not None and (old.document == owned.document or not is_overwriting):
+        return "same" if old.document == owned.document else "exists"
+    await records.put(**key, document=owned.document, expected_version=ABSENT if old is None else old.version)
+    return "written" if old is None else "replaced"
+
+
+async def place(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool) -> Outcome:
+    """Makes the session in `store` under its own name, and reads it back.
+
+    One that is equal is left alone, so doing it again changes nothing. Its TTL begins anew. Raises SnapshotCorrupt when
+    what is read back is not what was written, and what `SessionStore.create_with` raises.
+    """
+    tenant, session_id = copy.head.tenant, copy.head.session_id
+    try:
+        old: SessionCopy | None = await read_copy(store, tenant=tenant, session_id=session_id)
+    except NotFound:
+        await _create(store, copy)
+        return "written"
+    except SnapshotCorrupt:
+        old = None
+    if old is not None and _is_equal(old, copy):
+        return "same"
+    if not is_overwriting:
+        return "exists"
+    await store.delete(tenant=tenant, session_id=session_id)
+    try:
+        await _create(store, copy)
+    except NsmError:
+        if old is not None:
+            with contextlib.suppress(NsmError):  # the first error tells more
+                await _create(store, old)
+        raise
+    return "replaced"
+
+
+async def _create(store: SessionStore, copy: SessionCopy) -> None:
+    head = copy.head
+    await create_copy(
+        store,
+        copy,
+        tenant=head.tenant,
+        session_id=head.session_id,
+        metadata=head.metadata,
+        ttl_s=head.ttl_s,
+        forked_from=head.forked_from,
+    )
+    found = await read_copy(store, tenant=head.tenant, session_id=head.session_id)
+    if not _is_equal(found, copy):
+        raise SnapshotCorrupt(f"session {head.session_id!r} was read back as something else than was written")
+
+
+def _is_equal(one: SessionCopy, other: SessionCopy) -> bool:
+    """In all that makes up a session, less the store's own times."""
+    names = ("version", "position", "model_fingerprint", "ttl_s", "forked_from")
+    heads = [(*(getattr(copy.head, name) for name in names), dict(copy.head.metadata)) for copy in (one, other)]
+    contents = [(copy.snapshot, copy.log_ids, copy.marks) for copy in (one, other)]
+    return heads[0] == heads[1] and contents[0] == contents[1]

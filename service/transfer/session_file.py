@@ -1,0 +1,186 @@
+"""A session as one file that another installation can read.
+
+Byte format 1, all integers little endian:
+
+    offset            bytes  what
+    0                 8      magic "NSMSESS" and a zero byte
+    8                 4      format version
+    12                4      H, length of the header
+    16                8      L, length of the token log
+    24                8      S, length of the snapshot; 0 for an empty session
+    32                H      header: JSON, ASCII, sorted keys, no blanks; see FileHeader
+    32 + H            L      token log: 4 bytes an id
+    32 + H + L        S      snapshot, in its own format (nsm_core/state/snapshot.py)
+    32 + H + L + S    32     blake2b-256 over everything before
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt
+from nsm_core.state.snapshot import Snapshot, verify
+from service.state.copies import SessionCopy
+from service.stores.sessions.base import LogMark
+from service.stores.sessions.records import decode_ids, encode_ids
+
+MAGIC = b"NSMSESS\0"
+FORMAT_VERSION = 1
+
+_PREFIX = struct.Struct("<8sIIQQ")
+_CHECKSUM_BYTES = 32
+_MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
+_ORIGIN = re.compile(r"[A-Za-z0-9_-]{1,64}@[0-9]{1,19}")
+_MAX_COUNT = 2**63 - 1
+_MAX_SEED = 2**64 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """Where the session stood when it was written, and what may read it. Fields as in SessionHead.
+
+    Metadata and TTL are only known to be JSON: whoever makes a session of them checks them like a client's.
+    """
+
+    session_id: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    version: int
+    position: int
+    metadata: Mapping[str, str]
+    ttl_s: float | None
+    forked_from: str | None
+    marks: tuple[LogMark, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFile:
+    """A file's content, all of it checked against each other. `snapshot` is None for an empty session."""
+
+    header: FileHeader
+    log_ids: tuple[int, ...]
+    snapshot: Snapshot | None
+
+
+def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
+    """`tokenizer_fingerprint` is used where there is no snapshot that tells it. Raises SnapshotCorrupt."""
+    head, snapshot = copy.head, copy.snapshot or b""
+    if snapshot:
+        tokenizer_fingerprint = Snapshot.decode(snapshot).header.tokenizer_fingerprint
+    fields = {
+        "session_id": head.session_id,
+        "model_fingerprint": head.model_fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "version": head.version,
+        "position": head.position,
+        "metadata": dict(head.metadata),
+        "ttl_s": head.ttl_s,
+        "forked_from": head.forked_from,
+        "marks": [[getattr(mark, name) for name in _MARK_FIELDS] for mark in copy.marks],
+    }
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    log = encode_ids(copy.log_ids)
+    body = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(header), len(log), len(snapshot)) + header + log + snapshot
+    return body + hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def read_file(raw: bytes) -> SessionFile:
+    """Raises InvalidRequest, with the reason, for anything that `write_file` would not have written."""
+    log_start, snapshot_start = _measure(raw)
+    header = _parse_header(raw[_PREFIX.size : log_start])
+    snapshot_bytes = raw[snapshot_start:-_CHECKSUM_BYTES]
+    try:
+        log_ids = decode_ids(raw[log_start:snapshot_start])
+        if snapshot_bytes:
+            verify(snapshot_bytes)
+        snapshot = Snapshot.decode(snapshot_bytes, is_verified=True) if snapshot_bytes else None
+    except SnapshotCorrupt as error:
+        raise _refusal(str(error)) from error
+    _require_log(header, log_ids)
+    _require_snapshot(header, snapshot, num_log_tokens=len(log_ids))
+    return SessionFile(header=header, log_ids=log_ids, snapshot=snapshot)
+
+
+def _refusal(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"this is no session file that can be used: {reason}", code="invalid_session_file")
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise _refusal(reason)
+
+
+def _measure(raw: bytes) -> tuple[int, int]:
+    """Where the log and where the snapshot begins, after the checks of prefix, length and checksum."""
+    _require(len(raw) >= _PREFIX.size + _CHECKSUM_BYTES, f"{len(raw)} bytes are too few")
+    magic, version, header_bytes, log_bytes, snapshot_bytes = _PREFIX.unpack_from(raw)
+    _require(magic == MAGIC, "it does not begin with the magic bytes")
+    _require(version == FORMAT_VERSION, f"format version {version}, this build reads {FORMAT_VERSION}")
+    want = _PREFIX.size + header_bytes + log_bytes + snapshot_bytes + _CHECKSUM_BYTES
+    _require(len(raw) == want, f"{want} bytes expected, got {len(raw)}")
+    checksum = hashlib.blake2b(memoryview(raw)[:-_CHECKSUM_BYTES], digest_size=_CHECKSUM_BYTES).digest()
+    _require(checksum == raw[-_CHECKSUM_BYTES:], "the checksum does not match")
+    log_start = _PREFIX.size + header_bytes
+    return log_start, log_start + log_bytes
+
+
+def _parse_header(raw: bytes) -> FileHeader:
+    try:
+        fields = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _refusal("the header is not JSON") from error
+    names = {field.name for field in dataclasses.fields(FileHeader)}
+    _require(isinstance(fields, dict) and set(fields) == names, "the header does not have the fields of its format")
+    for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint"):
+        _require(isinstance(fields[name], str) and bool(fields[name]), f"{name} is no text")
+    for name in ("version", "position"):
+        _require(_is_count(fields[name]), f"{name} is no count")
+    _require(_is_origin(fields["forked_from"]), "forked_from is not <session id>@<position>")
+    _require(isinstance(fields["marks"], list), "marks is no list")
+    return FileHeader(**{**fields, "marks": tuple(_parse_mark(mark) for mark in fields["marks"])})
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_count(value: object, maximum: int = _MAX_COUNT) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
+
+
+def _is_origin(value: object) -> bool:
+    return value is None or (isinstance(value, str) and _ORIGIN.fullmatch(value) is not None)
+
+
+def _parse_mark(values: Any) -> LogMark:
+    is_mark = isinstance(values, list) and len(values) == len(_MARK_FIELDS)
+    _require(is_mark and all(_is_count(value) for value in values[:3]), "a mark is not four numbers")
+    _require(values[3] is None or _is_count(values[3], _MAX_SEED), "a mark's seed is out of range")
+    return LogMark(**dict(zip(_MARK_FIELDS, values, strict=True)))
+
+
+def _require_log(header: FileHeader, log_ids: tuple[int, ...]) -> None:
+    """The marks cut the log into turns, from its start to its end."""
+    version = num_tokens = 0
+    for mark in header.marks:
+        is_next = mark.version > version and mark.num_log_tokens >= num_tokens
+        _require(is_next and mark.num_sampled <= mark.num_log_tokens - num_tokens, "the marks are not in order")
+        version, num_tokens = mark.version, mark.num_log_tokens
+    _require((version, num_tokens) == (header.version, len(log_ids)), "the marks do not end where the log ends")
+    _require(len(log_ids) - header.position in (0, 1), "the log does not fit the position")
+
+
+def _require_snapshot(header: FileHeader, snapshot: Snapshot | None, *, num_log_tokens: int) -> None:
+    _require((snapshot is None) == (num_log_tokens == 0), "a log comes with a snapshot, an empty log with none")
+    if snapshot is None:
+        return
+    for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint", "version", "position"):
+        _require(getattr(snapshot.header, name) == getattr(header, name), f"the snapshot has another {name}")
+    num_known = header.position + (snapshot.header.pending_id is not None)
+    _require(num_known == num_log_tokens, "the snapshot's pending token is not the log's")

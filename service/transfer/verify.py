@@ -1,0 +1,231 @@
+"""Stored states held against their token logs: each is derived again under the running model and compared.
+
+Writes nothing and takes no lease: a session is judged as of one of its commits, whatever turns run meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nsm_core.errors import EngineDead, NotFound, NsmError, NumericalError, SessionBusy, SnapshotCorrupt, StateMismatch
+from nsm_core.state.layout import FLOAT, TensorLayout, parse_layout
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
+from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
+from service.state.copies import SessionCopy, read_copy
+from service.state.prefill import read_again
+from service.state.rebuild import sampled_counts, seed_of
+from service.stores.sessions.base import LogMark, SessionStore
+from service.transfer.backup import SessionName
+
+# What chunks, single steps and batches of one numerics class may differ by; where states were rounded when they were
+# stored, what that adds up to over the turns of a session, as a share of a whole tensor. Slots that hardly fade keep
+# every rounding. The bundled model after 1,000 turns: 0.005 in fp16, 0.03 in int8; unrounded never more than 9e-5.
+TOLERANCES = {StateFormat.FP32: 1e-3, StateFormat.FP16: 5e-2, StateFormat.INT8: 2e-1}
+
+_SMALLEST = 1e-9  # of a length to divide by: a tensor of zeros is compared as it is
+
+FloatArray = NDArray[np.float64]
+Verdict = Literal["same", "empty", "diverged", "damaged", "other_model", "other_tokenizer", "busy", "gone"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where the stored session is not what its log makes it.
+
+    `what`: a tensor of the state, or "position", "log_length", "pending_token", "penalty_counts", "seed", "marks",
+    "layout" or a field of the snapshot's header. `difference`: of a tensor, see `Verified`; else None.
+    """
+
+    what: str
+    detail: str
+    difference: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What was found of one session.
+
+    `num_log_tokens`: how many were read again. `rounding`: the coarsest format that the state, or one before it, was
+    stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
+    `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more.
+    `damage`: what cannot be read, and why.
+    """
+
+    name: SessionName
+    verdict: Verdict
+    num_log_tokens: int = 0
+    rounding: StateFormat | None = None
+    difference: float = 0.0
+    divergences: tuple[Divergence, ...] = ()
+    numerics: str | None = None
+    damage: NsmError | None = None
+
+
+async def verify(
+    store: SessionStore,
+    backend: InferenceBackend,
+    names: Sequence[SessionName],
+    *,
+    tolerances: Mapping[StateFormat, float] = TOLERANCES,
+) -> AsyncGenerator[Verified]:
+    """One result for each name, in order. Raises StoreUnavailable or EngineDead."""
+    for name in names:
+        try:
+            copy = await read_copy(store, tenant=name.tenant, session_id=name.session_id)
+            yield await _verify_copy(backend, name, copy, tolerances)
+        except NotFound:
+            yield Verified(name=name, verdict="gone")
+        except (SnapshotCorrupt, NumericalError) as error:
+            yield Verified(name=name, verdict="damaged", damage=error)
+        except SessionBusy:
+            yield await _verify_marks(store, name)
+
+
+async def _verify_marks(store: SessionStore, name: SessionName) -> Verified:
+    """Of a session whose marks were never those of its head: rewound again and again, or wrong."""
+    try:
+        before = await store.get(tenant=name.tenant, session_id=name.session_id)
+        marks = await store.log_marks(tenant=name.tenant, session_id=name.session_id)
+        after = await store.get(tenant=name.tenant, session_id=name.session_id)
+    except NotFound:
+        return Verified(name=name, verdict="gone")
+    if (before.created_at, before.version) != (after.created_at, after.version):
+        return Verified(name=name, verdict="busy")
+    end = f"version {marks[-1].version}, {marks[-1].num_log_tokens} tokens" if marks else "nothing"
+    detail = f"the last is of {end}, the head of version {after.version}, {after.num_log_tokens} tokens"
+    return Verified(name=name, verdict="diverged", divergences=(Divergence("marks", detail),))
+
+
+async def _verify_copy(
+    backend: InferenceBackend, name: SessionName, copy: SessionCopy, tolerances: Mapping[StateFormat, float]
+) -> Verified:
+    """Raises SnapshotCorrupt for bytes that are no snapshot, NumericalError for a log that the model cannot read."""
+    if copy.snapshot is None:
+        return Verified(name=name, verdict="empty")
+    snapshot = await asyncio.to_thread(Snapshot.decode, copy.snapshot)
+    try:
+        backend = form_of(backend, copy.head.model_fingerprint)
+    except StateMismatch:  # of a form that is not served here: told as another model's below
+        pass
+    divergences, difference, rounding = _fields_that_differ(copy, snapshot), 0.0, None
+    foreign = _model_of(snapshot, backend)
+    is_fitting = snapshot.header.layout == parse_layout(backend.model.state_layout)
+    if foreign is None and not is_fitting:
+        divergences.append(Divergence("layout", "is not that of the model's states"))
+    if foreign is None and is_fitting and snapshot.header.position <= len(copy.log_ids):
+        differences = await _tensors_that_differ(backend, name, copy, snapshot)
+        difference, rounding = max(differences.values()), snapshot.header.rounding
+        divergences += [
+            Divergence(tensor, f"differs by {size:.3g}", size)
+            for tensor, size in differences.items()
+            if not size <= tolerances[rounding]
+        ]
+    numerics = snapshot.header.numerics
+    return Verified(
+        name=name,
+        verdict="diverged" if divergences else foreign or "same",
+        num_log_tokens=len(copy.log_ids),
+        rounding=rounding,
+        difference=difference,
+        divergences=tuple(divergences),
+        numerics=None if numerics == backend.model.numerics else numerics,
+    )
+
+
+def _model_of(snapshot: Snapshot, backend: InferenceBackend) -> Literal["other_model", "other_tokenizer"] | None:
+    if snapshot.header.tokenizer_fingerprint != backend.tokenizer.fingerprint:
+        return "other_tokenizer"
+    return None if snapshot.header.model_fingerprint == backend.model.fingerprint else "other_model"
+
+
+def _fields_that_differ(copy: SessionCopy, snapshot: Snapshot) -> list[Divergence]:
+    """All but the tensors: head, header, log and marks against each other."""
+    head, header, log_ids = copy.head, snapshot.header, copy.log_ids
+    found = []
+    for field in ("tenant", "session_id"):  # what is stored may be somebody else's: it is not shown
+        if getattr(header, field) != getattr(head, field):
+            found.append(Divergence(field, "the snapshot is another session's"))
+    for field in ("version", "position", "model_fingerprint"):
+        found += _differing(field, getattr(header, field), getattr(head, field))
+    has_pending = header.pending_id is not None
+    found += _differing("log_length", len(log_ids), header.position + has_pending)
+    in_log = log_ids[header.position] if has_pending and header.position < len(log_ids) else header.pending_id
+    found += _differing("pending_token", header.pending_id, in_log)
+    found += _marks_out_of_order(copy.marks)
+    if _is_sampling_known(copy.marks):
+        found += _differing("seed", header.sampler.seed, seed_of(copy.marks))
+        counts = sampled_counts(log_ids, copy.marks)
+        if dict(header.sampler.generated_counts) != counts:
+            stored = sum(header.sampler.generated_counts.values())
+            found.append(Divergence("penalty_counts", f"of {stored} tokens, the log has {sum(counts.values())}"))
+    return found
+
+
+def _differing(what: str, stored: object, derived: object) -> list[Divergence]:
+    return [] if stored == derived else [Divergence(what, f"is {stored}, should be {derived}")]
+
+
+def _marks_out_of_order(marks: Sequence[LogMark]) -> list[Divergence]:
+    """The last mark is the head's: `read_copy` saw to that."""
+    version, end = 0, 0
+    for mark in marks:
+        if mark.version <= version or not 0 <= mark.num_sampled <= mark.num_log_tokens - end:
+            return [Divergence("marks", f"that of version {mark.version} does not follow that of version {version}")]
+        version, end = mark.version, mark.num_log_tokens
+    return []
+
+
+def _is_sampling_known(marks: Sequence[LogMark]) -> bool:
+    """Older stores did not note what was sampled, and with which seed."""
+    return all(mark.seed is not None for mark in marks if mark.num_log_tokens)
+
+
+async def _tensors_that_differ(
+    backend: InferenceBackend, name: SessionName, copy: SessionCopy, snapshot: Snapshot
+) -> dict[str, float]:
+    """The difference of each tensor. The log is read from its start, in the engine's chunks."""
+    fed = copy.log_ids[: snapshot.header.position]
+    finished = await read_again(backend, fed, request_id=f"verify-{name.session_id}", deadline=math.inf)
+    if finished.end_state is None:
+        raise finished.error or EngineDead("the engine was stopped")
+    derived, header = finished.end_state.state, snapshot.header
+    is_rounded = header.rounding is not StateFormat.FP32
+    return await asyncio.to_thread(compare_states, header.layout, snapshot.state, derived, is_rounded=is_rounded)
+
+
+def compare_states(
+    layout: Sequence[TensorLayout], stored: bytes, derived: bytes, *, is_rounded: bool = False
+) -> dict[str, float]:
+    """By tensor how far the two are apart; infinite where one of them is no number. Counts have to be equal: their
+    difference is at least 1 where they are not.
+
+    Of numbers, the largest |stored - derived| / max(1, |derived|). Where they were rounded when they were stored, each
+    of its turns added to the difference of a few, and what tells another text's state is the tensor as a whole: the
+    length of the difference over that of what was derived.
+    """
+    differences, offset = {}, 0
+    for tensor in layout:
+        dtype = np.dtype(tensor.dtype).newbyteorder("<")
+        one, other = (np.frombuffer(raw, dtype, count=tensor.num_values, offset=offset) for raw in (stored, derived))
+        offset += tensor.num_bytes
+        size = _difference(one.astype(np.float64), other.astype(np.float64), tensor.dtype == FLOAT, is_rounded)
+        differences[tensor.name] = size if math.isfinite(size) else math.inf
+    return differences
+
+
+def _difference(stored: FloatArray, derived: FloatArray, is_float: bool, is_rounded: bool) -> float:
+    apart = np.abs(stored - derived)
+    if not is_float:
+        return float(apart.max())
+    if is_rounded:
+        return float(np.linalg.norm(apart) / max(float(np.linalg.norm(derived)), _SMALLEST))
+    return float(np.max(apart / np.maximum(1.0, np.abs(derived))))

@@ -1,0 +1,170 @@
+"""From a request, or another process's record, to an admitted turn: all that can refuse it happens here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from nsm_core.engine.request import GenerationRequest
+from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
+from service.backends.base import InferenceBackend
+from service.backends.forms import form_of
+from service.state.rebuild import LostState, read_replay
+from service.state.resume import Continuation, TurnRequest, require_version, resume, version_conflict
+from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.records import naming
+from service.stores.sessions.turn_records import TurnRecord, TurnStart
+from service.telemetry.metrics.metrics import Metrics
+from service.tenants.tenants import Tenants
+from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
+from service.turns.detokenize import Reframer
+from service.turns.execution import TurnRun
+from service.turns.lease import HeldLease, Leases
+from service.turns.turn import Turn
+
+logger = logging.getLogger("nsm.turns")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOpening:
+    """What turns are opened with. `record_ttl_s`, `max_records`: how long, and of how many turns of a session, results
+    are kept; `clock`: unix seconds, for snapshots.
+    """
+
+    backend: InferenceBackend
+    store: SessionStore
+    leases: Leases
+    metrics: Metrics
+    tenants: Tenants
+    record_ttl_s: float
+    max_records: int
+    clock: Callable[[], float]
+
+    async def take_lease(self, tenant: str, session_id: str, turn: Turn) -> HeldLease:
+        """Raises SessionBusy, NotFound or StoreUnavailable."""
+        started = time.monotonic()
+        with _count_outcomes(self.metrics):
+            held = await self.leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+        self.metrics.sessions.state_fetched(time.monotonic() - started)
+        return held
+
+    async def begin_record(self, held: HeldLease, request: TurnRequest) -> TurnRecord:
+        """The request's own record, or that of the turn it is a retry of. Raises VersionConflict."""
+        start = TurnStart(
+            turn_id=request.request_id,
+            identity=request.identity,
+            digest=request.digest,
+            base_version=request.expected_version,
+            request=encode_request(request, model_fingerprint=self.backend.model.fingerprint),
+        )
+        with _count_outcomes(self.metrics):
+            try:
+                return await held.begin_turn(start, max_records=self.max_records)
+            except VersionConflict as error:  # the store's, which knows no fields
+                raise version_conflict(held.stored.head, request.expected_version) from error
+
+    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnRun:
+        """A new turn, whose record was begun; a refusal leaves no record."""
+        try:
+            await self.tenants.check_stored_bytes(request.tenant, num_own_bytes=len(record.request))
+            start = await self._resume(held, request)
+            return self._submit(turn, held, start, request, start.generation_request(request))
+        except BaseException:
+            with contextlib.suppress(NsmError):
+                await held.forget_turn(request.request_id)
+            raise
+
+    async def go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> TurnRun:
+        """Another process's turn, from where its record ends. A refusal leaves it for another try."""
+        head, model = held.stored.head, self.backend.model
+        request, model_fingerprint = decode_request(
+            record.request, tenant=head.tenant, session_id=head.session_id, turn_id=record.turn_id
+        )
+        if model_fingerprint != model.fingerprint:
+            raise StateMismatch(
+                f"the turn was begun by model {model_fingerprint[:12]}, this server runs {model.fingerprint[:12]}"
+            )
+        tokens = [token for chunk in record.chunks for token in decode_tokens(chunk)]
+        start = await self._resume(held, request)
+        generation_request = dataclasses.replace(
+            start.generation_request(request),
+            request_id=f"{record.turn_id}/{held.fence}",
+            sampled_ids=tuple(token.token_id for token in tokens),
+        )
+        run = self._submit(turn, held, start, request, generation_request, tokens, len(record.chunks))
+        turn.identity, turn.digest = record.identity, record.digest
+        logger.warning("session %s: a turn is taken over after %d tokens", head.session_id, len(tokens))
+        self.metrics.sessions.turn_taken_over()
+        return run
+
+    def _submit(
+        self,
+        turn: Turn,
+        held: HeldLease,
+        start: Continuation,
+        request: TurnRequest,
+        generation_request: GenerationRequest,
+        earlier: Sequence[StoredToken] = (),
+        num_chunks: int = 0,
+    ) -> TurnRun:
+        with naming(request.session_id):
+            form = form_of(self.backend, held.stored.head.model_fingerprint)
+            generation = form.submit(generation_request)
+        reframer = Reframer(self.backend.tokenizer, generation_request.sampling)
+        turn.begin(
+            generation,
+            start,
+            self.metrics.requests.start(arrival=request.arrival),
+            request,
+            earlier=[reframer.feed(token) for token in earlier],
+        )
+        return TurnRun(
+            turn=turn,
+            held=held,
+            generation=generation,
+            start=start,
+            request=generation_request,
+            framing=request.framing,
+            earlier=earlier,
+            num_chunks=num_chunks,
+            metrics=self.metrics,
+            record_ttl_s=self.record_ttl_s,
+            clock=self.clock,
+        )
+
+    async def _resume(self, held: HeldLease, request: TurnRequest) -> Continuation:
+        with _count_outcomes(self.metrics):
+            require_version(held.stored.head, request.expected_version)
+            form = form_of(self.backend, held.stored.head.model_fingerprint)
+            model, tokenizer = form.model, form.tokenizer
+            # in a thread, as at the commit: megabytes and long counts would hold up every other stream
+            found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
+            start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
+        if start.head.num_log_tokens:
+            self.metrics.sessions.resumed(start.rebuilt or "hit")
+        return start
+
+    async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
+        """The turn will read the whole log, from the start, before its own input."""
+        replay = await read_replay(self.store, lost, head)
+        logger.warning(
+            "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
+        )
+        form = form_of(self.backend, head.model_fingerprint)
+        return Continuation(head=head, snapshot=None, model=form.model, tokenizer=form.tokenizer, replay=replay)
+
+
+@contextlib.contextmanager
+def _count_outcomes(metrics: Metrics) -> Iterator[None]:
+    try:
+        yield
+    except StateMismatch:
+        metrics.sessions.resumed("refused")
+        raise
+    except (NotFound, SnapshotCorrupt):
+        metrics.sessions.resumed("miss")
+        raise

@@ -1,0 +1,188 @@
+"""A turn as bytes, for the store: the request, so that any replica can run it again; its tokens; the result.
+
+JSON, because a record outlives a build: what a newer one adds has a default here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import nsm_core.errors
+from nsm_core.engine.request import Finished, FinishReason, TokenEvent, TokenLogprob
+from nsm_core.errors import NsmError
+from nsm_core.sampling.params import SamplingParams
+from nsm_core.stats import EnergyUse
+from service.state.resume import TurnRequest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredToken:
+    """One sampled token, with its log-probability when the client asked for them."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a committed turn left its session."""
+
+    version: int
+    position: int
+    num_log_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """What is kept of a turn that ended. `place` is None, and `error` is not, when it was not committed.
+
+    `framing`: what whoever answers the client stored with the turn. Counts, reason and energy are those of `finished`;
+    its text follows from the tokens. `session_joules`: see TurnEnd.
+    """
+
+    sampling: SamplingParams
+    framing: Mapping[str, Any]
+    tokens: Sequence[StoredToken]
+    finished: Finished
+    place: Place | None = None
+    rebuilt: str | None = None
+    other_numerics: str | None = None
+    session_joules: float = 0.0
+    error: NsmError | None = None
+
+
+def stored_token(event: TokenEvent) -> StoredToken:
+    return StoredToken(event.token_id, event.logprob)
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """Of all that determines a turn's result, whatever the order of the fields."""
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
+    """What `decode_request` needs to make the same request again, on any replica with that model."""
+    left_s = None if request.deadline is None else request.deadline - time.monotonic()
+    fields = {
+        "model_fingerprint": model_fingerprint,
+        "input_ids": request.input_ids,
+        "is_verbatim": request.is_verbatim,
+        "sampling": _sampling_fields(request.sampling),
+        "has_own_seed": request.has_own_seed,
+        "deadline_at": None if left_s is None else time.time() + left_s,
+        "framing": dict(request.framing),
+    }
+    return _dump(fields)
+
+
+def decode_request(raw: bytes, *, tenant: str, session_id: str, turn_id: str) -> tuple[TurnRequest, str]:
+    """The request as it arrives now, and the fingerprint of the model that ran it."""
+    fields = json.loads(raw)
+    now, deadline_at = time.monotonic(), fields["deadline_at"]
+    request = TurnRequest(
+        request_id=turn_id,
+        tenant=tenant,
+        session_id=session_id,
+        input_ids=tuple(fields["input_ids"]),
+        is_verbatim=fields["is_verbatim"],
+        sampling=_sampling_of(fields["sampling"]),
+        has_own_seed=fields["has_own_seed"],
+        arrival=now,
+        deadline=None if deadline_at is None else now + (deadline_at - time.time()),
+        framing=fields["framing"],
+        is_resumable=True,  # somebody has come back to it
+    )
+    return request, fields["model_fingerprint"]
+
+
+def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
+    return _dump([_token_fields(token) for token in tokens])
+
+
+def decode_tokens(raw: bytes) -> list[StoredToken]:
+    return [_token_of(fields) for fields in json.loads(raw)]
+
+
+def encode_result(result: TurnResult) -> bytes:
+    finished, error = result.finished, result.error
+    fields = {
+        "sampling": _sampling_fields(result.sampling),
+        "framing": dict(result.framing),
+        "tokens": [_token_fields(token) for token in result.tokens],
+        "reason": finished.reason.value,
+        "prompt_tokens": finished.prompt_tokens,
+        "cached_tokens": finished.cached_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "place": None if result.place is None else dataclasses.asdict(result.place),
+        "rebuilt": result.rebuilt,
+        "other_numerics": result.other_numerics,
+        "energy": [dataclasses.asdict(use) for use in finished.energy],
+        "session_joules": result.session_joules,
+        "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
+    }
+    return _dump(fields)
+
+
+def decode_result(raw: bytes) -> TurnResult:
+    fields = json.loads(raw)
+    counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+    energy = tuple(EnergyUse(**use) for use in fields.get("energy", ()))  # absent in results of before it was measured
+    return TurnResult(
+        sampling=_sampling_of(fields["sampling"]),
+        framing=fields["framing"],
+        tokens=[_token_of(token) for token in fields["tokens"]],
+        finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
+        place=None if fields["place"] is None else Place(**fields["place"]),
+        rebuilt=fields["rebuilt"],
+        other_numerics=fields["other_numerics"],
+        session_joules=fields.get("session_joules", 0.0),
+        error=None if fields["error"] is None else _error_of(**fields["error"]),
+    )
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    return {**fields, "logit_bias": {str(key): value for key, value in sampling.logit_bias.items()}}
+
+
+def _sampling_of(fields: Mapping[str, Any]) -> SamplingParams:
+    changes = {
+        "logit_bias": {int(key): value for key, value in fields["logit_bias"].items()},
+        "stop": tuple(fields["stop"]),
+        "stop_token_ids": tuple(fields["stop_token_ids"]),
+    }
+    return SamplingParams(**{**fields, **changes})
+
+
+def _token_fields(token: StoredToken) -> list[Any]:
+    scored = token.logprob
+    return [token.token_id] if scored is None else [token.token_id, scored.logprob, scored.top]
+
+
+def _token_of(fields: Sequence[Any]) -> StoredToken:
+    if len(fields) == 1:
+        return StoredToken(fields[0])
+    token_id, logprob, top = fields
+    return StoredToken(
+        token_id, TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((place[0], place[1]) for place in top))
+    )
+
+
+def _error_of(kind: str, message: str) -> NsmError:
+    """The error as it was, but for what only its first receiver needed (a field's name, when to try again)."""
+    found = getattr(nsm_core.errors, kind, NsmError)
+    try:
+        error = found(message)
+    except TypeError:  # it cannot do without what was left out
+        error = NsmError(message)
+    return error if isinstance(error, NsmError) else NsmError(message)

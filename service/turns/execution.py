@@ -1,0 +1,178 @@
+"""One admitted turn on its way: events to its readers, tokens to its record, and at the end a commit or none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
+from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
+from service.backends.base import Generation
+from service.state.resume import Continuation
+from service.stores.sessions.base import SessionHead
+from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
+from service.telemetry.metrics.metrics import Metrics
+from service.turns.codec import Place, StoredToken, TurnResult, encode_result, stored_token
+from service.turns.lease import HeldLease
+from service.turns.token_writer import TurnLog
+from service.turns.turn import HandedOver, TakenOver, Turn, TurnEnd
+
+logger = logging.getLogger("nsm.turns")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRun:
+    """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
+
+    `earlier`: what another process sampled of the turn, written down in so many chunks.
+    """
+
+    turn: Turn
+    held: HeldLease
+    generation: Generation
+    start: Continuation
+    request: GenerationRequest
+    framing: Mapping[str, Any]
+    earlier: Sequence[StoredToken]
+    num_chunks: int
+    metrics: Metrics
+    record_ttl_s: float
+    clock: Callable[[], float]
+
+    async def to_its_end(self) -> TurnEnd:
+        """Committed, or failed with an error that a client may see."""
+        try:
+            return await self._settle(*await self._sample())
+        except Exception:
+            request_id = self.request.request_id
+            logger.exception("request %s failed", request_id)
+            error = NsmError(f"internal error; the server's log tells more under request id {request_id}")
+            return await self._fail(Finished(reason=FinishReason.ERROR), error)
+
+    async def _sample(self) -> tuple[Finished, list[StoredToken]]:
+        log = TurnLog(
+            self.held,
+            self.turn.turn_id,
+            on_stop=self.turn.stop,
+            earlier=self.earlier,
+            num_chunks=self.num_chunks,
+        )
+        try:
+            return await self._forward(log), log.tokens
+        finally:
+            await log.stop(is_complete=self.turn.is_handed_over)
+
+    async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
+        """The session stays where it is, and the record tells why; that of a turn handed over still runs."""
+        status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
+        if isinstance(error, HandedOver):
+            self.metrics.sessions.turn_handed_over()
+        elif isinstance(error, LeaseLost):
+            error = await self._fate(error)
+        else:
+            with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
+                await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
+        return TurnEnd(finished=finished, head=self.start.head, error=error)
+
+    async def _fate(self, lost: LeaseLost) -> LeaseLost:
+        """Whoever took the session may have gone on with this very turn."""
+        with contextlib.suppress(NsmError):
+            record = await self.held.read_turn(self.turn.turn_id)
+            if record is not None and record.status in REPEATABLE:
+                return TakenOver(self.turn.turn_id, is_committed=record.status == "committed")
+        return lost
+
+    async def _forward(self, log: TurnLog) -> Finished:
+        """Passes the events on as they come, and returns the last one instead of passing it on."""
+        try:
+            async for batch in self.generation.batches():
+                tokens = [event for event in batch if isinstance(event, TokenEvent)]
+                if tokens:
+                    log.put(map(stored_token, tokens))
+                    self.turn.put(tokens)
+                if isinstance(batch[-1], Finished):
+                    return batch[-1]
+        except BaseException:
+            self.generation.cancel()
+            raise
+        raise RuntimeError("the engine ended a request without Finished")
+
+    async def _settle(self, finished: Finished, tokens: list[StoredToken]) -> TurnEnd:
+        """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
+        error = self.turn.error_of(finished)
+        if error is not None:
+            return await self._fail(finished, error, tokens)
+        if finished.end_state is None:
+            raise RuntimeError("the engine ended a session's turn without its state")
+        try:
+            head = await self._commit(finished, finished.end_state, tokens)
+        except NsmError as commit_error:
+            return await self._fail(finished, commit_error, tokens)
+        return TurnEnd(finished=finished, head=head, session_joules=self._session_joules(finished))
+
+    async def _commit(self, finished: Finished, end: EndState, tokens: list[StoredToken]) -> SessionHead:
+        started = time.monotonic()
+        start, seed = self.start, self.request.sampling.seed
+        new_ids = start.new_log_ids(end)
+        place = Place(
+            version=start.head.version + 1,
+            position=end.position,
+            num_log_tokens=start.head.num_log_tokens + len(new_ids),
+        )
+
+        def encode() -> tuple[bytes, EndedTurn]:
+            snapshot = start.next_snapshot(
+                end,
+                seed=seed,
+                created_at=self.clock(),
+                form=self.held.state_format,
+                joules=joules_of((finished,)),
+            )
+            return snapshot.encode(), self._ended(finished, tokens, place=place)
+
+        raw, ended = await asyncio.to_thread(encode)
+        try:
+            head = await self.held.commit(
+                expected_version=start.head.version,
+                snapshot=raw,
+                position=end.position,
+                model_fingerprint=start.model.fingerprint,
+                new_ids=new_ids,
+                num_sampled=len(end.new_ids) - len(self.request.prompt_ids),
+                seed=seed,
+                turn=ended,
+            )
+        except VersionConflict:
+            self.metrics.sessions.commit_conflict()
+            raise
+        self.metrics.sessions.state_committed(time.monotonic() - started, num_bytes=len(raw))
+        return head
+
+    def _session_joules(self, finished: Finished) -> float:
+        return self.start.energy_joules + joules_of((finished,))
+
+    def _ended(
+        self,
+        finished: Finished,
+        tokens: Iterable[StoredToken],
+        *,
+        place: Place | None = None,
+        error: NsmError | None = None,
+    ) -> EndedTurn:
+        result = TurnResult(
+            sampling=self.request.sampling,
+            framing=self.framing,
+            tokens=list(tokens),
+            finished=finished,
+            place=place,
+            rebuilt=self.start.rebuilt,
+            other_numerics=self.start.other_numerics,
+            session_joules=0.0 if place is None else self._session_joules(finished),
+            error=error,
+        )
+        return EndedTurn(turn_id=self.turn.turn_id, result=encode_result(result), ttl_s=self.record_ttl_s)

@@ -1,0 +1,209 @@
+"""A session's lease while work goes on under it: taken, renewed in a task of its own, given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+from nsm_core.errors import LeaseLost, NsmError, SessionBusy, SnapshotCorrupt
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.base import LeasedSession, SessionHead, SessionStore
+from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot, plan_kept
+from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
+from service.telemetry.metrics.metrics import Metrics
+
+logger = logging.getLogger("nsm.leases")
+
+RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
+NO_CHUNKS = 2**31 - 1  # only what the record itself says
+
+
+class HeldLease:
+    """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`.
+
+    `state_format`: how the state that is committed under it is to be stored.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        leased: LeasedSession,
+        *,
+        lease_s: float,
+        metrics: Metrics,
+        max_kept: int,
+        state_format: StateFormat,
+        on_lost: Callable[[NsmError], None],
+    ) -> None:
+        self.stored = leased.stored
+        self.kept = leased.kept
+        self.state_format = state_format
+        self._max_kept = max_kept
+        self.fence = leased.lease.fence
+        self.has_written = False
+        self._lease = leased.lease
+        self._store = store
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._on_lost = on_lost
+        self._is_over = self._is_stopping = False
+        self._renewing: asyncio.Task[None] | None = asyncio.create_task(self._renew())
+
+    async def commit(self, **fields: Any) -> SessionHead:
+        """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
+        keep = await self._keeping(fields["position"], fields["model_fingerprint"])
+        return await self._write(self._store.commit, {**fields, "keep": keep})
+
+    async def rewind(self, **fields: Any) -> SessionHead:
+        """`SessionStore.rewind` under this lease, which is over if it succeeds."""
+        return await self._write(self._store.rewind, fields)
+
+    async def begin_turn(self, start: TurnStart, *, max_records: int) -> TurnRecord:
+        """`SessionStore.begin_turn` under this lease, as for the next."""
+        return await self._store.begin_turn(self._lease, start, max_records=max_records)
+
+    async def append_turn(self, turn_id: str, *, index: int, chunk: bytes) -> bool:
+        return await self._store.append_turn(self._lease, turn_id, index=index, chunk=chunk)
+
+    async def end_turn(self, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
+        await self._store.end_turn(self._lease, ended, status=status)
+
+    async def forget_turn(self, turn_id: str) -> None:
+        await self._store.forget_turn(self._lease, turn_id)
+
+    async def is_cancel_wanted(self, turn_id: str) -> bool:
+        """Whether somebody asked for the end of the running turn."""
+        record = await self.read_turn(turn_id)
+        return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
+
+    async def read_turn(self, turn_id: str) -> TurnRecord | None:
+        """What its record says, without request and chunks."""
+        lease = self._lease
+        return await self._store.get_turn(
+            tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False
+        )
+
+    async def give_back(self) -> None:
+        """The session is free when this returns, as far as it depends on us. Idempotent."""
+        await self._stop_renewing()
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            await self._store.release(self._lease)
+        except NsmError as error:
+            logger.warning("the lease on session %s was not released: %s", self._lease.session_id, error)
+
+    async def _write(self, write: Callable[..., Any], fields: dict[str, Any]) -> SessionHead:
+        await self._stop_renewing()  # a renewal that comes after the commit would look like a lost lease
+        try:
+            head: SessionHead = await write(self._lease, **fields)
+        except LeaseLost:
+            self._is_over = True
+            self._metrics.sessions.lease_lost()
+            raise
+        self._is_over = self.has_written = True
+        return head
+
+    async def _keeping(self, position: int, model_fingerprint: str) -> Keeping:
+        """What the session had newest until now may become one of the older snapshots that it keeps."""
+        head, raw = self.stored.head, self.stored.snapshot
+        if head.model_fingerprint != model_fingerprint:
+            return KEEP_NONE  # no other model goes on from them
+        newest = None if raw is None else KeptSnapshot(version=head.version, position=head.position, num_bytes=0)
+        versions = plan_kept(self.kept, newest, position=position, max_kept=self._max_kept)
+        stay = tuple(version for version in versions if version != head.version)
+        packed = await asyncio.to_thread(_pack, raw) if raw is not None and head.version in versions else None
+        if newest is None or packed is None:
+            return Keeping(stay=stay)
+        return Keeping(stay=stay, joins=dataclasses.replace(newest, num_bytes=len(packed)), snapshot=packed)
+
+    async def _stop_renewing(self) -> None:
+        self._is_stopping = True
+        if self._renewing is None:
+            return
+        self._renewing.cancel()
+        await asyncio.wait((self._renewing,))
+        # The task holds its cancellation, whose traceback holds us and with us the turn's states: megabytes that would
+        # stay until the garbage collector looks for cycles.
+        self._renewing = None
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            try:
+                self._lease = await self._store.renew(self._lease, lease_s=self._lease_s)
+            except LeaseLost as error:
+                self._is_over = True
+                self._metrics.sessions.lease_lost()
+                self._on_lost(error)
+                return
+            except NsmError as error:  # the store is away: the next renewal, or the commit, will tell
+                logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
+            if self._is_stopping:  # a client library may swallow the cancel that meets it in the middle of a command
+                return
+
+
+def _pack(raw: bytes) -> bytes | None:
+    """The same snapshot, in its own dtype, in fewer bytes; None when nobody could read it."""
+    try:
+        return Snapshot.decode(raw, is_verified=True).encode(is_packed=True)
+    except SnapshotCorrupt:
+        return None
+
+
+class Leases:
+    """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more.
+
+    `max_kept`: how many older snapshots a session keeps. `state_format`: see HeldLease.
+    """
+
+    def __init__(
+        self,
+        store: SessionStore,
+        *,
+        lease_s: float,
+        metrics: Metrics,
+        max_kept: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
+    ) -> None:
+        self._store = store
+        self._max_kept = max_kept
+        self._state_format = state_format
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._process = uuid.uuid4().hex
+
+    async def take(self, *, tenant: str, session_id: str, on_lost: Callable[[NsmError], None]) -> HeldLease:
+        """Raises what `SessionStore.acquire` raises. `on_lost` is called, once, when a renewal finds the lease gone."""
+        holder = f"{self._process}/{uuid.uuid4().hex}"
+        acquiring = asyncio.ensure_future(
+            self._store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=self._lease_s)
+        )
+        started = time.monotonic()
+        try:
+            leased = await asyncio.shield(acquiring)
+        except SessionBusy:
+            self._metrics.sessions.lease_asked(time.monotonic() - started, is_busy=True)
+            raise
+        except asyncio.CancelledError:
+            with contextlib.suppress(NsmError):  # nobody would give it back: the session would be busy until it expires
+                await self._store.release((await acquiring).lease)
+            raise
+        self._metrics.sessions.lease_asked(time.monotonic() - started, is_busy=False)
+        return HeldLease(
+            self._store,
+            leased,
+            lease_s=self._lease_s,
+            metrics=self._metrics,
+            max_kept=self._max_kept,
+            state_format=self._state_format,
+            on_lost=on_lost,
+        )

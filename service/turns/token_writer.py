@@ -1,0 +1,114 @@
+"""Writes what a running turn samples to its record, in small batches beside the turn; and hears there of a cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from nsm_core.errors import LeaseLost, NotFound, NsmError, TurnCancelled
+from service.turns.codec import StoredToken, encode_tokens
+from service.turns.lease import HeldLease
+
+logger = logging.getLogger("nsm.turns")
+
+BATCH_S = 0.1  # between two appends; what a lost process had not written yet is drawn again, and comes out the same
+QUIET_S = 1.0  # how often a turn that samples nothing asks whether it shall go on
+
+
+class TurnLog:
+    """The tokens of one turn, from its first on. `stop` ends the writing, and is to come before the record's end.
+
+    `earlier`: what another process has written of it, in `num_chunks` chunks. `on_stop` is called when the turn must
+    not go on: somebody cancelled it, or the lease is lost.
+    """
+
+    def __init__(
+        self,
+        held: HeldLease,
+        turn_id: str,
+        *,
+        on_stop: Callable[[NsmError], None],
+        earlier: Iterable[StoredToken] = (),
+        num_chunks: int = 0,
+    ) -> None:
+        self.tokens = list(earlier)
+        self.turn_id = turn_id
+        self._held = held
+        self._on_stop = on_stop
+        self._num_chunks = num_chunks
+        self._num_written = len(self.tokens)
+        self._batch: bytes | None = None  # under way; sent again as it was when it may not have arrived
+        self._batch_end = 0
+        self._has_more = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._has_failed = False
+        self._writing = asyncio.create_task(self._write_on())
+
+    def put(self, tokens: Iterable[StoredToken]) -> None:
+        self.tokens += tokens
+        self._has_more.set()
+
+    async def stop(self, *, is_complete: bool = False) -> None:
+        """No write is under way when this returns. Idempotent.
+
+        `is_complete`: write all that is left. What another process would draw again comes out the same on the same kind
+        of machine only.
+        """
+        self._stopped.set()
+        self._has_more.set()
+        await asyncio.wait((self._writing,))
+        try:
+            while is_complete and self._num_written < len(self.tokens):
+                await self._write()
+        except NsmError as error:
+            self._warn(error)
+
+    async def _write_on(self) -> None:
+        while await self._is_time():
+            try:
+                await (self._write() if self._num_written < len(self.tokens) else self._listen())
+            except (LeaseLost, NotFound) as error:  # somebody else has the session, or it is gone
+                self._on_stop(error)
+                return
+            except NsmError as error:  # the turn goes on: the next batch, or the commit, brings it
+                self._warn(error)
+
+    async def _is_time(self) -> bool:
+        """Waits until there is a batch to write, or it is time to listen. False when it is all over."""
+        if await happens(self._has_more, within_s=QUIET_S):
+            await happens(self._stopped, within_s=BATCH_S)
+        self._has_more.clear()
+        return not self._stopped.is_set()
+
+    async def _write(self) -> None:
+        if self._batch is None:
+            self._batch_end = len(self.tokens)
+            self._batch = encode_tokens(self.tokens[self._num_written :])
+        is_cancel_wanted = await self._held.append_turn(self.turn_id, index=self._num_chunks, chunk=self._batch)
+        self._batch, self._num_written = None, self._batch_end
+        self._num_chunks += 1
+        self._has_failed = False
+        self._heard(is_cancel_wanted)
+
+    async def _listen(self) -> None:
+        self._heard(await self._held.is_cancel_wanted(self.turn_id))
+
+    def _heard(self, is_cancel_wanted: bool) -> None:
+        if is_cancel_wanted:
+            self._on_stop(TurnCancelled("the turn was cancelled; nothing of it was kept"))
+
+    def _warn(self, error: NsmError) -> None:
+        if not self._has_failed:
+            logger.warning("what turn %s samples is not written down for now: %s", self.turn_id, error)
+        self._has_failed = True
+
+
+async def happens(event: asyncio.Event, *, within_s: float) -> bool:
+    """Waits for it; whether it came within the time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

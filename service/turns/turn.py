@@ -1,0 +1,336 @@
+"""One turn as its clients see it: events until the end, whoever stops it, and what happens when the clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from nsm_core.engine.request import Finished, FinishReason, TokenEvent
+from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
+from service.backends.base import Generation
+from service.state.rebuild import RebuildReason
+from service.state.resume import Continuation, TurnRequest
+from service.stores.sessions.base import SessionHead
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.requests import RequestRecord
+from service.tenants.tenants import Permit
+
+EVENTS_AT_ONCE = 64  # most that a reader gets in one piece
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The last event of every turn. `head` is the session's after it.
+
+    `error` is None if and only if the turn was committed; otherwise the session is where it was. HandedOver: the turn
+    itself has not ended, only here. `session_joules`: of a committed turn and all before it, as far as it was measured.
+    """
+
+    finished: Finished
+    head: SessionHead
+    session_joules: float = 0.0
+    error: NsmError | None = None
+
+
+TurnEvent = TokenEvent | TurnEnd
+
+
+class TurnSource(Protocol):
+    """Where the events of a turn come from: the turn itself, somebody who follows it, or what is kept of it."""
+
+    @property
+    def turn_id(self) -> str: ...
+
+    @property
+    def framing(self) -> Mapping[str, Any]:
+        """What the turn's request carried along, see TurnRequest."""
+        ...
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the turn had begun before this reader asked for it."""
+        ...
+
+    @property
+    def end(self) -> TurnEnd | None:
+        """Set before the last event is given out."""
+        ...
+
+    @property
+    def rebuilt(self) -> str | None: ...
+
+    @property
+    def other_numerics(self) -> str | None: ...
+
+    def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Each event of the turn once, in order from its first, the last a TurnEnd. Closing it early detaches.
+
+        Raises NsmError where the events cannot be had any more.
+        """
+        ...
+
+    def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """The same events, together what is there when the reader comes for more, but no more than is fit to be sent
+        at once. Between two of them others get the event loop.
+        """
+        ...
+
+    def delivered(self, at: float | None = None) -> None:
+        """Text reached the client's connection, now or at a `time.monotonic()` reading."""
+        ...
+
+    def detach(self) -> None:
+        """This reader left. Idempotent, never blocks."""
+        ...
+
+
+class Turn:
+    """A turn of one session, from the claim to its end. Made by `Turns.open_turn`; whoever leaves it calls `detach`.
+
+    It is its opener's TurnSource; `follow` gives further ones. Without any reader it goes on for `detached_s` seconds.
+    `identity`, `digest`: see TurnStart.
+    """
+
+    def __init__(self, metrics: Metrics, *, detached_s: float, identity: str | None = None, digest: str = "") -> None:
+        self.identity = identity
+        self.digest = digest
+        self.turn_id = ""  # until it has begun
+        self.is_replay = False
+        self.framing: Mapping[str, Any] = {}
+        self.begun = asyncio.Event()  # or refused
+        self.ended = asyncio.Event()
+        self.end: TurnEnd | None = None
+        self.other_numerics: str | None = None  # see Continuation, as for the next
+        self.rebuilt: RebuildReason | None = None
+        self.permit: Permit | None = None
+        self.has_written = False  # what was no turn but held the session as one has changed it
+        self.is_resumable = False  # see TurnRequest
+        self._metrics = metrics
+        self._detached_s = detached_s
+        self._generation: Generation | None = None
+        self._record: RequestRecord | None = None
+        self._stop_error: NsmError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._events: list[TurnEvent] = []
+        self._news = asyncio.Event()
+        self._num_readers = 1
+        self._has_opener = True
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Each event once, in order, the last a TurnEnd. Closing it early detaches."""
+        try:
+            async for event in self.all_events():
+                yield event
+        finally:
+            self.detach()
+
+    async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """See TurnSource."""
+        try:
+            async for batch in self.all_batches():
+                yield batch
+        finally:
+            self.detach()
+
+    async def all_events(self) -> AsyncGenerator[TurnEvent, None]:
+        """From the first one; any number of readers may be at it."""
+        async for batch in self.all_batches():
+            for event in batch:
+                yield event
+
+    async def all_batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """The same for those who can use several at once."""
+        num_read = 0
+        while True:
+            if num_read < len(self._events):
+                await asyncio.sleep(0)  # a reader that is behind lets the others run
+            while num_read == len(self._events):
+                self._news.clear()
+                await self._news.wait()
+            batch = self._events[num_read : num_read + EVENTS_AT_ONCE]
+            num_read += len(batch)
+            yield batch
+            if isinstance(batch[-1], TurnEnd):
+                return
+
+    def follow(self) -> Follower:
+        """One more reader."""
+        self._num_readers += 1
+        if self._timer is not None:
+            self._stop_timer()
+        return Follower(self)
+
+    def delivered(self, at: float | None = None) -> None:
+        """Text reached the client's connection, now or at a `time.monotonic()` reading; the first time is measured."""
+        if self._record is not None:
+            self._record.delivered(at)
+
+    def detach(self) -> None:
+        """The opener left. When nobody reads any more, the turn may go on for `detached_s` seconds. Idempotent."""
+        if self._has_opener:
+            self._has_opener = False
+            self.reader_left()
+
+    def reader_left(self) -> None:
+        """Once for each reader."""
+        self._num_readers -= 1
+        if not self._num_readers and not self.ended.is_set():
+            late = TurnCancelled(f"the turn was stopped: its client had left {self._detached_s:g} seconds before")
+            self._timer = asyncio.get_running_loop().call_later(self._detached_s, self.stop, late)
+            self._metrics.sessions.turn_detached(1)
+
+    def stop(self, error: NsmError) -> None:
+        """End within a step, with `error`, and keep nothing. Only the first call counts; too late once committing."""
+        if self._stop_error is None:
+            self._stop_error = error
+            if self._generation is not None:
+                self._generation.cancel()
+
+    # What follows is for `Turns`.
+
+    def begin(
+        self,
+        generation: Generation,
+        start: Continuation,
+        record: RequestRecord,
+        request: TurnRequest,
+        *,
+        earlier: Iterable[TokenEvent] = (),
+    ) -> None:
+        """The engine admitted the turn. `earlier`: what another process sampled of it."""
+        self.turn_id = request.request_id
+        self.framing = request.framing
+        self.is_resumable = request.is_resumable or request.identity is not None
+        self._record = record
+        self.other_numerics = start.other_numerics
+        self.rebuilt = start.rebuilt
+        self._events += earlier
+        self.attach(generation)
+        self.begun.set()
+
+    def attach(self, generation: Generation) -> None:
+        """What `stop` is to cancel."""
+        self._generation = generation
+        if self._stop_error is not None:  # it came while the session was being loaded
+            generation.cancel()
+
+    def give_up(self) -> None:
+        """The server stops: a turn that can be read on elsewhere is left to whoever does, any other keeps nothing."""
+        self.stop(HandedOver() if self.is_resumable else stopping())
+
+    @property
+    def is_handed_over(self) -> bool:
+        return isinstance(self._stop_error, HandedOver)
+
+    def put(self, events: Sequence[TokenEvent]) -> None:
+        """For whoever reads."""
+        if self._record is not None:
+            for _ in events:
+                self._record.token()
+        self._events += events
+        self._news.set()
+
+    def error_of(self, finished: Finished) -> NsmError | None:
+        """Why a turn that ended so is not committed; None if it is to be."""
+        if finished.reason is FinishReason.ERROR:
+            return finished.error or NsmError("the engine failed on this request")
+        if finished.reason is FinishReason.ABORT:
+            return self._stop_error or stopping()
+        return None
+
+    def finish(self, end: TurnEnd | None) -> None:
+        """The session is free again; `end` is None when the turn was refused."""
+        self._stop_timer()
+        if self.permit is not None:
+            self.permit.leave()
+        self.end = end
+        self.ended.set()
+        self.begun.set()
+        if end is not None:
+            self._events.append(end)
+            self._news.set()
+            self._count(end)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._metrics.sessions.turn_detached(-1)
+
+    def _count(self, end: TurnEnd) -> None:
+        if self._record is not None:
+            self._record.finish(_reason(end), end.finished)
+
+
+class Follower:
+    """A further reader of a turn that runs in this process: a TurnSource. Whoever leaves it calls `detach`."""
+
+    is_replay = True
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._has_left = False
+        self.turn_id = turn.turn_id
+        self.framing = turn.framing
+        self.rebuilt = turn.rebuilt
+        self.other_numerics = turn.other_numerics
+
+    @property
+    def end(self) -> TurnEnd | None:
+        return self._turn.end
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        try:
+            async for event in self._turn.all_events():
+                yield event
+        finally:
+            self.detach()
+
+    async def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
+        try:
+            async for batch in self._turn.all_batches():
+                yield batch
+        finally:
+            self.detach()
+
+    def delivered(self, at: float | None = None) -> None:
+        """Only the opener's time to first text is measured."""
+
+    def detach(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._turn.reader_left()
+
+
+class HandedOver(Overloaded):
+    """The server stops before the turn has ended. Its record still runs: another process goes on with it."""
+
+    code = "server_stopping"
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping; whoever reads on from another replica, or later, gets the rest")
+
+
+class TakenOver(LeaseLost):
+    """This process was not heard of for longer than its lease, and another one has gone on with the turn."""
+
+    def __init__(self, turn_id: str, *, is_committed: bool) -> None:
+        what = "has committed it" if is_committed else "goes on with it"
+        super().__init__(
+            f"this turn was taken over by another server, which {what}; GET /v1/streams/{turn_id} gives the rest"
+        )
+
+
+def stopping() -> Overloaded:
+    """What a turn that nobody can read on meets when the server goes down."""
+    return Overloaded("the server is stopping; nothing of this turn was kept")
+
+
+def _reason(end: TurnEnd) -> Literal["stop", "length", "abort", "error"]:
+    if end.finished.reason is FinishReason.ABORT:
+        return "abort"
+    if end.error is not None:
+        return "error"
+    return "stop" if end.finished.reason is FinishReason.STOP else "length"

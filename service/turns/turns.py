@@ -1,0 +1,328 @@
+"""The use case of one turn: take the lease, load, submit, stream, commit; independent of HTTP.
+
+A turn runs in a task of its own, so that a client that leaves does not end it: it goes on to its commit, for at most
+`detached_s` seconds. The session is free again before its last event is given out: the client may answer at once.
+
+The store's lease keeps turns of other processes out, and the claim those of this one, without asking the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from nsm_core.engine.request import Finished, FinishReason
+from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
+from nsm_core.state.quantize import StateFormat
+from service.backends.base import InferenceBackend
+from service.lifecycle.lifecycle import Lifecycle
+from service.state.resume import TurnRequest
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.records import session_busy
+from service.stores.sessions.turn_records import TurnRecord
+from service.telemetry.metrics.metrics import Metrics
+from service.tenants.tenants import Tenants
+from service.turns.admission import TurnOpening
+from service.turns.execution import TurnRun
+from service.turns.follower import POLL_S, TurnFollower, stream_not_found
+from service.turns.lease import NO_CHUNKS, HeldLease, Leases
+from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource, stopping
+
+Key = tuple[str, str]  # tenant, session id
+
+
+class Turns:
+    """Opens, tracks and ends the turns of this process; at most one runs on a session at a time."""
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: SessionStore,
+        *,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
+        detached_s: float,
+        lease_s: float,
+        tenants: Tenants,
+        record_ttl_s: float = 86_400.0,
+        max_records: int = 16,
+        max_kept: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._backend = backend
+        self._store = store
+        self._leases = Leases(store, lease_s=lease_s, metrics=metrics, max_kept=max_kept, state_format=state_format)
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._tenants = tenants
+        self._detached_s = detached_s
+        self._opening = TurnOpening(
+            backend=backend,
+            store=store,
+            leases=self._leases,
+            metrics=metrics,
+            tenants=tenants,
+            record_ttl_s=record_ttl_s,
+            max_records=max_records,
+            clock=clock,
+        )
+        self._running: dict[Key, Turn] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+        self._has_stopped = asyncio.Event()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def open_turn(self, request: TurnRequest) -> Turn:
+        """A new turn, whatever its identity. All that can refuse it happens here, before the first event.
+
+        Raises SessionBusy, NotFound, VersionConflict, StateMismatch, SnapshotCorrupt, StoreUnavailable, InvalidRequest,
+        RateLimited, QuotaExceeded, Overloaded or EngineDead.
+        """
+        self._require_open()
+        request = dataclasses.replace(request, identity=None)
+        async with self._holding(request.tenant, request.session_id) as (turn, held):
+            record = await self._opening.begin_record(held, request)
+            return self._run(await self._opening.begin(turn, held, request, record))
+
+    async def open_or_join(self, request: TurnRequest) -> TurnSource:
+        """A new turn, like `open_turn`, unless there is one that the request is a retry of.
+
+        When a turn was begun for the same identity before, it is that one, from its first event on: it runs, here or in
+        another process, or was committed. One whose process was lost is taken over. Raises KeyReused as well.
+        """
+        self._require_open()
+        known = await self._known_here(request)
+        if known is not None:
+            return known
+        try:
+            async with self._holding(request.tenant, request.session_id, request) as (turn, held):
+                record = await self._opening.begin_record(held, request)
+                if record.turn_id == request.request_id:
+                    return self._run(await self._opening.begin(turn, held, request, record))
+                _require_same(record.digest, request)
+                if record.status == "running":
+                    turn.is_replay = True
+                    run = await self._opening.go_on(turn, held, record)
+                    self._metrics.sessions.turn_replayed()
+                    return self._run(run)
+        except SessionBusy:
+            known = await self._known_elsewhere(request)
+            if known is None:
+                raise
+            return known
+        self._metrics.sessions.turn_replayed()
+        return await self._reader(request.tenant, request.session_id, record)
+
+    async def follow(self, *, tenant: str, session_id: str, turn_id: str) -> TurnSource:
+        """A turn of the session, running or not, from its first event on. Raises NotFound or StoreUnavailable."""
+        running = self._running.get((tenant, session_id))
+        if running is not None and running.turn_id == turn_id and running.begun.is_set():
+            return running.follow()
+        record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+        if record is None:
+            raise stream_not_found(turn_id)
+        return await self._reader(tenant, session_id, record)
+
+    async def take_over(self, tenant: str, session_id: str, turn_id: str) -> Turn | None:
+        """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
+
+        Raises what keeps this process from doing it, as `open_turn`.
+        """
+        if self._is_draining:
+            raise HandedOver
+        try:
+            async with self._holding(tenant, session_id) as (turn, held):
+                record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+                if record is not None and record.status == "running":
+                    return self._run(await self._opening.go_on(turn, held, record))
+        except SessionBusy:
+            pass  # by whoever was faster
+        return None
+
+    def _require_open(self) -> None:
+        if self._is_draining:
+            raise stopping()
+
+    async def _known_here(self, request: TurnRequest) -> TurnSource | None:
+        """The turn of this process that a retry asks for. Raises SessionBusy when it is another one."""
+        while (running := self._running.get((request.tenant, request.session_id))) is not None:
+            if request.identity is None or running.identity != request.identity:
+                raise session_busy(request.session_id)
+            _require_same(running.digest, request)
+            await running.begun.wait()
+            if running.turn_id:
+                self._metrics.sessions.turn_replayed()
+                return running.follow()
+            await running.ended.wait()  # it was refused: this one tries itself
+        return None
+
+    async def _known_elsewhere(self, request: TurnRequest) -> TurnSource | None:
+        """The turn that a retry asks for, when another process has the session."""
+        if request.identity is None:
+            return None
+        record = await self._store.get_turn(
+            tenant=request.tenant, session_id=request.session_id, identity=request.identity
+        )
+        if record is None:
+            return None
+        _require_same(record.digest, request)
+        self._metrics.sessions.turn_replayed()
+        return await self._reader(request.tenant, request.session_id, record)
+
+    async def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:
+        return await asyncio.to_thread(  # a long result with log-probabilities is megabytes
+            TurnFollower,
+            self._store,
+            self._backend.tokenizer,
+            record,
+            tenant=tenant,
+            session_id=session_id,
+            take_over=self.take_over,
+            has_stopped=self._has_stopped,
+        )
+
+    def _holding(
+        self, tenant: str, session_id: str, request: TurnRequest | None = None
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
+        """Claim and lease for a turn, until the end of the block, or of the turn that began in it."""
+
+        def take(turn: Turn) -> Awaitable[HeldLease]:
+            return self._opening.take_lease(tenant, session_id, turn)
+
+        return self._claimed((tenant, session_id), take, request)
+
+    def exclusive(
+        self, *, tenant: str, session_id: str
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
+        """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
+
+        Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
+        """
+        self._require_open()
+
+        def take(turn: Turn) -> Awaitable[HeldLease]:
+            return self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+
+        return self._claimed((tenant, session_id), take)
+
+    @contextlib.asynccontextmanager
+    async def _claimed(
+        self, key: Key, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
+    ) -> AsyncIterator[tuple[Turn, HeldLease]]:
+        turn = self._claim(key, request)
+        held: HeldLease | None = None
+        try:
+            turn.permit = self._tenants.enter(key[0])
+            held = await take(turn)
+            yield turn, held
+        finally:
+            if not turn.turn_id:  # no turn began that goes on by itself
+                try:
+                    if held is not None:
+                        turn.has_written = held.has_written
+                        await held.give_back()
+                finally:
+                    self._release(key)
+
+    async def cancel(self, *, tenant: str, session_id: str) -> bool:
+        """Stops the session's turn, in whatever process it runs, and waits for its end; whether there was one that so
+        ended without a commit.
+        """
+        turn = self._running.get((tenant, session_id))
+        if turn is None:
+            return await self._cancel_elsewhere(tenant, session_id)
+        turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
+        await turn.ended.wait()
+        if turn.end is None:  # it was refused, or was no turn: see `exclusive`
+            return not turn.has_written
+        return turn.end.finished.reason is FinishReason.ABORT
+
+    async def _cancel_elsewhere(self, tenant: str, session_id: str) -> bool:
+        try:
+            record = await self._store.cancel_turn(tenant=tenant, session_id=session_id)
+        except NotFound:
+            return False
+        while record is not None and record.status == "running" and record.lease_left_s:
+            await asyncio.sleep(POLL_S)
+            record = await self._store.get_turn(
+                tenant=tenant,
+                session_id=session_id,
+                turn_id=record.turn_id,
+                first_chunk=NO_CHUNKS,
+                with_request=False,
+            )
+        return record is not None and record.status == "cancelled"
+
+    async def delete(self, *, tenant: str, session_id: str) -> None:
+        """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""
+        key = (tenant, session_id)
+        while key in self._running:
+            await self.cancel(tenant=tenant, session_id=session_id)
+        self._claim(key)
+        try:
+            await self._store.delete(tenant=tenant, session_id=session_id)
+        finally:
+            self._release(key)
+
+    async def drain(self, grace_s: float) -> None:
+        """No new turns; those that run may finish within `grace_s`, then they end here. All have on return."""
+        self._is_draining = True
+        if self._running:
+            waits = [asyncio.ensure_future(turn.ended.wait()) for turn in self._running.values()]
+            await asyncio.wait(waits, timeout=grace_s)
+            for turn in self._running.values():
+                turn.give_up()
+            await asyncio.wait(waits)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def stop_following(self) -> None:
+        """Whoever reads a turn of another process here is told that this one stops."""
+        self._has_stopped.set()
+
+    def _claim(self, key: Key, request: TurnRequest | None = None) -> Turn:
+        if key in self._running:
+            raise session_busy(key[1])
+        identity, digest = (None, "") if request is None else (request.identity, request.digest)
+        turn = Turn(self._metrics, detached_s=self._detached_s, identity=identity, digest=digest)
+        self._running[key] = turn
+        return turn
+
+    def _release(self, key: Key, end: TurnEnd | None = None) -> None:
+        self._running.pop(key).finish(end)
+
+    def _run(self, run: TurnRun) -> Turn:
+        """Starts the turn's task."""
+        task = asyncio.create_task(self._run_to_its_end(run))
+        self._tasks.add(task)  # the event loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)
+        return run.turn
+
+    async def _run_to_its_end(self, run: TurnRun) -> None:
+        """Whatever happens in it, the session is released and the turn has an end."""
+        head = run.start.head
+        # if this task itself is cancelled
+        end = TurnEnd(finished=Finished(reason=FinishReason.ABORT), head=head, error=stopping())
+        with self._lifecycle.track():
+            try:
+                end = await run.to_its_end()
+            finally:
+                try:
+                    await run.held.give_back()
+                finally:
+                    self._release((head.tenant, head.session_id), end)
+
+
+def _require_same(digest: str, request: TurnRequest) -> None:
+    """Raises KeyReused: the same key, but not the same request."""
+    if digest != request.digest:
+        raise KeyReused(
+            "Idempotency-Key was used before for another request on this session; a new request needs a new key"
+        )

@@ -1,0 +1,90 @@
+"""Pure ASGI middleware: nobody gets further without a key, or faster than its tenant may.
+
+It stands before the body is read and before any route is looked up, so a new route cannot be left open by mistake.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nsm_core.errors import Forbidden, RateLimited
+from service.playground.page import is_of_playground
+from service.tenants.rate_limit import Allowance
+from service.tenants.tenants import Caller, Tenants
+from service.web.errors import answer
+from service.web.openapi import ASSETS_URL
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json"})
+METRICS_PATH = "/metrics"
+
+
+class Authenticate:
+    """Puts `caller` into the request's state, where `deps.get_tenant` finds it."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+        self.app = app
+        self.tenants = tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_open(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        caller = self.tenants.identify(key_of(Headers(scope=scope)))
+        scope.setdefault("state", {})["caller"] = caller
+        if scope["path"] == METRICS_PATH:
+            _require_metrics(caller)
+            await self.app(scope, receive, send)
+            return
+        allowance = self.tenants.take(caller.tenant)
+        if allowance is None:
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(raw=message["headers"]).update(headers_of(allowance))
+            await send(message)
+
+        if allowance.retry_after_s is None:
+            await self.app(scope, receive, send_with_headers)
+        else:
+            error = _too_fast(allowance, allowance.retry_after_s)
+            await answer(error).response()(scope, receive, send_with_headers)
+
+
+def is_open(path: str) -> bool:
+    """Whether anybody may ask: load balancers for health, people for the documentation and
+    for the playground, which asks them for a key itself.
+    """
+    return path in OPEN_PATHS or path.startswith(f"{ASSETS_URL}/") or is_of_playground(path)
+
+
+def key_of(headers: Headers) -> str | None:
+    """The key as it was sent; None when there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key") or None
+
+
+def headers_of(allowance: Allowance) -> dict[str, str]:
+    """OpenAI's names; the reset is in seconds, as in "1.25s"."""
+    return {
+        "x-ratelimit-limit-requests": str(allowance.limit),
+        "x-ratelimit-remaining-requests": str(allowance.remaining),
+        "x-ratelimit-reset-requests": f"{allowance.reset_s:.3f}s",
+    }
+
+
+def _require_metrics(caller: Caller) -> None:
+    if not caller.may_read_metrics:
+        raise Forbidden("this API key may not read /metrics, which tells of all tenants; make one with --metrics")
+
+
+def _too_fast(allowance: Allowance, retry_after_s: float) -> RateLimited:
+    return RateLimited(
+        f"too many requests: requests_per_s of this API key's tenant is {allowance.per_s:g}, its burst "
+        f"{allowance.limit}; try again in {retry_after_s:.2f} s",
+        retry_after_s=retry_after_s,
+    )

@@ -1,0 +1,243 @@
+"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, Authenticate and Admission (in files of
+their own), Body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
+from service.lifecycle.lifecycle import Lifecycle
+from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.request_context import CurrentRequest, answering
+from service.web.errors import answer, report
+
+access_logger = logging.getLogger("nsm.access")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
+# Of every answer that does not say otherwise. Answers are for who asked, no page of another host may show them in a
+# frame, and what is opened in a browser all the same runs nothing.
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+CLIENT_LEFT = 499  # nginx's number for it: only in logs and metrics
+
+
+class RequestContext:
+    """Gives each request an id and an arrival time, and reports it when it has ended.
+
+    `send_part` in the scope's state leads past all layers below: for the middle parts of a body, at which none looks.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        arrival = time.monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {}).update(request_id=request_id, arrival=arrival, send_part=send)
+        status = CLIENT_LEFT
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = request_id
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        with answering(request_id) as request:
+            try:
+                await self.app(scope, receive, send_with_headers)
+            finally:
+                self._report(scope, request, status, time.monotonic() - arrival)
+
+    def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        self.metrics.requests.http_answered(method=scope["method"], route=route, status=status, error=request.error)
+        caller = scope["state"].get("caller")
+        who = {} if caller is None or caller.key_id is None else {"tenant": caller.tenant, "key": caller.key_id}
+        fields = {
+            "request_id": scope["state"]["request_id"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration_ms": round(duration_s * 1000, 1),
+            **who,
+        }
+        access_logger.info(logfmt(fields), extra={"fields": fields})
+
+
+class CatchErrors:
+    """Whatever is raised below becomes the standard error body, if the answer has not begun."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            request_id = scope["state"]["request_id"]
+            report(error, request_id=request_id)
+            if not has_started:  # otherwise the server closes the connection: the client sees a cut answer
+                await answer(error, request_id=request_id).response()(scope, receive, send)
+
+
+class Gate:
+    """Counts the requests inside. While the server stops it may still be asked things, but takes no new work."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+        self.app = app
+        self.lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self.lifecycle.is_draining and scope["method"] not in ("GET", "HEAD"):
+            response = answer(Overloaded("the server is stopping and takes no new work")).response()
+            response.headers["connection"] = "close"  # so that the next try reaches another replica
+            await response(scope, receive, send)
+            return
+        with self.lifecycle.track():
+            await self.app(scope, receive, send)
+
+
+class Body:
+    """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
+
+    `piece_s`: most seconds between two pieces of the body; `whole_s`: for all of it.
+
+    When the client leaves before the answer is complete, the task below is cancelled; that is how every kind of
+    request, streamed or not, learns of it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.piece_s = piece_s
+        self.whole_s = whole_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body = await self._read(Headers(scope=scope), receive)
+        if body is not None:
+            await Exchange(body, receive, send).run(self.app, scope)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body, or None when the client left first.
+
+        Raises BodyTooLarge before the excess is read, or BodyTooSlow.
+        """
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self.max_bytes):
+            raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got {length[:24]}")
+        chunks: list[bytes] = []
+        num_bytes, deadline = 0, time.monotonic() + self.whole_s
+        while True:
+            message = await self._next_piece(receive, deadline, num_bytes)
+            if message["type"] == "http.disconnect":
+                return None
+            chunks.append(message.get("body", b""))
+            num_bytes += len(chunks[-1])
+            if num_bytes > self.max_bytes:
+                raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got at least {num_bytes}")
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def _next_piece(self, receive: Receive, deadline: float, num_bytes: int) -> Message:
+        try:
+            async with asyncio.timeout(min(self.piece_s, deadline - time.monotonic())):
+                return await receive()
+        except TimeoutError:
+            raise BodyTooSlow(
+                f"the body stopped after {num_bytes} bytes: {self.piece_s:g} s may pass between two pieces of it, "
+                f"{self.whole_s:g} s in all"
+            ) from None
+
+
+class Exchange:
+    """One request whose body was read."""
+
+    def __init__(self, body: bytes, receive: Receive, send: Send) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+        self._send = send
+        self._is_complete = False
+        self._has_left = asyncio.Event()
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        work = asyncio.ensure_future(app(scope, self.receive, self.send))
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if self._has_left.is_set() and not work.done():
+                work.cancel()
+            await asyncio.wait((work,))
+        except asyncio.CancelledError:  # the server itself gives this request up
+            work.cancel()
+            await asyncio.wait((work,))
+            raise
+        finally:
+            watch.cancel()
+        if not work.cancelled():
+            work.result()
+
+    async def receive(self) -> Message:
+        """What the application sees: the body once, then nothing until the client leaves."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            # Servers say "disconnect" after the last byte too; what still runs then is clean-up, not to be cancelled.
+            self._is_complete = True
+        await self._send(message)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_complete:
+            self._has_left.set()
+
+
+def logfmt(fields: Mapping[str, object]) -> str:
+    """key=value pairs on one line; what could break it is quoted."""
+    return " ".join(f"{key}={_quoted(str(value))}" for key, value in fields.items())
+
+
+def _quoted(text: str) -> str:
+    return text if re.fullmatch(r"[!#-<>-~]+", text) else json.dumps(text)

@@ -1,0 +1,124 @@
+"""Server-sent events: frames, and the response that carries them.
+
+Back-pressure is the transport's own: frames that are ready together are written together, and the next are made when
+the socket has taken these, so a slow reader holds one such part here. What the engine made meanwhile waits in the
+request's event queue, which max_tokens bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.web.errors import answer, report
+
+DONE = b"data: [DONE]\n\n"
+# No blank line after it: stock clients take that for an event without data, if an earlier one of the stream had an id.
+PING = b": ping\n"
+PING_INTERVAL_S = 15.0
+PARTS_AT_ONCE = 16  # of a body, when they are there at once
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_MARK = uuid.uuid4().hex  # nothing else in a frame is this string
+
+
+def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | str | None = None) -> bytes:
+    """One event; JSON has no raw line breaks, so one data line holds it."""
+    head = b"" if event_id is None else b"id: %s\n" % str(event_id).encode()
+    if event is not None:
+        head += b"event: %s\n" % event.encode()
+    return b"%sdata: %s\n\n" % (head, orjson.dumps(data))
+
+
+class TextFrame:
+    """Frames that differ in one string only: what they have in common is encoded once."""
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """`make`: the whole frame around a string."""
+        self._head, self._tail = make(_MARK).split(orjson.dumps(_MARK))
+
+    def __call__(self, text: str) -> bytes:
+        return self._head + orjson.dumps(text) + self._tail
+
+
+async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
+    """The frames, then [DONE]. An error on the way becomes one frame before it: the status is out already."""
+    try:
+        async with contextlib.aclosing(frames):
+            async for data in frames:
+                yield data
+    except Exception as error:
+        report(error, request_id=request_id)
+        yield frame(answer(error, request_id=request_id).body())
+    yield DONE
+
+
+class EventStream(Response):
+    """Sends the frames of an async generator. Whatever happens, the generator is closed and `on_close` called once.
+
+    `on_close` is there because closing a generator that never started runs none of its code.
+    It never calls `receive`: that a client left is known to the middleware, which cancels this task.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        on_close: Callable[[], None] | None = None,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> None:
+        self.frames = frames
+        self.on_close = on_close
+        self.ping_interval_s = ping_interval_s
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            if self.on_close is not None:
+                stack.callback(self.on_close)
+            await stack.enter_async_context(contextlib.aclosing(self.frames))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pacer = Pacer(scope.get("state", {}).get("send_part", send), self.ping_interval_s)
+            pinger = asyncio.create_task(pacer.ping_when_idle())
+            try:
+                async for data in self.frames:
+                    await pacer.send(data)
+                    if pacer.num_sent % PARTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # a stream with much to say lets the others speak, and hears a cancel
+            finally:
+                pinger.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Pacer:
+    """Sends body parts and fills silences with comments, which clients ignore and proxies count as life."""
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self._send = send
+        self._interval_s = interval_s
+        self._is_sending = False
+        self.num_sent = 0
+
+    async def send(self, data: bytes) -> None:
+        self._is_sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._is_sending = False
+        self.num_sent += 1
+
+    async def ping_when_idle(self) -> None:
+        """Runs until cancelled. No ping while a frame waits for a slow reader."""
+        while True:
+            num_sent = self.num_sent
+            await asyncio.sleep(self._interval_s)
+            if num_sent == self.num_sent and not self._is_sending:
+                await self._send({"type": "http.response.body", "body": PING, "more_body": True})

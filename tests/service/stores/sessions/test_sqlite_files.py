@@ -1,0 +1,144 @@
+"""The SQLite store's files: whose they are, of which schema, and what is not one of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from nsm_core.errors import ConfigError, StoreUnavailable
+from service.stores.sessions.base import SessionHead
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.stores.sqlite import schema as sqlite_schema
+from tests import stored_sessions
+from tests.stored_sessions import acquire, commit, opened
+
+KEY = {"tenant": "default", "session_id": "s1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "sessions.db"
+
+
+async def create(store: SqliteSessionStore, session_id: str = "s1") -> SessionHead:
+    return await stored_sessions.create(store, session_id, tenant="default", metadata={})
+
+
+async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+        (presence,) = (name for name in modes if name.startswith("sessions.db-open-"))
+        assert set(modes) == {"sessions.db", "sessions.db-wal", "sessions.db-shm", "sessions.db-reserve", presence}
+        assert set(modes.values()) == {0o600}
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 1"):
+        await SqliteSessionStore(path).open()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("PRAGMA user_version").fetchone() == (version,)
+
+
+async def test_a_new_file_has_schema_version_1_and_the_application_id(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)):
+        pass
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("PRAGMA user_version").fetchone() == (1,)
+        assert other.execute("PRAGMA application_id").fetchone() == (sqlite_schema.APPLICATION_ID,)
+
+
+async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await commit(store, await create(store))
+    newer = (*sqlite_schema.MIGRATIONS, "CREATE TABLE labels (name TEXT); INSERT INTO labels VALUES ('new')")
+    monkeypatch.setattr(sqlite_schema, "MIGRATIONS", newer)
+    for _ in range(2):  # the second time nothing is left to do
+        async with opened(SqliteSessionStore(path)) as store:
+            assert await store.get(**KEY) == head
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("PRAGMA user_version").fetchone() == (len(newer),)
+        assert other.execute("SELECT name FROM labels").fetchall() == [("new",)]
+
+
+async def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        head = await create(store)
+    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE probe; ALTER TABLE nowhere ADD COLUMN x")
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_schema, "MIGRATIONS", broken)
+        with pytest.raises(StoreUnavailable, match="nowhere"):
+            await SqliteSessionStore(path).open()
+    async with opened(SqliteSessionStore(path)) as store:
+        assert await store.get(**KEY) == head
+        await store.check_writable()
+
+
+async def test_a_database_of_another_program_is_left_alone(path: Path) -> None:
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(ConfigError, match="another program"):
+        await SqliteSessionStore(path).open()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.fixture
+def no_database(tmp_path: Path) -> Path:
+    file = tmp_path / "notes.txt"
+    file.write_bytes(b"not a database, by far " * 100)
+    return file
+
+
+async def test_a_file_that_is_no_database_is_unavailable(no_database: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="damaged or not a database"):
+        await SqliteSessionStore(no_database).open()
+
+
+async def test_a_place_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnavailable, match="cannot create"):
+        await SqliteSessionStore(tmp_path / "file" / "sessions.db").open()
+
+
+async def test_files_of_killed_processes_are_cleared_away(path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await create(store)
+        left = path.with_name("sessions.db-open-0123")
+        left.touch()
+        async with opened(SqliteSessionStore(path)):
+            assert not left.exists()
+            assert len(list(path.parent.glob("sessions.db-open-*"))) == 2
+        await acquire(store, tenant="default")
+    assert [file.name for file in path.parent.iterdir()] == ["sessions.db"]
+
+
+def test_who_begins_on_a_new_file_at_the_same_moment_gets_in(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for number in range(20):
+            path, together = tmp_path / f"{number}.db", threading.Barrier(4)
+            sqlite_schema.create_file(path)
+
+            def begin(path: Path = path, together: threading.Barrier = together) -> None:
+                together.wait()
+                with contextlib.closing(sqlite_schema.connect(path, busy_timeout_s=5.0)) as connection:
+                    sqlite_schema.migrate(connection, path)
+
+            for done in [pool.submit(begin) for _ in range(4)]:
+                done.result()

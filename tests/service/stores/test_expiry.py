@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nsm_core.errors import StoreUnavailable
+from service.stores.expiry import sweeping
+from service.stores.sessions.memory import MemorySessionStore
+
+
+class Store(MemorySessionStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sweeps = 0
+        self.swept = asyncio.Event()
+
+    async def remove_expired(self) -> int:
+        self.num_sweeps += 1
+        if self.num_sweeps == 1:
+            raise StoreUnavailable("away")
+        self.swept.set()
+        return await super().remove_expired()
+
+
+async def test_what_expired_is_removed_now_and_then_and_an_error_is_not_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Store()
+    async with sweeping(store, interval_s=0.001):
+        await store.swept.wait()
+    assert "was not removed: away" in caplog.text
+    num_sweeps = store.num_sweeps
+    await asyncio.sleep(0.005)
+    assert store.num_sweeps == num_sweeps

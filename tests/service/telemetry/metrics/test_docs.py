@@ -1,0 +1,29 @@
+"""docs/metrics.md names every metric there is, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from service.backends.base import UpstreamStats
+from service.telemetry.metrics.metrics import Metrics
+from tests.fakes import FakeBackend
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def test_the_page_lists_what_is_there() -> None:
+    metrics = Metrics(FakeBackend())
+    metrics.watch_redis_pool(lambda: 0)
+    stats = UpstreamStats(num_up=1, num_down=0, num_failovers=0, num_state_hits=0, num_state_misses=0)
+    metrics.watch_upstreams(lambda: stats)
+    there = {
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in metrics.registry.collect()
+    }
+    told = {}
+    for line in PAGE.read_text("utf-8").splitlines():
+        cells = line.split(" | ")
+        if line.startswith("| `nsm_") and len(cells) == 3:
+            told |= dict.fromkeys(re.findall(r"`(nsm_\w+)", cells[0]), cells[1])
+    assert told == there

@@ -1,0 +1,85 @@
+"""What is told of sessions, their store and their tenants."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsm_core.errors import NotFound, StoreUnavailable
+from service.stores.instrumented import observed
+from service.stores.sessions.memory import MemorySessionStore
+from service.stores.usage_metrics import measuring_usage
+from service.telemetry.metrics.metrics import Metrics
+from tests.fakes import FakeBackend
+from tests.gateway import gateway
+from tests.triton_servers import eventually
+
+
+async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:
+    async with gateway(FakeBackend()) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        for _ in range(2):
+            await server.client.post("/v1/sessions/s1/generate", json={"input": "x", "max_tokens": 3})
+        await server.client.get("/v1/sessions/none")
+
+        def calls(operation: str, outcome: str) -> float:
+            return server.metric("nsm_store_operation_seconds_count", operation=operation, outcome=outcome)
+
+        assert calls("create", "ok") == 1
+        assert calls("acquire", "ok") == calls("commit", "ok") == 2
+        assert calls("get", "refused") == 1
+        written = server.metric("nsm_store_bytes_total", direction="written")
+        assert written > server.metric("nsm_state_bytes_sum") > 0
+        assert server.metric("nsm_store_bytes_total", direction="read") == pytest.approx(written / 2, rel=0.5)
+        assert server.metric("nsm_lock_wait_seconds_count") == 2
+        assert server.metric("nsm_lock_busy_total") == 0
+
+
+async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemorySessionStore()
+    async with gateway(FakeBackend(), store=store) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        await store.acquire(tenant="default", session_id="s1", holder="another", lease_s=10.0)
+        answer = await server.client.post("/v1/sessions/s1/generate", json={"input": "x"})
+        assert answer.status_code == 409
+        assert server.metric("nsm_lock_busy_total") == server.metric("nsm_lock_wait_seconds_count") == 1
+        assert server.metric("nsm_store_operation_seconds_count", operation="acquire", outcome="refused") == 1
+
+
+async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, store = Metrics(FakeBackend()), MemorySessionStore()
+    seen = observed(store, metrics.sessions)
+
+    async def away(**fields: object) -> None:
+        raise StoreUnavailable("away")
+
+    with pytest.raises(NotFound):
+        await seen.get(tenant="t", session_id="s")
+    monkeypatch.setattr(store, "get", away)
+    with pytest.raises(StoreUnavailable):
+        await seen.get(tenant="t", session_id="s")
+    name = "nsm_store_operation_seconds_count"
+    for outcome in ("refused", "failed"):
+        assert metrics.registry.get_sample_value(name, {"operation": "get", "outcome": outcome}) == 1
+
+
+async def test_what_tenants_have_stored_is_told_for_as_long_as_they_are_there() -> None:
+    metrics, store = Metrics(FakeBackend()), MemorySessionStore()
+    for tenant in ("a", "b"):
+        await store.create(tenant=tenant, session_id="s", model_fingerprint="m", metadata={})
+    tenants = ["a", "b"]
+
+    def told(name: str, tenant: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"tenant": tenant})
+
+    async def knows_b() -> bool:
+        return told("nsm_tenant_sessions", "b") == 1
+
+    async def knows_b_no_more() -> bool:
+        return told("nsm_tenant_sessions", "b") is None
+
+    async with measuring_usage(store, metrics.sessions, lambda: tenants, interval_s=0.001):
+        await eventually(knows_b)
+        assert told("nsm_tenant_stored_bytes", "a") == 0
+        tenants.remove("b")
+        await eventually(knows_b_no_more)
+        assert told("nsm_tenant_sessions", "a") == 1

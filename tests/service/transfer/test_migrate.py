@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import EngineDead
+from nsm_core.state.snapshot import Snapshot
+from nsm_core.tokenizer import Tokenizer
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.memory import MemorySessionStore
+from service.telemetry.metrics.metrics import Metrics
+from service.transfer.backup import SessionName, all_sessions
+from service.transfer.migrate import Migrated, Migrator
+from service.transfer.verify import verify
+from service.turns.lease import Leases
+from tests.fakes import FakeBackend
+from tests.stored_sessions import acquire, create
+from tests.told_sessions import SEED, tell, told_snapshot
+
+
+async def migrate(store: SessionStore, backend: FakeBackend, **options: Any) -> list[Migrated]:
+    leases = Leases(store, lease_s=10.0, metrics=Metrics(backend))
+    migrator = Migrator(store, backend, leases, **options)
+    return [found async for found in migrator.run(await all_sessions(store))]
+
+
+async def outcomes(store: SessionStore, backend: FakeBackend, **options: Any) -> dict[str, str]:
+    return {found.name.session_id: found.outcome for found in await migrate(store, backend, **options)}
+
+
+async def snapshot_of(store: SessionStore, session_id: str = "s1") -> Snapshot:
+    stored = await store.load(tenant="a", session_id=session_id)
+    assert stored.snapshot is not None
+    return Snapshot.decode(stored.snapshot)
+
+
+async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    head = await tell(store, FakeBackend())
+    before = await snapshot_of(store)
+    assert [(found.outcome, found.num_log_tokens) for found in await migrate(store, new)] == [("migrated", 15)]
+    moved, after = await store.get(tenant="a", session_id="s1"), await snapshot_of(store)
+    assert (moved.version, moved.position, moved.num_log_tokens) == (head.version + 1, head.position, 15)
+    assert (moved.model_fingerprint, dict(moved.metadata)) == ("new", dict(head.metadata))
+    assert (after.header.sampler, after.header.pending_id) == (before.header.sampler, before.header.pending_id)
+    assert (after.header.model_fingerprint, after.header.parent, after.state) == ("new", head.version, before.state)
+    assert [found.verdict async for found in verify(store, new, await all_sessions(store))] == ["same"]
+    assert await acquire(store)  # the lease was given back
+
+
+async def test_done_once_there_is_nothing_left_to_do() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    await tell(store, FakeBackend(), "s1")
+    await tell(store, new, "s2")
+    await create(store, "s3")
+    assert await outcomes(store, new) == {"s1": "migrated", "s2": "current", "s3": "current"}
+    heads = [await store.get(tenant="a", session_id=name) for name in ("s1", "s2", "s3")]
+    assert await outcomes(store, new) == {"s1": "current", "s2": "current", "s3": "current"}
+    assert [await store.get(tenant="a", session_id=name) for name in ("s1", "s2", "s3")] == heads
+    assert len(new.requests) == 1
+
+
+async def test_it_goes_on_where_it_was_stopped() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new", hold=True)
+    for session_id in ("s1", "s2", "s3"):
+        await tell(store, FakeBackend(), session_id)
+    new.release()
+    running = asyncio.create_task(migrate(store, new))
+    await new.held.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    new.release_all()
+    assert await outcomes(store, new) == {"s1": "current", "s2": "migrated", "s3": "migrated"}
+
+
+async def test_a_dry_run_tells_and_writes_nothing() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    head = await tell(store, FakeBackend())
+    assert await outcomes(store, new, is_dry_run=True) == {"s1": "migrated"}
+    assert await store.get(tenant="a", session_id="s1") == head
+    assert new.requests == []
+
+
+async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
+    await tell(store, FakeBackend(), "s1")
+    strange = await tell(store, stranger, "s2")
+    await acquire(store, "s1")
+    assert await outcomes(store, new, is_repairing=True) == {"s1": "busy", "s2": "other_tokenizer"}
+    assert await store.get(tenant="a", session_id="s2") == strange
+    migrator = Migrator(store, new, Leases(store, lease_s=10.0, metrics=Metrics(new)))
+    assert [found.outcome async for found in migrator.run([SessionName("a", "s9")])] == ["gone"]
+
+
+async def test_R3_a_damaged_state_is_made_again_when_asked_for() -> None:
+    store, backend = MemorySessionStore(), FakeBackend()
+    await tell(store, backend)
+    before = await snapshot_of(store)
+    store._records["a", "s1"].snapshot = b"\0" * 100
+    assert await outcomes(store, backend) == {"s1": "current"}
+    assert await outcomes(store, backend, is_repairing=True, is_dry_run=True) == {"s1": "repaired"}
+    assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
+    after = await snapshot_of(store)
+    assert (after.state, after.header.sampler) == (before.state, before.header.sampler)
+    assert after.header.sampler.seed == SEED
+    assert await outcomes(store, backend, is_repairing=True) == {"s1": "current"}
+
+
+async def test_R2_another_sessions_state_is_replaced_and_nothing_of_it_used() -> None:
+    store, backend = MemorySessionStore(), FakeBackend()
+    head = await tell(store, backend)
+    before = await snapshot_of(store)
+    record = store._records["a", "s1"]
+    record.snapshot = told_snapshot(backend, head, (9, 9, 9), session_id="s2").encode()
+    assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
+    after = await snapshot_of(store)
+    assert (after.state, after.header.sampler) == (before.state, before.header.sampler)
+
+
+async def test_a_damaged_state_of_another_model_stays() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    await tell(store, FakeBackend())
+    store._records["a", "s1"].snapshot = b"\0" * 100
+    (found,) = await migrate(store, new, is_repairing=True)
+    assert found.outcome == "other_damaged"
+    assert "only that model can make it again" in str(found.error)
+
+
+async def test_a_log_that_is_not_the_heads_is_not_read() -> None:
+    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    await tell(store, FakeBackend(), "s1")
+    await tell(store, FakeBackend(), "s2")
+    record = store._records["a", "s1"]
+    record.log = record.log[:-3]
+    assert await outcomes(store, new) == {"s1": "failed", "s2": "migrated"}
+
+
+async def test_an_engine_that_died_ends_it_and_frees_the_session() -> None:
+    store = MemorySessionStore()
+    await tell(store, FakeBackend())
+    with pytest.raises(EngineDead):
+        await migrate(store, FakeBackend(fingerprint="new", fail_after=0, error=EngineDead("gone")))
+    assert await acquire(store)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsm_core import errors
+from nsm_core.engine.request import Finished, FinishReason, TokenLogprob
+from nsm_core.errors import NsmError
+from nsm_core.sampling.params import SamplingParams
+from service.state.resume import TurnRequest
+from service.turns.codec import (
+    Place,
+    StoredToken,
+    TurnResult,
+    decode_request,
+    decode_result,
+    decode_tokens,
+    digest_of,
+    encode_request,
+    encode_result,
+    encode_tokens,
+)
+
+SAMPLING = SamplingParams(
+    max_tokens=9,
+    temperature=0.3,
+    top_p=0.9,
+    seed=2**64 - 1,
+    stop=("\U0001f98b", "a\nb"),
+    stop_token_ids=(3, 4),
+    logit_bias={7: -100.0, 8: 0.5},
+    logprobs=2,
+)
+FINISHED = Finished(reason=FinishReason.LENGTH, prompt_tokens=5, cached_tokens=2, completion_tokens=3)
+
+
+def request_of(**changes: object) -> TurnRequest:
+    fields: dict[str, object] = {
+        "request_id": "t1",
+        "tenant": "a",
+        "session_id": "s1",
+        "input_ids": (0, 5, 2**31),
+        "is_verbatim": True,
+        "sampling": SAMPLING,
+        "has_own_seed": True,
+        "arrival": time.monotonic(),
+        "framing": {"created": 5, "has_logprobs": True},
+    }
+    return TurnRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_request_comes_back_as_it_was() -> None:
+    request = request_of(deadline=time.monotonic() + 100.0, expected_version=4, identity="key:k", digest="d")
+    raw = encode_request(request, model_fingerprint="m1")
+    again, fingerprint = decode_request(raw, tenant="a", session_id="s1", turn_id="t1")
+    assert fingerprint == "m1"
+    same = ("request_id", "tenant", "session_id", "input_ids", "is_verbatim", "sampling", "has_own_seed", "framing")
+    assert [getattr(again, name) for name in same] == [getattr(request, name) for name in same]
+    assert again.deadline is not None
+    assert again.deadline - time.monotonic() == pytest.approx(100.0, abs=1.0)
+    assert again.expected_version is None  # the record itself is the proof
+    no_deadline = encode_request(request_of(), model_fingerprint="m1")
+    assert decode_request(no_deadline, tenant="a", session_id="s1", turn_id="t1")[0].deadline is None
+
+
+logprobs = st.floats(max_value=0.0, width=32) | st.just(-math.inf)
+tokens = st.builds(
+    lambda token_id, logprob, top: StoredToken(
+        token_id,
+        None if logprob is None else TokenLogprob(token_id=token_id, logprob=logprob, top=tuple(top)),
+    ),
+    st.integers(0, 2**31),
+    st.none() | logprobs,
+    st.lists(st.tuples(st.integers(0, 2**31), logprobs), max_size=3),
+)
+
+
+@given(st.lists(tokens, max_size=5))
+def test_tokens_come_back_as_they_were(given_tokens: list[StoredToken]) -> None:
+    assert decode_tokens(encode_tokens(given_tokens)) == given_tokens
+    result = TurnResult(
+        sampling=SAMPLING,
+        framing={"x": None},
+        tokens=given_tokens,
+        finished=FINISHED,
+        place=Place(version=3, position=7, num_log_tokens=8),
+        rebuilt="missing",
+        other_numerics="cpu",
+    )
+    assert decode_result(encode_result(result)) == result
+
+
+@pytest.mark.parametrize("kind", NsmError.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_why_a_turn_failed_comes_back_in_words(kind: type[NsmError]) -> None:
+    error = kind("told so", retry_after_s=1.0) if kind is errors.RateLimited else kind("told so")  # type: ignore[call-arg]
+    result = TurnResult(sampling=SAMPLING, framing={}, tokens=(), finished=FINISHED, error=error)
+    again = decode_result(encode_result(result)).error
+    assert isinstance(again, NsmError)
+    assert str(again) == "told so"
+    assert type(again) in (kind, NsmError)
+
+
+def test_a_digest_depends_on_every_value_and_on_no_order() -> None:
+    digest = digest_of({"a": 1, "b": [1, 2]})
+    assert digest == digest_of({"b": [1, 2], "a": 1})
+    assert len({digest, digest_of({"a": 1, "b": [2, 1]}), digest_of({"a": "1", "b": [1, 2]}), digest_of({"a": 1})}) == 4

@@ -1,0 +1,143 @@
+"""Connections on which no request comes to be, or one that has no end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from service.web.head_limits import MAX_HEAD_BYTES, bounded_head
+from tests.live_server import serving
+from tests.raw_http import RawClient, connect, head
+
+HEAD_S = 0.1
+LATE = 10.0  # a test that waits so long has failed
+
+
+class Application:
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+@pytest.fixture
+async def client(application: Application) -> AsyncIterator[RawClient]:
+    async with serving(application, http=bounded_head(HEAD_S), lifespan="off") as url, connect(url) as opened:
+        yield opened
+
+
+async def closed(client: RawClient) -> bytes:
+    """What was still to read when the server closed the connection."""
+    return await asyncio.wait_for(client.reader.read(), LATE)
+
+
+async def ask(client: RawClient) -> None:
+    await client.send(head("GET", "/", {}))
+    assert await client.status() == 200
+    assert await client.reader.readexactly(2) == b"ok"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\nx-more: "])
+async def test_a_head_that_does_not_come_closes_the_connection(client: RawClient, sent: bytes) -> None:
+    await client.send(sent)
+    assert await closed(client) == b""
+
+
+async def test_a_head_in_drips_has_no_more_time_than_one_that_stops(client: RawClient) -> None:
+    async def drip() -> None:
+        for byte in head("GET", "/", {"x-padding": "x" * 200}):
+            await client.send(bytes([byte]))
+            await asyncio.sleep(HEAD_S / 10)
+
+    dripping = asyncio.create_task(drip())
+    with contextlib.suppress(ConnectionError):
+        assert await closed(client) == b""
+    assert not dripping.done()
+    dripping.cancel()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HT", b"\r\n"])
+async def test_the_second_request_of_a_connection_has_no_more_time_than_the_first(
+    client: RawClient, sent: bytes
+) -> None:
+    await ask(client)
+    await asyncio.sleep(2 * HEAD_S)  # idle: that is the keep-alive's business
+    await ask(client)
+    await client.send(sent)
+    assert await closed(client) == b""
+
+
+async def test_an_answer_may_take_longer(client: RawClient, application: Application) -> None:
+    application.may_answer.clear()
+    asking = asyncio.create_task(ask(client))
+    await asyncio.sleep(3 * HEAD_S)
+    application.may_answer.set()
+    await asking
+
+
+# ---- heads that are too large --------------------------------------------------------------------------------------
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+
+
+async def refusal(client: RawClient) -> dict[str, object]:
+    """The error of an answer after which the connection is closed."""
+    raw = await closed(client)
+    first, _, rest = raw.partition(b"\r\n")
+    fields, _, body = rest.partition(b"\r\n\r\n")
+    assert b"connection: close" in fields
+    assert b"x-content-type-options: nosniff" in fields
+    return {"status": int(first.split()[1]), **json.loads(body)["error"]}
+
+
+@pytest.fixture
+async def patient_client(application: Application) -> AsyncIterator[RawClient]:
+    """Of a server that waits long enough for this file's largest heads."""
+    async with serving(application, http=bounded_head(LATE), lifespan="off") as url, connect(url) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET /", b"GET / HTTP/1.1\r\nx-one: ", b"GET / HTTP/1.1\r\n", CHUNKED + b"x-trailer: "], ids=str
+)
+@pytest.mark.parametrize("piece", [b"y" * 1000, b"y: z\r\n" * 100])
+async def test_a_head_without_end_closes_the_connection(patient_client: RawClient, start: bytes, piece: bytes) -> None:
+    """As one endless line or as endless lines, in the request line, the headers or the trailers."""
+    await patient_client.send(start)
+    with contextlib.suppress(ConnectionError):  # what had not been read when it was closed
+        for _ in range(2 * MAX_HEAD_BYTES // len(piece)):
+            await patient_client.send(piece)
+        await closed(patient_client)
+
+
+async def test_a_head_may_have_so_many_bytes_and_no_more(patient_client: RawClient) -> None:
+    lines = {"host": "a", "x-padding": "x" * (MAX_HEAD_BYTES - 100)}
+    await patient_client.send(head("GET", "/", lines))
+    assert await patient_client.status() == 200
+    assert await patient_client.reader.readexactly(2) == b"ok"
+    await patient_client.send(head("GET", "/", {**lines, "x-more": "x" * 100}))
+    error = await refusal(patient_client)
+    assert (error["status"], error["code"]) == (431, "head_too_large")
+    assert str(MAX_HEAD_BYTES) in str(error["message"])
+
+
+async def test_what_is_no_http_is_refused_like_anything_else(patient_client: RawClient) -> None:
+    await patient_client.send(b"\x16\x03\x01 this is TLS\r\n\r\n")
+    error = await refusal(patient_client)
+    assert (error["status"], error["code"]) == (400, "invalid_http")
