@@ -116,7 +116,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 def extra_of(path: Path) -> str | None:
     """Of a module that is imported only where somebody asks for it, and says what to install otherwise."""
-    if path.parent.name == "backends" and path.name.startswith("triton"):
+    if path.parent == ROOT / "service" / "backends" / "triton":
         return "triton"
     return "export" if path.name == "onnx_file.py" else None
 

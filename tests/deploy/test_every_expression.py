@@ -110,7 +110,7 @@ def test_dashboards_can_be_drawn_without_grafana(watch: Watched, tmp_path: Path)
 
 def test_the_stand_in_shows_nothing_that_servers_do_not(watch: Watched) -> None:
     """A panel that only the stand-in can fill would stay empty for ever."""
-    gateway = (Path(__file__).resolve().parents[2] / "service" / "metrics" / "engine.py").read_text()
+    gateway = (Path(__file__).resolve().parents[2] / "service" / "telemetry" / "metrics" / "engine.py").read_text()
     assert set(absent_hardware.GAUGES) <= set(worker.GAUGES)
     assert all(f'"{name}_total"' in gateway for name in absent_hardware.COUNTERS)
     own = {series["__name__"] for series in watch.prometheus.get("series", **{"match[]": '{job="triton"}'})}

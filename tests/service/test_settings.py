@@ -159,7 +159,7 @@ def test_only_settings_reads_the_environment() -> None:
         for path in SERVICE_DIR.rglob("*.py")
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers == {"settings.py", "triton_server.py", "builds.py"}  # two hand it on to the programs they start
+    assert readers == {"settings.py", "dev_server.py", "builds.py"}  # two hand it on to the programs they start
 
 
 def test_nothing_is_read_at_import() -> None:

@@ -29,7 +29,7 @@ from tests.service.stores.sessions.writer_process import turn_ids
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, opened
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 KEY = {"tenant": "default", "session_id": "s1"}
 
 

@@ -9,7 +9,7 @@ from service.backends.base import UpstreamStats
 from service.telemetry.metrics.metrics import Metrics
 from tests.fakes import FakeBackend
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 
 def test_the_page_lists_what_is_there() -> None:

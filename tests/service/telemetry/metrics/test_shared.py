@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.telemetry.metrics import shared
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 PROCESS = textwrap.dedent(
     """
     import asyncio, dataclasses, sys
