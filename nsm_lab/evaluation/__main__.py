@@ -28,12 +28,21 @@ HELP = {
     "parking_prefix": "tokens read before each parking of a state (default %(default)s)",
     "parking_count": "most parkings of a document (default %(default)s)",
     "split_tokens": "tokens read whole and in pieces (default %(default)s)",
+    "history_passages": "repeated passages of a document (default %(default)s)",
+    "history_prompts": "prompts with a key of a document, for each context (default %(default)s)",
     "seed": "of the drawn samples and the keys (default %(default)s)",
-    "output": "write OUTPUT.json and OUTPUT.md as well",
+    "output": "write OUTPUT.json and OUTPUT.md as well, and the curves of history as OUTPUT.svg",
 }
 PATHS = ("data", "model", "output")
+HISTORY_HELP = {
+    "history_starts": "fresh starts before a span, in tokens",
+    "history_spans": "first tokens of the spans",
+    "history_repeats": "how many tokens back a passage was read before",
+    "history_contexts": "tokens of a prompt with a key",
+    "history_distances": "tokens from a key to the end of its prompt",
+}
 WORDS = ("device", "precision")
-SEVERAL = ("buckets", "prompts", "suite", "passkey_lengths", "passkey_depths")
+SEVERAL = ("buckets", "prompts", "suite", "passkey_lengths", "passkey_depths", *HISTORY_HELP)
 SHORT = {"checkpoint": "--model", "max_tokens_per_document": "--max-tokens", "output": "--out"}  # as other commands say
 
 
@@ -64,6 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=number, nargs="+", default=defaults[name], help=f"{what} (default %(default)s)")
+    for name, text in HISTORY_HELP.items():
+        flag, explained = "--" + name.replace("_", "-"), f"{text}; none: not measured (default %(default)s)"
+        parser.add_argument(flag, type=int, nargs="*", default=defaults[name], help=explained)
     return parser
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from nsm_core.errors import ConfigError
+from nsm_lab.evaluation.history import fresh_starts, keys, repeats
 from nsm_lab.evaluation.losses import DEFAULT_BUCKETS, check_edges
 from nsm_lab.evaluation.passkey import DEFAULT_DEPTHS, DEFAULT_LENGTHS
 from nsm_lab.training.data_files import SPLITS, Split
 
-Part = Literal["loss", "passkey", "parking", "split", "slots", "samples"]
+Part = Literal["loss", "history", "passkey", "parking", "split", "slots", "samples"]
 PARTS: tuple[Part, ...] = get_args(Part)
 COUNTS = (
     "max_documents",
@@ -24,7 +25,11 @@ COUNTS = (
     "parking_prefix",
     "parking_count",
     "split_tokens",
+    "history_passages",
+    "history_prompts",
 )
+# Lengths and distances in tokens; an empty one leaves its measurement out.
+HISTORY_LISTS = ("history_starts", "history_spans", "history_repeats", "history_contexts", "history_distances")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,13 @@ class EvalConfig:
     parking_prefix: int = 1024  # tokens before each parking
     parking_count: int = 4  # most parkings of a document
     split_tokens: int = 256
+    history_starts: tuple[int, ...] = fresh_starts.DEFAULT_STARTS
+    history_spans: tuple[int, ...] = fresh_starts.DEFAULT_SPANS
+    history_repeats: tuple[int, ...] = repeats.DEFAULT_DISTANCES
+    history_passages: int = 4  # of a document
+    history_contexts: tuple[int, ...] = keys.DEFAULT_CONTEXTS
+    history_distances: tuple[int, ...] = keys.DEFAULT_DISTANCES
+    history_prompts: int = 1  # of a document, for each context
     seed: int = 0
     output: Path | None = None  # writes <output>.json and <output>.md
 
@@ -58,6 +70,8 @@ class EvalConfig:
         for name in COUNTS:
             value = getattr(self, name)
             self._require(value is None or value >= 1, name, "at least 1")
+        for name in HISTORY_LISTS:
+            self._require(all(value >= 2 for value in getattr(self, name)), name, "numbers of at least 2 tokens")
         check_edges(self.buckets)
         self._require(self.split in SPLITS, "split", ", ".join(SPLITS[:-1]) + f" or {SPLITS[-1]}")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")

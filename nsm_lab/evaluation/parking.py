@@ -17,8 +17,8 @@ from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, decode_state, encode_state, stored_bytes
 from nsm_core.state.spec import State, StateSpec
 from nsm_lab.evaluation.losses import FloatArray
-from nsm_lab.evaluation.perplexity import EncodedDocument, token_losses
-from nsm_lab.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit
+from nsm_lab.evaluation.perplexity import EncodedDocument
+from nsm_lab.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit, sequence_losses
 
 # Edges in tokens after the resume; the last is the number of tokens read.
 EDGES = (0, 16, 64, 256, 1024)
@@ -89,9 +89,9 @@ def measure_parking(
             plain: list[Tensor] = []
             rounded: dict[StateFormat, list[Tensor]] = {form: [] for form in formats}
             for state, following in _park_points(model, group, prefix_len, num_parks):
-                plain.append(_losses(model, following, state))
+                plain.append(sequence_losses(model, following, state))
                 for form in formats:
-                    rounded[form].append(_losses(model, following, parked_state(model.state_spec, state, form)))
+                    rounded[form].append(sequence_losses(model, following, parked_state(model.state_spec, state, form)))
                 bar.update(len(group))
             unparked.append(_stacked(plain))
             for form in formats:
@@ -141,12 +141,6 @@ def _park_points(model: SequenceModel, ids: Tensor, prefix_len: int, num_parks: 
         park = number * prefix_len
         _, state = read_in_segments(model, ids[:, park - prefix_len : park], state, _SEGMENT_LEN)
         yield state, ids[:, park : park + EDGES[-1] + 1]
-
-
-def _losses(model: SequenceModel, ids: Tensor, state: State) -> Tensor:
-    """ids [D, N + 1] -> nats [D, N] of the last N."""
-    hidden, _ = model.forward(ids[:, :-1], state)
-    return token_losses(model, hidden.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1)
 
 
 def _stacked(parks: list[Tensor]) -> FloatArray:

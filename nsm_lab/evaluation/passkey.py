@@ -20,14 +20,12 @@ from nsm_core.errors import ConfigError
 from nsm_core.execution.base import SequenceModel
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
+from nsm_lab.evaluation.history.key_tasks import NEEDLE, NUM_CHOICES, QUESTION
 from nsm_lab.evaluation.losses import IntArray
 from nsm_lab.evaluation.reading import EvaluatedModel, read_in_segments, reading, rows_that_fit
 
 DEFAULT_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 DEFAULT_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-NUM_CHOICES = 10
-NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-QUESTION = "\n\nWhat is the pass key? The pass key is"
 ANSWER = " {key}."
 _SEGMENT_LEN = 2048
 

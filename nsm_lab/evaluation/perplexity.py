@@ -9,20 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from nsm_core.errors import ConfigError
-from nsm_core.execution.base import SequenceModel
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.evaluation.losses import DEFAULT_BUCKETS, FloatArray, IntArray, LossTally, PositionLosses
-from nsm_lab.evaluation.reading import EvaluatedModel, reading
+from nsm_lab.evaluation.reading import EvaluatedModel, reading, token_losses
 from nsm_lab.training.data_files import Document
 
 _WORD = re.compile(r"\S+")
-# Positions whose logits are in memory at once: 128 MB in fp32 at 8,192 tokens.
-_LOGITS_POSITIONS = 4096
 # Documents that are encoded at once, in parallel.
 _ENCODE_DOCUMENTS = 16
 
@@ -150,9 +146,3 @@ def _segment(active: list[EncodedDocument], start: int, segment_len: int) -> tup
     for row, document, length in zip(rows, active, lengths, strict=True):
         row[: length + 1] = torch.from_numpy(document.tokens[start : start + length + 1])
     return rows[:, :-1], rows[:, 1:], torch.tensor(lengths)
-
-
-def token_losses(model: SequenceModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """hidden [N, d], targets [N] -> nats [N] fp32; the logits exist in pieces only."""
-    pieces = zip(torch.split(hidden, _LOGITS_POSITIONS), torch.split(targets, _LOGITS_POSITIONS), strict=True)
-    return torch.cat([F.cross_entropy(model.logits(part), wanted, reduction="none") for part, wanted in pieces])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.execution.base import SequenceModel
@@ -14,6 +15,8 @@ from nsm_core.state.spec import State
 
 # Of the states of a batch together: rows of a model with a large state are fewer.
 _STATE_BUDGET_BYTES = 8 << 30
+# Positions whose logits are in memory at once: 128 MB in fp32 at 8,192 tokens.
+_LOGITS_POSITIONS = 4096
 
 
 class EvaluatedModel(SequenceModel, Protocol):
@@ -57,3 +60,15 @@ def read_in_segments(model: SequenceModel, ids: Tensor, state: State, segment_le
 def rows_that_fit(model: SequenceModel, wish: int) -> int:
     """At most `wish` rows, fewer when their states would take too much memory."""
     return max(1, min(wish, _STATE_BUDGET_BYTES // (4 * model.state_spec.num_bytes)))
+
+
+def token_losses(model: SequenceModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """hidden [N, d], targets [N] -> nats [N] fp32; the logits exist in pieces only."""
+    pieces = zip(torch.split(hidden, _LOGITS_POSITIONS), torch.split(targets, _LOGITS_POSITIONS), strict=True)
+    return torch.cat([F.cross_entropy(model.logits(part), wanted, reduction="none") for part, wanted in pieces])
+
+
+def sequence_losses(model: SequenceModel, ids: Tensor, state: State) -> Tensor:
+    """ids [B, N + 1] that follow on `state` -> nats [B, N] of the last N."""
+    hidden, _ = model.forward(ids[:, :-1], state)
+    return token_losses(model, hidden.flatten(0, 1), ids[:, 1:].flatten()).view(len(ids), -1)

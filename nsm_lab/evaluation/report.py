@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nsm_lab.evaluation import sections
+from nsm_lab.evaluation.history.curves import draw_history
+from nsm_lab.evaluation.history.measure import HistoryResult
+from nsm_lab.evaluation.history.section import history_lines
 from nsm_lab.evaluation.losses import SUMMARY_EDGES, BucketLoss, PositionLosses
 from nsm_lab.evaluation.model_facts import ModelFacts
 from nsm_lab.evaluation.parking import ParkingResult
@@ -27,6 +30,7 @@ class Report:
     settings: Mapping[str, Any]
     model: ModelFacts
     losses: PositionLosses | None = None
+    history: HistoryResult | None = None
     passkey: PasskeyResult | None = None
     parking: ParkingResult | None = None
     splits: SplitResult | None = None
@@ -48,6 +52,7 @@ class Report:
         parts = [
             self._heading(),
             sections.loss_tables(self.losses) if self.losses else "",
+            history_lines(self.history) if self.history else "",
             sections.passkey_lines(self.passkey) if self.passkey else "",
             sections.parking_lines(self.parking) if self.parking else "",
             sections.split_lines(self.splits) if self.splits else "",
@@ -58,10 +63,12 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def save(self, stem: Path) -> None:
-        """Writes `<stem>.json` and `<stem>.md`."""
+        """Writes `<stem>.json`, `<stem>.md` and, of history, the curves `<stem>.svg`."""
         stem.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{stem}.json").write_text(self.to_json(), "utf-8")
         Path(f"{stem}.md").write_text(self.to_markdown(), "utf-8")
+        if self.history is not None:
+            draw_history({self.provenance.model: self.history}, Path(f"{stem}.svg"))
 
     def _heading(self) -> str:
         split = self.settings.get("split", "text")

@@ -12,8 +12,11 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.loader import LoadedModel, has_slots, load_checkpoint
-from nsm_lab.evaluation.config import EvalConfig, Part
+from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
 from nsm_lab.evaluation.devices import resolve_device, resolve_precision
+from nsm_lab.evaluation.history.key_tasks import make_key_tasks
+from nsm_lab.evaluation.history.measure import HistoryResult, HistorySettings, measure_history
+from nsm_lab.evaluation.history.reach import attention_reach
 from nsm_lab.evaluation.losses import PositionLosses
 from nsm_lab.evaluation.model_facts import model_facts
 from nsm_lab.evaluation.parking import ParkingResult, measure_parking
@@ -47,6 +50,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
         settings=_settings(config, subject.precision),
         model=model_facts(loaded.config, loaded.model.state_spec),
         losses=subject.measured("loss", subject.losses),
+        history=subject.measured("history", subject.history),
         passkey=subject.measured("passkey", subject.passkey),
         parking=subject.measured("parking", subject.parking),
         splits=subject.measured("split", subject.splits),
@@ -117,6 +121,26 @@ class _Subject:
             autocast=self._autocast,
         )
 
+    def history(self) -> HistoryResult:
+        config, texts = self._config, [document.tokens[:-1] for document in self._documents]
+        return measure_history(
+            self._model,
+            texts,
+            make_key_tasks(self._tokenizer.encode, config.history_prompts * len(texts), seed=config.seed),
+            reach=attention_reach(self._model.config),
+            settings=HistorySettings(
+                starts=config.history_starts,
+                spans=config.history_spans,
+                repeat_distances=config.history_repeats,
+                passages=config.history_passages,
+                key_contexts=config.history_contexts,
+                key_distances=config.history_distances,
+                prompts=config.history_prompts,
+                max_rows=config.batch_documents,
+            ),
+            autocast=self._autocast,
+        )
+
     def passkey(self) -> PasskeyResult:
         config = self._config
         return measure_passkey(
@@ -177,6 +201,8 @@ def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
     names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
     if config.num_states is not None:
         names.append("num_states")
+    if "history" in config.suite:
+        names += [*HISTORY_LISTS, "history_passages", "history_prompts", "seed"]
     if "passkey" in config.suite:
         names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
     if "parking" in config.suite:

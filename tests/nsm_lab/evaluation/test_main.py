@@ -21,13 +21,15 @@ def test_every_field_can_be_set() -> None:
         "--batch-documents 6 --buckets 0 7 9 --device cpu --precision fp32 --prompt one --prompt two "
         "--sample-tokens 8 --seed 9 --output out/report --suite loss,passkey --passkey-lengths 64 128 "
         "--passkey-depths 0.5 --passkey-examples 3 --parking-prefix 7 --parking-count 2 "
-        "--split-tokens 11 --num-states 12"
+        "--split-tokens 11 --num-states 12 --history-starts --history-spans 13 --history-repeats 300 400 "
+        "--history-passages 5 --history-contexts 500 --history-distances 14 --history-prompts 6"
     )
     config, defaults = parse(argv.split()), EvalConfig(data=Path())
     for field in dataclasses.fields(EvalConfig):
         assert getattr(config, field.name) != getattr(defaults, field.name)
     assert (config.buckets, config.prompts, config.split) == ((0, 7, 9), ("one", "two"), "test")
     assert (config.suite, config.passkey_lengths, config.passkey_depths) == (("loss", "passkey"), (64, 128), (0.5,))
+    assert (config.history_starts, config.history_repeats) == ((), (300, 400))
 
 
 def test_the_report_is_printed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_logits_in_pieces_give_the_same_losses(
         widths.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr("nsm_lab.evaluation.perplexity._LOGITS_POSITIONS", 10)
+    monkeypatch.setattr("nsm_lab.evaluation.reading._LOGITS_POSITIONS", 10)
     monkeypatch.setattr(model, "logits", watched)
     assert nats(measure(model, tiny_tokenizer, documents)) == pytest.approx(nats(want), rel=1e-6)
     assert max(widths) == 10

@@ -61,12 +61,18 @@ def test_every_part_of_the_suite_is_in_the_report(checkpoint: Path) -> None:
         parking_prefix=64,
         parking_count=1,
         split_tokens=20,
+        history_starts=(64,),
+        history_spans=(128,),
+        history_repeats=(300,),
+        history_passages=1,
+        history_contexts=(256,),
+        history_distances=(150,),
     )
     report = run_evaluation(config)
     fields = json.loads(report.to_json())
-    for part in ("losses", "passkey", "parking", "splits", "slots", "samples"):
+    for part in ("losses", "history", "passkey", "parking", "splits", "slots", "samples"):
         assert fields[part]
-    assert report.to_markdown().count("\n## ") == 6  # the losses stand under the title
+    assert report.to_markdown().count("\n## ") == 7  # the losses stand under the title
     assert fields["model"]["config"]["d_model"] == 32
     assert fields["settings"]["passkey_lengths"] == [128]
 
@@ -86,12 +92,13 @@ def test_only_what_is_asked_for_is_measured(checkpoint: Path) -> None:
         ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
         ({"segment_len": -1}, "segment_len must be at least 1, got -1"),
         ({"precision": "fp8"}, "precision must be auto, bf16 or fp32, got 'fp8'"),
-        ({"suite": ("loss", "speed")}, "suite must be one or more of loss, passkey, .*, got"),
+        ({"suite": ("loss", "speed")}, "suite must be one or more of loss, history, .*, got"),
         ({"suite": ()}, "suite must be one or more of"),
         ({"passkey_depths": (1.5,)}, r"passkey_depths must be in \[0, 1\], got"),
+        ({"history_starts": (1, 5)}, r"history_starts must be numbers of at least 2 tokens, got \(1, 5\)"),
         ({"passkey_lengths": ()}, "passkey_lengths must be at least one length"),
     ],
-    ids=["split", "documents", "segment", "precision", "part", "no-part", "depth", "lengths"],
+    ids=["split", "documents", "segment", "precision", "part", "no-part", "depth", "history", "lengths"],
 )
 def test_bad_settings_are_named(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
