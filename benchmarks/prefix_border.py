@@ -78,7 +78,7 @@ async def run(backend: LocalBackend, kind: str, rounds: int) -> list[dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=("memory", "sqlite", "redis"), default="sqlite")
+    parser.add_argument("--store", choices=("memory", "redis"), default="memory")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -35,7 +35,6 @@ from service.stores.prefixes.entry import decode_entry, encode_entry
 from service.stores.prefixes.keys import PromptDigests
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.prefixes.sqlite import SqlitePrefixStore
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.memory import MemorySessionStore
 
@@ -54,8 +53,6 @@ async def opened(kind: str, directory: Path) -> AsyncIterator[PrefixStore]:
     """An empty store of one kind."""
     if kind == "memory":
         yield MemoryPrefixStore(BOUNDS)
-    elif kind == "sqlite":
-        yield SqlitePrefixStore(directory / "prefixes.db", BOUNDS)
     else:
         words = ("--bind", "127.0.0.1", "--port", "16379", "--dir", str(directory), "--save", "")
         server = await asyncio.create_subprocess_exec("redis-server", *words, stdout=asyncio.subprocess.DEVNULL)
@@ -160,7 +157,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = ["memory", "sqlite", *(["redis"] if shutil.which("redis-server") else [])]
+    kinds = ["memory", *(["redis"] if shutil.which("redis-server") else [])]
     loaded = load_checkpoint(None)
     engine = Settings(data_dir=Path("unused")).engine_config()
     chats: list[dict[str, float | str]] = []

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
 from service.stores.prefixes.base import PrefixBounds, PrefixKey, PrefixStore, PrefixUsage
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.prefixes.sqlite import SqlitePrefixStore
 from service.stores.redis.url import parse_redis_url
 from tests.redis_servers import Topology, own_prefix
 from tests.stored_sessions import Clock
@@ -36,8 +34,8 @@ def redis_advance(topology: Topology, prefix: str) -> Advance:
     return advance
 
 
-@pytest.fixture(params=["memory", "sqlite", *(pytest.param(name, marks=pytest.mark.redis) for name in REDIS)])
-async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[PrefixStore, Advance]]:
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.redis) for name in REDIS)])
+async def opened(request: pytest.FixtureRequest) -> AsyncIterator[tuple[PrefixStore, Advance]]:
     clock = Clock()
     store: PrefixStore
     advance: Advance = clock.advance
@@ -46,8 +44,6 @@ async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         prefix = own_prefix()
         store = RedisPrefixStore(parse_redis_url(topology.url_with(prefix=prefix)), BOUNDS)
         advance = redis_advance(topology, prefix)
-    elif request.param == "sqlite":
-        store = SqlitePrefixStore(tmp_path / "data" / "prefixes.db", BOUNDS, clock=clock, min_free_bytes=0)
     else:
         store = MemoryPrefixStore(BOUNDS, clock=clock)
     await store.open()

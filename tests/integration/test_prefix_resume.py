@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsm_core.tokenizer import Tokenizer
-from service.stores.prefixes.base import PrefixBounds, PrefixStore
+from service.stores.prefixes.base import PrefixBounds
 from service.stores.prefixes.keys import MIN_TOKENS
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.prefixes.sqlite import SqlitePrefixStore
 from service.stores.redis.url import parse_redis_url
 from tests.backends import MakeBackend
 from tests.counts import scaled
@@ -208,18 +207,17 @@ async def test_P4_two_gateways_on_one_redis_resume_each_others_prefixes(
         assert cached_tokens(await complete(one, prompt=ids(210))) == 200
 
 
-async def test_prefixes_survive_a_restart_but_not_another_model(
-    make_backend: MakeBackend, tiny_tokenizer: Tokenizer, tmp_path: Path
+@pytest.mark.redis
+async def test_prefixes_in_redis_survive_a_restart_but_not_another_model(
+    make_backend: MakeBackend, tiny_tokenizer: Tokenizer, redis_single: Topology
 ) -> None:
-    def stored() -> PrefixStore:
-        return SqlitePrefixStore(tmp_path / "prefixes.db", BOUNDS, min_free_bytes=0)
-
-    async with gateway(make_backend(), prefixes=stored()) as server:
+    address = parse_redis_url(redis_single.own_url())
+    async with gateway(make_backend(), prefixes=RedisPrefixStore(address, BOUNDS)) as server:
         await complete(server, prompt=ids(100))
-    async with gateway(make_backend(), prefixes=stored()) as server:
+    async with gateway(make_backend(), prefixes=RedisPrefixStore(address, BOUNDS)) as server:
         assert cached_tokens(await complete(server, prompt=ids(110))) == 100
     other = local_backend(tiny_tokenizer, fingerprint="another")
-    async with gateway(other, prefixes=stored()) as server:
+    async with gateway(other, prefixes=RedisPrefixStore(address, BOUNDS)) as server:
         assert cached_tokens(await complete(server, prompt=ids(110))) == 0
 
 

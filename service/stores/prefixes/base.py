@@ -46,7 +46,7 @@ class PrefixStore(Protocol):
     A tenant that has more than its own bound loses what it has not used for longest. When all have too much, the tenant
     that has most does: nobody loses anything below an equal share.
 
-    Errors: StoreUnavailable, StorageFull. Implementations: `memory`, `sqlite`, `redis`.
+    Errors: StoreUnavailable, StorageFull. Implementations: `memory`, `redis`.
     """
 
     async def open(self) -> None:

@@ -6,20 +6,17 @@ from service.settings import Settings
 from service.stores.prefixes.base import PrefixBounds, PrefixStore
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.prefixes.sqlite import SqlitePrefixStore
 from service.stores.redis.url import parse_redis_url
 
-FILE = "prefixes.db"
 MIB = 2**20
 
 
 def make_prefix_store(settings: Settings) -> PrefixStore:
-    """Where the sessions are, but in keys or a file of its own. Raises ConfigError for a bad URL."""
+    """In Redis when the sessions are there, else in this process's memory. Raises ConfigError for a bad URL."""
     bounds = bounds_of(settings)
     if settings.is_redis:
         return RedisPrefixStore(parse_redis_url(settings.store), bounds)
-    database = settings.database_path()
-    return MemoryPrefixStore(bounds) if database is None else SqlitePrefixStore(database.parent / FILE, bounds)
+    return MemoryPrefixStore(bounds)
 
 
 def bounds_of(settings: Settings) -> PrefixBounds:

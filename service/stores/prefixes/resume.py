@@ -1,17 +1,17 @@
-"""Stateless requests that begin like earlier ones start from a stored state, and read only what is new.
+"""Stateless requests that begin like earlier ones resume from a stored state and read only the rest.
 
-What is kept of a request, if it lies far enough after what is kept already:
+Up to three states of a request are stored:
 
-- the state where its prompt parts from others that this process has met (a system prompt, examples): see `seen`;
-- the state at the end of its prompt, where the next message of the same chat surely goes on;
-- the state at the end of its answer, if the answer's text, encoded again behind the prompt, has the ids that were
-  sampled. Otherwise no later prompt would have them, and the next one goes on from the end of this prompt.
+- where its prompt parts from others that this process has seen (a system prompt, examples): see `sightings`;
+- at the end of its prompt: the next message of the same chat continues there;
+- at the end of its answer, if the answer's text, encoded again behind the prompt, gives the ids that were sampled.
+  Otherwise no later prompt would have them, and the next one resumes from the end of this prompt.
 
-Far enough is MIN_TOKENS where it has shown that beginnings come back: two prompts parted here, or this one went on from
-a stored state. The ends of any other prompt may never be asked for, and are kept only where reading them again would
-cost more than keeping many (`min_tokens`).
+A state is stored only if a minimum gap separates it from the one before. The gap is MIN_TOKENS where beginnings are
+known to come back: two prompts parted here, or this one resumed from a stored state. Elsewhere it is `min_tokens`,
+because the end of an ordinary prompt may never be used again.
 
-Nothing here fails a request or makes it wait: a store that does not answer is a miss, and writing is done apart.
+The cache never fails a request and never delays one: a store that does not answer is a miss, and writes run apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.backends.base import InferenceBackend
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.entry import decode_entry
 from service.stores.prefixes.keys import ID_BYTES, MIN_TOKENS, PromptDigests
-from service.stores.prefixes.seen import SeenPrefixes
+from service.stores.prefixes.sightings import PrefixSightings
 from service.stores.prefixes.writer import Breaker, PrefixWriter
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.prefixes import PrefixOutcome
@@ -47,14 +47,14 @@ Keep = Callable[[PromptState | EndState], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where one prompt starts, and what is kept of it: the same for all its choices, but only the first keeps states.
+    """Where one prompt starts and which of its states are stored. All choices share it; only the first stores states.
 
-    `places`: numbers of the prompt's tokens after which the state is kept. `keep`: what gets the states.
+    `positions`: in tokens of the prompt. `keep`: called with each state.
     """
 
     ids: tuple[int, ...]
     resume: Resume | None = None
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     has_end: bool = False
     keep: Keep | None = None
 
@@ -70,7 +70,7 @@ class Start:
             request,
             prompt_ids=self.ids[self.position :],
             resume=self.resume,
-            keep_states_at=tuple(place - self.position for place in self.places) if is_first else (),
+            keep_states_at=tuple(position - self.position for position in self.positions) if is_first else (),
             keep_state=self.has_end and is_first,
         )
 
@@ -78,7 +78,7 @@ class Start:
 class PrefixResume:
     """The use case. `store`: None when it is off for everybody. `state_format`: how states are stored.
 
-    `min_tokens`: what the state at an end must spare a later prompt where nothing says that one will come.
+    `min_tokens`: the minimum gap, in tokens, before a state at the end of an ordinary prompt or answer.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PrefixResume:
         self._state_format = state_format
         self._store = store
         self._metrics = metrics
-        self._seen = SeenPrefixes()
+        self._sightings = PrefixSightings()
         self._breaker = Breaker()
         self._writer = (
             None if store is None else PrefixWriter(backend, store, metrics, self._breaker, state_format=state_format)
@@ -133,32 +133,34 @@ class PrefixResume:
     ) -> Start:
         """For a prompt that may get `max_tokens` more. Never raises, and never takes much longer than LOOKUP_S.
 
-        `next_text`: from the answer's text to a text that the next prompt will begin with; None when that will be given
-        as ids. `is_wanted`: False when the tenant or the request wishes no part of this.
+        `next_text`: from the answer's text to the text that the next prompt will begin with; None when clients send
+        ids. `is_wanted`: False when the tenant or the request opted out.
         """
         writer = self._writer
         if writer is None or not is_wanted:
             self._metrics.prefixes.resumed("off")
             return Start(ids=ids)
-        resume, places, border = None, [], self._min_tokens
+        resume, positions, min_gap = None, [], self._min_tokens
         if len(ids) > MIN_TOKENS:
             digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
             resume = await self._look_up(tenant, digests)
-            border = MIN_TOKENS if resume else border
-            shared = self._seen.meet(tenant, digests)
-            places = _places(resumed=resume.position if resume else 0, shared=shared, end=len(ids), border=border)
+            min_gap = MIN_TOKENS if resume else min_gap
+            shared = self._sightings.record(tenant, digests)
+            positions = _positions_to_store(
+                resumed=resume.position if resume else 0, shared=shared, end=len(ids), min_gap=min_gap
+            )
         else:
             self._metrics.prefixes.resumed("short")
-        last = places[-1] if places else resume.position if resume else 0
+        last = positions[-1] if positions else resume.position if resume else 0
 
         def keep(kept: PromptState | EndState) -> None:
             if isinstance(kept, PromptState):
                 writer.add(tenant, ids[: kept.position], kept.state)
-            elif kept.position - last >= border:
+            elif kept.position - last >= min_gap:
                 writer.spawn(self._keep_end(writer, tenant, ids, kept, next_text))
 
-        has_end = len(ids) + max_tokens - last >= border
-        return Start(ids=ids, resume=resume, places=tuple(places), has_end=has_end, keep=keep)
+        has_end = len(ids) + max_tokens - last >= min_gap
+        return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, keep=keep)
 
     async def _look_up(self, tenant: str, digests: PromptDigests) -> Resume | None:
         """The longest stored beginning that leaves something to read; None for whatever reason there is none."""
@@ -231,10 +233,10 @@ class PrefixResume:
                 self._breaker.failed(error)
 
 
-def _places(*, resumed: int, shared: int, end: int, border: int) -> list[int]:
-    """Where in a prompt states are kept: the end at least `border` tokens after the one before it."""
-    places: list[int] = []
-    for place, least in ((shared, MIN_TOKENS), (end, border)):
-        if place - (places[-1] if places else resumed) >= least:
-            places.append(place)
-    return places
+def _positions_to_store(*, resumed: int, shared: int, end: int, min_gap: int) -> list[int]:
+    """Positions in a prompt whose states are stored: the end only `min_gap` tokens or more after the one before."""
+    positions: list[int] = []
+    for position, least in ((shared, MIN_TOKENS), (end, min_gap)):
+        if position - (positions[-1] if positions else resumed) >= least:
+            positions.append(position)
+    return positions

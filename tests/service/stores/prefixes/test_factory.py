@@ -1,4 +1,4 @@
-"""Prefixes are kept where the sessions are."""
+"""Prefixes are stored in memory for one process and in Redis for several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from service.stores.prefixes.base import PrefixBounds
 from service.stores.prefixes.factory import bounds_of, make_prefix_store
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
-from service.stores.prefixes.sqlite import SqlitePrefixStore
 
 MIB = 2**20
 
@@ -22,12 +21,12 @@ MIB = 2**20
     ("store", "kind"),
     [
         ("memory", MemoryPrefixStore),
-        ("sqlite", SqlitePrefixStore),
-        ("sqlite:///elsewhere/sessions.db", SqlitePrefixStore),
+        ("sqlite", MemoryPrefixStore),
+        ("sqlite:///elsewhere/sessions.db", MemoryPrefixStore),
         ("redis://localhost", RedisPrefixStore),
     ],
 )
-def test_the_kind_of_store_follows_the_sessions(store: str, kind: type, tmp_path: Path) -> None:
+def test_prefix_store_is_redis_only_beside_sessions_in_redis(store: str, kind: type, tmp_path: Path) -> None:
     assert isinstance(make_prefix_store(Settings(data_dir=tmp_path, store=store)), kind)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.stores.prefixes.keys import MIN_TOKENS, PromptDigests
-from service.stores.prefixes.seen import SeenPrefixes
+from service.stores.prefixes.sightings import PrefixSightings
 from tests.fakes import FakeBackend
 
 MODEL = FakeBackend().model
@@ -41,18 +41,18 @@ def test_L6_every_part_of_the_name_counts() -> None:
 
 
 def test_a_shared_beginning_is_seen_by_the_second_prompt_and_by_no_other_tenant() -> None:
-    seen = SeenPrefixes()
+    sightings = PrefixSightings()
     other = (*IDS[:200], *(token_id + 1000 for token_id in IDS[200:]))
-    assert seen.meet("a", digests()) == 0
-    assert seen.meet("b", digests(tenant="b")) == 0
-    assert seen.meet("a", digests(other)) == 192
-    assert seen.meet("a", digests()) == 384
-    assert seen.meet("a", digests(IDS[:384])) == 320  # something is left to read
+    assert sightings.record("a", digests()) == 0
+    assert sightings.record("b", digests(tenant="b")) == 0
+    assert sightings.record("a", digests(other)) == 192
+    assert sightings.record("a", digests()) == 384
+    assert sightings.record("a", digests(IDS[:384])) == 320  # something is left to read
 
 
 def test_what_was_seen_long_ago_is_forgotten() -> None:
-    seen = SeenPrefixes(max_places=2)
-    seen.meet("a", digests())
-    seen.meet("a", digests(tuple(range(1000, 1130))))
-    assert seen.meet("a", digests(tuple(range(1000, 1130)))) == 128
-    assert seen.meet("a", digests()) == 0
+    sightings = PrefixSightings(max_per_tenant=2)
+    sightings.record("a", digests())
+    sightings.record("a", digests(tuple(range(1000, 1130))))
+    assert sightings.record("a", digests(tuple(range(1000, 1130)))) == 128
+    assert sightings.record("a", digests()) == 0
