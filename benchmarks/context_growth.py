@@ -27,7 +27,7 @@ from typing import Any
 import openai
 
 from benchmarks.response_chain import QUESTION, Served, measure_turn, serving
-from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.charts import Line, line_chart
 from nsm_lab.evaluation.provenance import command_line, source_commit
 
 CONTEXTS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
@@ -158,8 +158,7 @@ def draw(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
             Line(kind, tuple((row["context_tokens"], row[measure] / scale) for row in rows if row["kind"] == kind))
             for kind in kinds
         ]
-        floor = Line("", ((float(args.contexts[0]), 0.0),))  # the axis begins at nought
-        picture = line_chart([*lines, floor], x_ticks=ticks, x_label="tokens of context", y_label=label)
+        picture = line_chart(lines, x_ticks=ticks, x_label="tokens of context", y_label=label, y_low=0.0)
         (args.pictures / name).write_text(picture, encoding="utf-8")
 
 

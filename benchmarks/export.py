@@ -19,6 +19,7 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.markdown import table
 from nsm_lab.export.functions import IDS, LOGITS, NEW
 from nsm_lab.export.write import export_model
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    register_baselines()
     loaded = load_checkpoint(args.model)
     rows, results = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ class ModelConfig:
     an exchange between the slots every `communication_interval` tokens (each with `communication_top_k` others, 0: with
     all), G slots that the `gate` changes every `gate_chunk` tokens, L a linear recurrence, W attention to the last
     `window` tokens, A attention to the last `max_context`; `num_kv_heads` is that of W and A layers. Small letters are
-    baselines of the literature: see docs/family.md. [NW] is one layer
+    layers that another package registers: see nsm_core/model/registry.py. [NW] is one layer
     with both side by side, (WNL) one with three in a row. N and C layers read their slots by the `projector`.
 
     With `allocation` N and C layers have slots that are not in use: every `communication_interval` tokens those whose
@@ -224,13 +224,16 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         kinds = {kind for plan in parse_layer_pattern(self.layer_pattern) for kind in plan.kinds}
-        _require("s" not in kinds or self.d_model % 2 == 0, f"d_model must be even for S5, got {self.d_model}")
-        if not kinds & {"W", "A", "f", "p"}:
+        if not kinds & {"W", "A"}:
             return
         _require(
-            self.num_heads % self.num_kv_heads == 0 or not kinds & {"W", "A"},
+            self.num_heads % self.num_kv_heads == 0,
             f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
         )
+        self.require_rotary()
+
+    def require_rotary(self) -> None:
+        """What a layer with rotary positions needs. Raises ConfigError."""
         _require(self.head_dim % 2 == 0, f"d_model / num_heads must be even for attention, got {self.head_dim}")
         _require(self.rope_base > 1, f"rope_base must be above 1, got {self.rope_base}")
 

@@ -10,9 +10,8 @@ from nsm_core.errors import ConfigError
 # Slot memory, the same with communication, gated slots, linear recurrence, window and full attention, external memory:
 # see nsm_core/model/registry.py
 LAYER_KINDS = "NCGLWAM"
-# Of the literature, to compare with: see nsm_core/model/baselines/
-BASELINE_KINDS = "lfprmds"
-_ANY = f"[{LAYER_KINDS}{BASELINE_KINDS}]"
+# A small letter is a layer that another package registers, as nsm_lab/baselines does
+_ANY = f"[{LAYER_KINDS}a-z]"
 _LAYER = re.compile(rf"{_ANY}|\({_ANY}{{2,}}\)|\[{_ANY}{{2,}}\]")
 
 
@@ -37,6 +36,6 @@ def parse_layer_pattern(pattern: str) -> tuple[LayerPlan, ...]:
     if rest or not plans:
         raise ConfigError(
             f"layer_pattern must be made of the letters {', '.join(LAYER_KINDS)}, of which two or more may stand in [] "
-            f"(parallel) or () (in sequence), or of those of baselines ({', '.join(BASELINE_KINDS)}), got {pattern!r}"
+            f"(parallel) or () (in sequence), or of small letters that a package registers, got {pattern!r}"
         )
     return tuple(plans)

@@ -118,7 +118,7 @@ def extra_of(path: Path) -> str | None:
     """Of a module that is imported only where somebody asks for it, and says what to install otherwise."""
     if path.parent == ROOT / "service" / "backends" / "triton":
         return "triton"
-    return "export" if path.name == "onnx_file.py" else None
+    return "lab" if "nsm_lab" in path.parts else None
 
 
 @pytest.mark.parametrize("package", ["nsm_core", "service", "nsm_lab"])

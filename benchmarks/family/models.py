@@ -15,7 +15,9 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.layer_pattern import parse_layer_pattern
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.registry import MIXERS
+from nsm_lab.baselines.register import register_baselines
+
+register_baselines()
 
 VOCABULARY = 256  # bytes
 OURS, BASELINES = "ours", "baselines"
@@ -54,12 +56,6 @@ class Entry:
     layer_pattern: str
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this version has all its layers."""
-        letters = set(self.layer_pattern) - set("()[]")
-        return letters <= set(MIXERS)
-
 
 ENTRIES = {
     "simple": Entry("Simple (softmax router, top k)", OURS, "N"),
@@ -88,10 +84,6 @@ ENTRIES = {
     "s4d": Entry("S4D", BASELINES, "d"),
     "s5": Entry("S5", BASELINES, "s"),
 }
-
-
-def known_models() -> list[str]:
-    return [name for name, entry in ENTRIES.items() if entry.is_known]
 
 
 def sees_everything(config: ModelConfig) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.family.fit import fit_exponent
-from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.charts import Line, line_chart
 from nsm_lab.evaluation.markdown import table
 
 Row = dict[str, Any]

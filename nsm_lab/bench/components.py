@@ -15,6 +15,7 @@ import torch
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.spans import PARTS, listening
+from nsm_lab.baselines.register import register_baselines
 from nsm_lab.bench.profile import profiled
 from nsm_lab.bench.result import BenchResult
 from nsm_lab.bench.run import BenchRun
@@ -71,6 +72,7 @@ def bench_components(
     bench = BenchRun(KIND)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    register_baselines()
     loaded = load_checkpoint(model)
     _figures(loaded.model, work)  # a warm-up
     repeats = []

@@ -7,15 +7,44 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
-from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume, TokenEvent
+from nsm_core.engine.request import EndState, Event, Finished, GenerationRequest, Resume, TokenEvent
+from nsm_core.model_info import ModelInfo
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
 from nsm_lab.bench.machine import MIB, ProcessUse
 from nsm_lab.bench.times import RequestTimes, load_figures
-from service.backends.base import InferenceBackend
 
 PROMPT_TOKENS = 16  # of requests whose decoding is measured, and of the turn that goes on with a session
+
+
+class MeasuredGeneration(Protocol):
+    """A request under way."""
+
+    def batches(self) -> AsyncIterator[list[Event]]:
+        """Its events, in lists of those that are ready together. The last event is Finished."""
+        ...
+
+
+class MeasuredEngine(Protocol):
+    """An engine in this process. The gateway's local backend is one."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def submit(self, request: GenerationRequest) -> MeasuredGeneration: ...
+
+    def stats(self) -> EngineStats: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +61,10 @@ class EngineWork:
 
 
 class EngineLoad:
-    """Asks a backend that runs in this process."""
+    """Sends requests to an engine that runs in this process."""
 
-    def __init__(self, backend: InferenceBackend) -> None:
-        self._backend = backend
+    def __init__(self, engine: MeasuredEngine) -> None:
+        self._engine = engine
         self._use = ProcessUse()
         self._random = random.Random(0)
         self._numbers = itertools.count()
@@ -90,7 +119,7 @@ class EngineLoad:
     async def _read(self, request: GenerationRequest) -> tuple[RequestTimes, Finished]:
         """One request to its end. Raises what the engine gives as an error."""
         times = RequestTimes(started=time.perf_counter())
-        async for events in self._backend.submit(request).batches():
+        async for events in self._engine.submit(request).batches():
             now = time.perf_counter()
             times.pieces += [now] * sum(isinstance(event, TokenEvent) for event in events)
             last = events[-1]
@@ -113,22 +142,22 @@ class EngineLoad:
         )
 
     def _ids(self, number: int) -> Iterator[int]:
-        vocab_size = self._backend.tokenizer.vocab_size
+        vocab_size = self._engine.tokenizer.vocab_size
         return (self._random.randrange(1, vocab_size) for _ in range(number))
 
     def _resume(self, end: EndState) -> Resume:
         return Resume(
             state=end.state,
             position=end.position,
-            fingerprint=self._backend.model.fingerprint,
+            fingerprint=self._engine.model.fingerprint,
             generated_counts=end.generated_counts,
         )
 
 
-def memory_figures(backend: InferenceBackend, *, weights_bytes: int, before_mb: float) -> dict[str, float]:
+def memory_figures(engine: MeasuredEngine, *, weights_bytes: int, before_mb: float) -> dict[str, float]:
     """Resident memory of this process. `before_mb`: before the model was loaded; the ratio is of what came since."""
     rss_mb = ProcessUse().rss_mb()
-    needed_mb = (weights_bytes + backend.stats().state_pool_bytes) / MIB
+    needed_mb = (weights_bytes + engine.stats().state_pool_bytes) / MIB
     return {
         "memory.process.rss_mb": rss_mb,
         "memory.process.model_mb": max(0.0, rss_mb - before_mb),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nsm_lab.bench.result import BenchResult, Measure
-from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.charts import Line, line_chart
 
 X_LABELS: Mapping[str, str] = {
     "decode": "requests at once",

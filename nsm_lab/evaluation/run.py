@@ -12,6 +12,7 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.loader import LoadedModel, has_slots, load_checkpoint
+from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
 from nsm_lab.evaluation.devices import resolve_device, resolve_precision
 from nsm_lab.evaluation.history.key_tasks import make_key_tasks
@@ -40,6 +41,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
 
     `tell` gets a line about what is to be done, and one after each part of it: it may take hours.
     """
+    register_baselines()
     device = resolve_device(config.device)
     loaded = _with_states(load_checkpoint(config.model, device), config.num_states)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 from pathlib import Path
@@ -31,7 +30,6 @@ Format = Literal["onnx", "torch"]
 MANIFEST_FILE, START_FILE = "manifest.json", "initial_state.npz"
 SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torch": ".pt2"}
 VERSION = 1  # of the manifest
-PACKAGES = ("onnx", "onnxscript")
 
 
 def export_model(
@@ -44,7 +42,7 @@ def export_model(
 ) -> list[Path]:
     """Writes the step, with `prompt_len` also a function that reads so many tokens at once; returns all files.
 
-    Raises ConfigError where the folder is not empty, a layer has no such form, or the packages for it are missing.
+    Raises ConfigError where the folder is not empty, or a layer has no such form.
     """
     check_target(directory)
     if form == "onnx":
@@ -116,9 +114,6 @@ def _write_function(loaded: LoadedModel, function: Function, directory: Path, fo
 
 
 def _require_onnx(loaded: LoadedModel) -> None:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"ONNX files need {' and '.join(missing)}: pip install 'nsm-serve[export]'")
     from nsm_lab.export.onnx_file import REFUSED
 
     refuse_kinds(loaded.config.layer_pattern, loaded.config.num_layers, REFUSED, "ONNX")

@@ -1,12 +1,14 @@
-"""An inspection as one picture with axes, for papers and notebooks. Needs matplotlib, the extra `inspect`."""
+"""An inspection as one picture with axes, for papers and notebooks. Needs matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from nsm_core.errors import ConfigError
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from nsm_core.inspection.figures import write_of
 from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection
@@ -21,13 +23,8 @@ def draw_inspection(
     inspection: Inspection, labels: Sequence[str], path: Path, *, title: str, token: int | None = None
 ) -> None:
     """Writes a PNG: the trace of a token (None: the last), then for each layer with states what each token wrote to
-    them and how far they have moved. Raises ConfigError without matplotlib, InvalidRequest, OSError.
+    them and how far they have moved. Raises InvalidRequest or OSError.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError("pictures as PNG need the extra: pip install 'nsm-serve[inspect]'") from error
     layers = [layer for layer in inspection.layers if layer.kind in STATES]
     figure = Figure(figsize=(14, INCHES_PER_LAYER * (len(layers) + 1)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -48,10 +45,8 @@ def draw_inspection(
     figure.savefig(path, dpi=DPI, format="png")
 
 
-def draw_trace(axes: Any, inspection: Inspection, labels: Sequence[str], token: int) -> None:
-    """What each token gave to what each layer reads at the traced one. `axes`: of matplotlib, which is there only where
-    somebody installed it.
-    """
+def draw_trace(axes: Axes, inspection: Inspection, labels: Sequence[str], token: int) -> None:
+    """What each token gave to what each layer reads at the traced one."""
     for one in trace(inspection, token):
         axes.plot(range(token + 1), one.tokens.numpy(), marker=".", linewidth=0.8, label=f"{one.layer} {one.kind}")
     step = -(-len(labels) // MAX_LABELS)

@@ -34,7 +34,7 @@ def _header(file: Path) -> list[str]:
 
 def _tensorboard_writer(directory: Path) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # an extra: nsm[train]
+        from torch.utils.tensorboard import SummaryWriter  # of the extra `lab`
     except ImportError:
         return None
     return SummaryWriter(str(directory))

@@ -21,6 +21,7 @@ from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_lab.baselines.register import register_baselines
 from nsm_lab.training import checkpointing
 from nsm_lab.training.average import WeightAverage
 from nsm_lab.training.config import TrainConfig
@@ -315,6 +316,7 @@ class Trainer:
 
 def train(config: TrainConfig) -> Path:
     """Runs `config`; returns the model directory. Raises ConfigError or CheckpointError."""
+    register_baselines()
     world = join_world(config.device)
     try:
         return Trainer(config, world).run()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options
+from service.cli.lab import lab_command
 from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 
 if TYPE_CHECKING:
     from nsm_lab.bench.gate import Verdict
     from nsm_lab.bench.result import BenchResult
+    from service.backends.local import LocalBackend
+    from service.settings import Settings
 
 LOST = 1  # exit status of a gate that does not open
 
@@ -43,6 +46,7 @@ Threads = Annotated[
 
 
 @app.command()
+@lab_command()
 def engine(
     model: options.Model = None,
     executor: Annotated[
@@ -67,13 +71,18 @@ def engine(
     from nsm_lab.bench.engine_bench import bench_engine
     from nsm_lab.bench.engine_load import EngineWork
 
+    make_engine = _engine_factory(settings)
+    configured = {name: getattr(settings, name) for name in ("executor", "max_slots", "token_budget")}
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
     with progress("engine", repeats) as tell:
-        result = asyncio.run(bench_engine(settings, work, profile=profile, tell=tell))
+        result = asyncio.run(
+            bench_engine(make_engine, settings.model, work, options=configured, profile=profile, tell=tell)
+        )
     _show(result, output=output, plots=plots, as_json=as_json)
 
 
 @app.command()
+@lab_command()
 def components(
     model: options.Model = None,
     num_threads: Threads = None,
@@ -98,6 +107,7 @@ def components(
 
 
 @app.command()
+@lab_command()
 def http(
     url: Annotated[str, typer.Option(help="An OpenAI-compatible server, this one or any other.")],
     model: Annotated[str | None, typer.Option(help="As requests name it.", show_default="the server's choice")] = None,
@@ -130,6 +140,7 @@ def http(
 
 
 @app.command()
+@lab_command()
 def compare(
     first: Annotated[Path, typer.Argument(help="A result that --output wrote.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="Another.", show_default=False)],
@@ -140,7 +151,6 @@ def compare(
     import dataclasses
 
     from nsm_lab.bench import compare as comparing
-    from nsm_lab.bench.pictures import draw
     from nsm_lab.bench.result import read_result
 
     one, other = read_result(first), read_result(second)
@@ -148,6 +158,8 @@ def compare(
     for line in comparing.differences(one, other):
         note(line)
     if plots is not None:
+        from nsm_lab.bench.pictures import draw
+
         draw({first.stem: one, second.stem: other}, plots)
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
@@ -164,6 +176,7 @@ def compare(
 
 
 @app.command()
+@lab_command()
 def gate(
     base: Annotated[Path, typer.Option(help="Checkout to measure this build against.", show_default=False)],
     model: options.Model = None,
@@ -209,6 +222,25 @@ def gate(
         raise typer.Exit(LOST)
 
 
+def _engine_factory(settings: Settings) -> Callable[[], LocalBackend]:
+    """Loads the model of the settings, on a model's threads. Without drafts: after random prompts greedy texts repeat
+    themselves now and then, which must not decide how fast a build is.
+    """
+    import dataclasses
+
+    import torch
+
+    from nsm_core.model.loader import load_checkpoint
+    from nsm_lab.baselines.register import register_baselines
+    from service.backends.local import LocalBackend
+
+    register_baselines()
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    config = dataclasses.replace(settings.engine_config(), speculation="off")
+    return lambda: LocalBackend(load_checkpoint(settings.model), config, executor=settings.executor)
+
+
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     """Ascending, each once. Raises a usage error that names the option."""
     parts = [part.strip() for part in text.split(",")]
@@ -218,11 +250,11 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _show(result: BenchResult, *, output: Path | None, plots: Path | None, as_json: bool) -> None:
-    from nsm_lab.bench.pictures import draw
-
     if output is not None:
         output.write_text(result.to_json() + "\n", "utf-8")
     if plots is not None:
+        from nsm_lab.bench.pictures import draw
+
         draw({result.kind: result}, plots)
     if as_json:
         print(result.to_json())

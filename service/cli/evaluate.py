@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from service.cli.lab import lab_command
 
+
+@lab_command()
 def evaluate(ctx: typer.Context) -> None:
     """Measure a model on a corpus: bits per byte and word perplexity."""
     from nsm_lab.evaluation.__main__ import parse, tell

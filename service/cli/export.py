@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from nsm_core.errors import ConfigError
+from service.cli.lab import lab_command
 from service.cli.output import note
 
 MAX_PROMPT_LEN = 2048
@@ -21,6 +22,7 @@ class ExportFormat(enum.StrEnum):
     TORCH = "torch"
 
 
+@lab_command()
 def export(
     model: Annotated[Path, typer.Argument(help="Model directory, or the name of a bundled model.", show_default=False)],
     output: Annotated[Path, typer.Option(help="Folder to write, new or empty.", show_default=False)],
@@ -34,6 +36,7 @@ def export(
     """Write a model's step, ids and state in, logits and state out, for ONNX Runtime or torch.export."""
     if int8 and form is not ExportFormat.ONNX:
         raise typer.BadParameter("needs --format onnx", param_hint="'--int8'")
+    from nsm_lab.baselines.register import register_baselines
     from nsm_lab.export.write import check_target, export_model
 
     try:
@@ -42,6 +45,7 @@ def export(
         raise typer.BadParameter(str(error), param_hint="'--output'") from error
     from nsm_core.model.loader import load_checkpoint
 
+    register_baselines()
     loaded = load_checkpoint(model)
     try:
         files = export_model(loaded, output, form.value, is_int8=int8, prompt_len=prompt_len)

@@ -12,6 +12,7 @@ import typer
 from nsm_core.errors import InvalidRequest
 from service.cli import options
 from service.cli.generate import STDIN, read_stdin
+from service.cli.lab import lab_command
 from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 from service.cli.stores import opened_store, store_settings
@@ -31,6 +32,7 @@ READ_TIMEOUT_S = 3600.0
 COLUMNS = ("layer", "kind", "entropy", "states/token", "sparsity", "strength", "smoothness", "half-life")
 
 
+@lab_command()
 def inspect(
     text: Annotated[str, typer.Argument(help="A text; - reads it from standard input.", show_default=False)] = "",
     file: Annotated[Path | None, typer.Option(help="A text file in UTF-8.", show_default=False)] = None,
@@ -112,7 +114,9 @@ def _load(settings: Settings) -> LoadedModel:
     import torch
 
     from nsm_core.model.loader import load_checkpoint
+    from nsm_lab.baselines.register import register_baselines
 
+    register_baselines()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     return load_checkpoint(settings.model)
@@ -129,16 +133,18 @@ def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspect
 def _write(
     loaded: LoadedModel, inspection: Inspection, *, html: Path | None, png: Path | None, token: int | None
 ) -> None:
-    from nsm_lab.inspection.page import inspection_page
-    from nsm_lab.inspection.plots import draw_inspection
     from service.generate.openai_format import token_text
 
     labels = [token_text(loaded.tokenizer, token_id) for token_id in inspection.ids]
     title = f"{loaded.name}: what a text does to its states"
     if html is not None:
+        from nsm_lab.inspection.page import inspection_page
+
         html.write_text(inspection_page(inspection, labels, title=title, token=token), "utf-8")
         note(f"page: {html}")
     if png is not None:
+        from nsm_lab.inspection.plots import draw_inspection
+
         draw_inspection(inspection, labels, png, title=title, token=token)
         note(f"picture: {png}")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from service.cli.lab import lab_command
 
+
+@lab_command()
 def train(ctx: typer.Context) -> None:
     """Train a model on a corpus directory."""
     from nsm_lab.training.__main__ import parse

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import ConfigError
-from nsm_lab.evaluation.compare.line_chart import Line, line_chart
+from nsm_lab.charts import Line, line_chart
 from nsm_lab.evaluation.markdown import position_range, rate, short, table
 from nsm_lab.evaluation.model_facts import megabytes
 

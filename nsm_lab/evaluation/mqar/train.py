@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
+from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.devices import resolve_device, resolve_precision
 from nsm_lab.evaluation.mqar.config import MqarConfig
 from nsm_lab.evaluation.mqar.data import Examples, Task, generate
@@ -50,6 +51,7 @@ def recall_loss(model: NsmModel, batch: Batch) -> Tensor:
 
 def build_model(config: MqarConfig) -> NsmModel:
     """A model with fresh weights. Without `mlp`, feed-forward layers are zero and stay so."""
+    register_baselines()
     torch.manual_seed(config.seed)
     model = NsmModel(config.model)
     if not config.mlp:

@@ -24,7 +24,9 @@ from nsm_lab.export.functions import LOGITS, NEW, STEP, StateFunction, output_na
 from nsm_lab.export.onnx_file import write_onnx
 from nsm_lab.export.write import export_model
 from tests.models import random_model, save_small_model, small_config
-from tests.nsm_core.model.test_nsm import ALLOCATING, CONFIG, KINDS, make_model, with_fields
+from tests.nsm_core.model.recurrence_suite import CONFIG, make_model, with_fields
+from tests.nsm_core.model.test_nsm import ALLOCATING, KINDS
+from tests.nsm_lab.baselines.patterns import PATTERNS
 
 TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}  # docs/export.md
 NUM_TOKENS = 64
@@ -114,9 +116,9 @@ def test_onnx_and_saved_programs_write_the_models_text_at_any_batch(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "state spaces"])
+@pytest.mark.parametrize("name", [*KINDS, *(name for name in PATTERNS if name != "state spaces")])
 def test_every_configuration_of_the_property_suites_exports(name: str, tmp_path: Path) -> None:
-    model = make_model(with_fields(**KINDS[name]))
+    model = make_model(with_fields(**{**KINDS, **PATTERNS}[name]))
     write_onnx(trace(model, STEP), model, tmp_path / "step.onnx", is_int8=False)
     for rows in BATCHES:
         assert_same_text(model, in_onnx_runtime(tmp_path / "step.onnx"), rows)

@@ -9,6 +9,7 @@ import torch
 
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.tokenizer import Tokenizer
+from nsm_lab.baselines.register import register_baselines
 from tests.models import save_small_model
 from tests.service.cli.conftest import Nsm, assert_one_line
 
@@ -39,6 +40,7 @@ def test_wrong_wishes_are_told_by_their_options(
     assert_one_line(result, f"Invalid value for '--output': {tmp_path} is there and not an empty folder", status=2)
     result = nsm("export", model_dir, "--output", tmp_path / "out", "--format", "torch", "--int8")
     assert_one_line(result, "Invalid value for '--int8': needs --format onnx", status=2)
+    register_baselines()
     complex_model = save_small_model(tmp_path / "complex", tiny_tokenizer, layer_pattern="d")
     result = nsm("export", complex_model, "--output", tmp_path / "out")
     said = "layer 0 (d) cannot be written as ONNX: S4D computes with complex numbers, which ONNX operators do not take"

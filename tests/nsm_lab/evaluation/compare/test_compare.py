@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nsm_lab.evaluation.compare.__main__ import main
-from nsm_lab.evaluation.compare.line_chart import HEIGHT, WIDTH, Line, line_chart
 from nsm_lab.evaluation.compare.tables import load, to_markdown, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,24 +79,8 @@ def test_evaluations_of_different_texts_are_called_so(tmp_path: Path) -> None:
 def test_the_plot_has_a_curve_and_a_name_for_each_model(tmp_path: Path) -> None:
     entries = [load(write(tmp_path / "a.json", report()), "a <b>"), load(write(tmp_path / "b.json", report(0.1)))]
     root = ET.fromstring(to_svg(entries))
-    curves = root.findall(f"{SVG}polyline")
-    assert [len(curve.get("points", "").split()) for curve in curves] == [3, 3]
-    texts = [text.text for text in root.findall(f"{SVG}text")]
+    texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"a <b>", "b", "bits/byte", "512", "1K", "2K"} <= set(texts)
-
-
-def test_higher_values_are_higher_up_and_everything_is_inside() -> None:
-    lines = [Line("one", ((64.0, 1.0), (256.0, 2.0), (1024.0, 1.5))), Line("none", ())]
-    root = ET.fromstring(line_chart(lines, x_ticks=[(64.0, "64"), (1024.0, "1K")], x_label="x", y_label="y"))
-    places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.findall(f"{SVG}circle")]
-    assert places[1][1] < places[2][1] < places[0][1]
-    assert places[1][0] == pytest.approx((places[0][0] + places[2][0]) / 2, abs=0.1)  # logarithmic
-    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
-
-
-def test_one_value_or_none_can_be_drawn() -> None:
-    for points in (((100.0, 1.0),), ()):
-        ET.fromstring(line_chart([Line("one", points)], x_ticks=[(100.0, "100")], x_label="x", y_label="y"))
 
 
 def test_the_command_prints_the_tables_and_writes_both_files(
@@ -108,7 +91,7 @@ def test_the_command_prints_the_tables_and_writes_both_files(
     printed = capsys.readouterr().out
     assert "| second | NW x 8 |" in printed
     assert (tmp_path / "out" / "both.md").read_text("utf-8") == printed
-    assert (tmp_path / "out" / "both.svg").read_text("utf-8").startswith("<svg ")
+    assert (tmp_path / "out" / "both.svg").read_text("utf-8").rstrip().endswith("</svg>")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.baselines.baseline import Baseline, linear, silenced, zero_linear
+from nsm_core.errors import ConfigError
 from nsm_core.model.segments import Segments, first_tokens, valid_tokens
-from nsm_core.ops.linear_attention import in_chunks
 from nsm_core.ops.linear_scan import linear_scan
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, linear, silenced, zero_linear
+from nsm_lab.baselines.linear_attention import in_chunks
 
 STEP_RANGE = (0.001, 0.1)  # of the discretisation at the start
 
@@ -76,8 +77,6 @@ class S4d(DiagonalSsm):
     In chunks of tokens the convolution is a triangular product inside, and the modes are carried from chunk to chunk.
     """
 
-    label = "S4D"
-
     def __init__(self, config: ModelConfig) -> None:
         d, size = config.d_model, config.num_memory_slots
         lin = torch.complex(torch.full((size,), -0.5), math.pi * torch.arange(size, dtype=torch.float32))
@@ -130,9 +129,9 @@ class S5(DiagonalSsm):
     Its eigenvalues are those of the normal part of HiPPO-LegS at the start.
     """
 
-    label = "S5"
-
     def __init__(self, config: ModelConfig) -> None:
+        if config.d_model % 2:
+            raise ConfigError(f"d_model must be even for S5, got {config.d_model}")
         d, size = config.d_model, config.d_model // 2
         eigenvalues, vectors = hippo_normal(2 * size)
         super().__init__(config, eigenvalues)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsm_core.ops.linear_attention import linear_attention
+from nsm_lab.baselines.linear_attention import linear_attention
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.baselines.baseline import Baseline, linear, zero_linear
 from nsm_core.model.segments import Segments, valid_tokens
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, linear, zero_linear
 
 CLOSED = 1e4  # a gate this far from zero is shut, or open, to the last bit
 
@@ -20,8 +20,6 @@ class Lstm(Baseline):
     One token after the other, whatever the device: no form of it is parallel. Padding is a feature of its own that
     shuts the input gate and opens the forget gate, so the cell keeps its bits.
     """
-
-    label = "LSTM"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.baselines.baseline import Baseline, linear, silenced, zero_linear
 from nsm_core.model.segments import Segments, first_tokens, valid_tokens
-from nsm_core.ops.delta_rule import delta_rule
 from nsm_core.ops.short_conv.reference import next_tail
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, linear, silenced, zero_linear
+from nsm_lab.baselines.delta_rule import delta_rule
 
 RANK = 32  # of the small networks behind decay and learning rate, as in the published models up to width 768
 GATE_RANK = 64
@@ -28,8 +28,6 @@ class Rwkv7(Baseline):
     here sees nothing of another), and its channel mix, in whose place is the feed-forward part that all layers have.
     State: `matrix` [H, K, K] and `previous` [1, d], the token before, for the token shift.
     """
-
-    label = "RWKV-7"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

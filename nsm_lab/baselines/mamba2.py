@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.baselines.baseline import Baseline, causal_conv, linear, silenced, zero_linear
 from nsm_core.model.segments import Segments, valid_tokens
-from nsm_core.ops.linear_attention import linear_attention
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, causal_conv, linear, silenced, zero_linear
+from nsm_lab.baselines.linear_attention import linear_attention
 
 EXPAND = 2
 STEP_RANGE = (0.001, 0.1)  # of the discretisation at the start
@@ -25,8 +25,6 @@ class Mamba2(Baseline):
     Width 2d, twice as many heads as the model, one group of B and C of `num_memory_slots` numbers each: a state of the
     same size as that of our slots. State: `ssm` [2H, M, K] and `conv_tail`.
     """
-
-    label = "Mamba-2"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

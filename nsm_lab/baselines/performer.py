@@ -8,10 +8,10 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import rotary, rotate
-from nsm_core.model.baselines.baseline import Baseline, linear, silenced, zero_linear
 from nsm_core.model.segments import Segments, valid_tokens
-from nsm_core.ops.linear_attention import linear_attention
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, linear, silenced, zero_linear
+from nsm_lab.baselines.linear_attention import linear_attention
 
 
 class Performer(Baseline):
@@ -27,6 +27,7 @@ class Performer(Baseline):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        config.require_rotary()
         self.heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.norm_eps
         self.rope_base, self.size = config.rope_base, 2 * config.num_memory_slots
         self.project = linear(config.d_model, 3 * config.d_model)

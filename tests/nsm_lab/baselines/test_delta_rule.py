@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsm_core.ops.delta_rule import delta_rule
+from nsm_lab.baselines.delta_rule import delta_rule
 
 
 def inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

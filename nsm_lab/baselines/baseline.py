@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +18,6 @@ class Baseline(Mixer):
     """
 
     out: nn.Linear
-    label: ClassVar[str]  # its name in tables
 
     def initial_state(self, batch_size: int) -> State:
         device = self.out.weight.device

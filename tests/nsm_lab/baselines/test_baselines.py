@@ -12,17 +12,17 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
-from nsm_core.layer_pattern import BASELINE_KINDS
-from nsm_core.model.baselines.diagonal import S5, DiagonalSsm, S4d
-from nsm_core.model.baselines.linformer import BLOCK_LEN, BLOCK_ROWS, Linformer
-from nsm_core.model.baselines.lstm import Lstm
-from nsm_core.model.baselines.mamba2 import Mamba2
-from nsm_core.model.baselines.performer import Performer
+from nsm_core.model.attention import WindowAttention
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.registry import MIXERS
 from nsm_core.model.segments import Segments
 from nsm_core.model.storage import WeightFormat, read_model, save_model
 from nsm_core.tokenizer import Tokenizer
+from nsm_lab.baselines.diagonal import S5, DiagonalSsm, S4d
+from nsm_lab.baselines.linformer import BLOCK_LEN, BLOCK_ROWS, Linformer
+from nsm_lab.baselines.lstm import Lstm
+from nsm_lab.baselines.mamba2 import Mamba2
+from nsm_lab.baselines.performer import Performer
+from nsm_lab.baselines.register import BASELINES
 from tests.models import small_config
 
 CONFIG = ModelConfig(vocab_size=50, d_model=16, num_layers=1, num_heads=2, num_memory_slots=4, write_top_k=2,
@@ -87,7 +87,7 @@ def test_performer_comes_closer_to_softmax_attention_with_more_features() -> Non
     for features in (32, 8192):
         torch.manual_seed(0)
         mixer = Performer(dataclasses.replace(CONFIG, num_memory_slots=features // 2, write_top_k=1))
-        attention = MIXERS["A"](dataclasses.replace(CONFIG, num_kv_heads=2))
+        attention = WindowAttention(dataclasses.replace(CONFIG, num_kv_heads=2), CONFIG.max_context)
         attention.project.weight.copy_(mixer.project.weight)
         for each in (mixer, attention):
             each.out.weight.copy_(torch.eye(16))
@@ -155,7 +155,7 @@ def test_mamba2_is_that_of_the_transformers_library() -> None:
         torch.testing.assert_close(mixer(x, mixer.initial_state(2), segments)[0], other(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", BASELINE_KINDS)
+@pytest.mark.parametrize("kind", BASELINES)
 def test_a_stored_baseline_reads_as_before(kind: str, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = NsmModel(small_config(tiny_tokenizer.vocab_size, layer_pattern=kind)).eval().requires_grad_(False)
@@ -168,7 +168,7 @@ def test_a_stored_baseline_reads_as_before(kind: str, tiny_tokenizer: Tokenizer,
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", BASELINE_KINDS)
+@pytest.mark.parametrize("kind", BASELINES)
 def test_every_weight_of_a_baseline_learns(kind: str) -> None:
     """A gradient for all of them, with a text that starts within the row and padding before it."""
     torch.manual_seed(0)
@@ -189,6 +189,6 @@ def test_every_weight_of_a_baseline_learns(kind: str) -> None:
 
 def test_what_baselines_need_of_a_config_is_said() -> None:
     with pytest.raises(ConfigError, match="d_model must be even for S5, got 15"):
-        ModelConfig(layer_pattern="s", d_model=15, num_heads=3)
+        NsmModel(ModelConfig(layer_pattern="s", d_model=15, num_heads=3))
     with pytest.raises(ConfigError, match="d_model / num_heads must be even for attention, got 5"):
-        ModelConfig(layer_pattern="p", d_model=15, num_heads=3)
+        NsmModel(ModelConfig(layer_pattern="p", d_model=15, num_heads=3))

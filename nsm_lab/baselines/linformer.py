@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import rotary, rotate
-from nsm_core.model.baselines.baseline import Baseline, linear, zero_linear
 from nsm_core.model.chunk_alignment import Frame, make_frame
 from nsm_core.model.segments import Segments, documents_of
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
+from nsm_lab.baselines.baseline import Baseline, linear, zero_linear
 
 BLOCK_LEN, BLOCK_ROWS = CHUNK_LEN, 16  # tokens of a block, and keys and values that stand for it afterwards
 
@@ -28,10 +28,9 @@ class Linformer(Baseline):
     block i at place i % blocks, and `recent` [64, H, 2K], the token at position p at place p % 64.
     """
 
-    label = "Linformer, causal by blocks"
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        config.require_rotary()
         d = config.d_model
         self.heads, self.head_dim, self.eps = config.num_heads, config.head_dim, config.norm_eps
         self.rope_base, self.num_blocks = config.rope_base, max(1, config.max_context // BLOCK_LEN)
