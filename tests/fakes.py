@@ -126,20 +126,13 @@ class FakeBackend:
         return generation
 
     async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
         """The fake's state has no layers."""
         position = 0 if state is None else int.from_bytes(state[32:], "little")
         return StateReport(position=position, num_bytes=STATE_BYTES, layers=())
 
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         return ()
 
     def is_ready(self) -> bool:

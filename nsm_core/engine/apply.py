@@ -172,7 +172,7 @@ class Outcomes:
                 num_fed=index - 1,  # the token sampled last is not fed yet
                 num_read=sequence.num_fed,
                 holding_since=step.holding_since,
-                copy=lambda: self._runner.slots.pool(slot).copy(slot),
+                copy=lambda: self._runner.pool.copy(slot),
             )
 
     def finish(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
@@ -24,7 +23,6 @@ from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import Accounts
-from nsm_core.engine.tiers import EngineTier
 from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
@@ -37,10 +35,9 @@ from nsm_core.tokenizer import Tokenizer
 class Engine:
     """Runs requests on one model. Not thread-safe, except for `check`; `AsyncEngine` puts a thread around it.
 
-    `executor`: how the model is computed; `tiers`: its smaller forms, by number of states; `meter`: of the energy that
-    requests are charged; `observer`: looks at what the model's states do; `probe`: tells it to the requests that ask,
-    without it none may; `clock` gives the seconds that deadlines are compared with; `poison` fills free rows of state
-    with NaN.
+    `executor`: how the model is computed. `meter`: measures the energy that requests are charged. `observer`: samples
+    the use of the model's states. `probe`: captures routing for the requests that ask for it; without one they are
+    refused. `clock`: the seconds that deadlines are compared with. `poison`: free rows of state are filled with NaN.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Engine:
         fingerprint: str,
         config: EngineConfig,
         executor: ExecutorFactory = EagerExecutor,
-        tiers: Mapping[int, EngineTier] = MappingProxyType({}),
         meter: EnergyMeter | None = None,
         observer: ModelObserver | None = None,
         probe: RoutingProbe | None = None,
@@ -65,27 +61,22 @@ class Engine:
             vocab_size=tokenizer.vocab_size,
             spec=model.state_spec,
             fingerprint=fingerprint,
-            tiers={size: tier.model.state_spec for size, tier in tiers.items()},
         )
-        whole = executor(model, num_rows=config.max_slots, poison=poison)
+        runs = executor(model, num_rows=config.max_slots, poison=poison)
         self._scheduler = Scheduler(
             max_slots=config.max_slots,
             token_budget=config.token_budget,
             queue_limit=config.queue_limit,
-            prompt_unit=whole.prompt_unit,
+            prompt_unit=runs.prompt_unit,
         )
-        smaller = {
-            size: tier.executor(tier.model, num_rows=config.max_slots, poison=poison) for size, tier in tiers.items()
-        }
-        self._whole_pool = whole.pool
-        self._runner = Runner(whole, smaller)
+        self._runner = Runner(runs)
         self._live = LiveRequests()
         self._failures = StepFailures()
-        self._watched = WatchedRequests(probe, {size: tier.probe for size, tier in tiers.items()}, clock=clock)
-        self._speculation = Speculation(config, is_possible=whole.savepoint is not None)
-        self._hindrances = Hindrances(whole.look_ahead if whole.savepoint is None else None)
+        self._watched = WatchedRequests(probe, clock=clock)
+        self._speculation = Speculation(config, is_possible=runs.savepoint is not None)
+        self._hindrances = Hindrances(runs.look_ahead if runs.savepoint is None else None)
         self._launched: LaunchedStep | None = None  # in flight; one of its requests is not over
-        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.slots.num_bytes)
+        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
         self._accounts = Accounts(counted, meter=meter, observer=observer)
         self._outcomes = Outcomes(
             live=self._live,
@@ -217,7 +208,7 @@ class Engine:
 
     def _launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
         self._open(plan)
-        self._accounts.begin(plan, self._live.running, self._whole_pool, may_look=before is None)
+        self._accounts.begin(plan, self._live.running, self._runner.pool, may_look=before is None)
         launched = self._runner.launch(plan, self._live.running, before)
         self._scheduler.apply(plan)
         return launched
@@ -239,9 +230,9 @@ class Engine:
     def _advance(self, plan: Plan, events: Events) -> None:
         """Runs the plan. What became visible is in `events`, also where this raises in the middle."""
         self._open(plan)
-        self._accounts.begin(plan, self._live.running, self._whole_pool)
+        self._accounts.begin(plan, self._live.running, self._runner.pool)
         started = time.monotonic()
-        routing = self._watched.look(plan, self._live.running, self._runner.slots)
+        routing = self._watched.look(plan, self._live.running, self._runner.pool)
         drafts = self._speculation.propose(plan, self._live.running)
         result = self._runner.run(plan, self._live.running, drafts)
         self._accounts.charge(plan, self._live.running, time.monotonic() - started, result.num_read)
@@ -256,7 +247,6 @@ class Engine:
             self._runner.open(admission.slot, sequence)
             self._live.open(admission.slot, sequence)
             self._watched.add(admission.slot, sequence)
-            if self._runner.may_be_drafted(admission.slot):
-                self._speculation.add(admission.slot, sequence)
+            self._speculation.add(admission.slot, sequence)
             self._hindrances.add(admission.slot, sequence)
             self._accounts.counted.tokens_resumed += sequence.resumed_position

@@ -38,7 +38,6 @@ def may_look_ahead(sequence: RunningSequence) -> bool:
     return (
         is_plain(sequence.params)
         and not request.include_routing
-        and request.num_states is None
         and sequence.given_id is None
         and not is_scored
         and len(sequence.pausing_ids) <= MAX_PAUSING_SHARE * sequence.vocab_size

@@ -49,8 +49,7 @@ class GenerationRequest:
     PromptState.
     `sampled_ids`: what was sampled of this request before, somewhere else: it goes on after them as if it had never
     been interrupted. They count as output (penalties, stop strings, max_tokens); events come for those after them.
-    `include_routing`: whether its TokenEvents tell what the states did. `num_states`: a smaller form of the model to
-    run on, see `ModelInfo.tiers`; None: the whole. A resumed state must be of that form.
+    `include_routing`: whether its TokenEvents tell what the states did.
     """
 
     request_id: str
@@ -64,7 +63,6 @@ class GenerationRequest:
     keep_states_at: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
     include_routing: bool = False
-    num_states: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
-from nsm_core.model_info import tier_fingerprint, unknown_tier
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
 
@@ -26,16 +25,14 @@ class PositionReader(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionCheck:
-    """The model's side of the check. `tiers`: its smaller forms, by number of states."""
+    """The model's side of the check."""
 
     vocab_size: int
     spec: PositionReader
     fingerprint: str
-    tiers: Mapping[int, PositionReader] = dataclasses.field(default_factory=dict)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
-        self._check_tier(request)
         self._check_prompt(request.prompt_ids)
         self._check_sampled(request)
         self._check_places(request.keep_states_at, len(request.prompt_ids))
@@ -46,7 +43,7 @@ class AdmissionCheck:
                 f"prompt_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {num_top}", param="prompt_logprobs"
             )
         if request.resume is not None:
-            self._check_resume(request.resume, request.num_states)
+            self._check_resume(request.resume)
             if request.generated_counts:
                 raise InvalidRequest("generated_counts belong to the resumed state", param="generated_counts")
         problem = self._problem_of(request.generated_counts)
@@ -80,17 +77,10 @@ class AdmissionCheck:
                 f"keep_states_at must be rising numbers in [1, {prompt_len}], got {places}", param="keep_states_at"
             )
 
-    def _check_tier(self, request: GenerationRequest) -> None:
-        if request.num_states is not None and request.num_states not in self.tiers:
-            raise unknown_tier(request.num_states, self.tiers)
-
-    def _check_resume(self, resume: Resume, num_states: int | None) -> None:
-        own, spec = self.fingerprint, self.spec
-        if num_states is not None:
-            own, spec = tier_fingerprint(own, num_states), self.tiers[num_states]
-        if resume.fingerprint != own:
-            raise StateMismatch(f"the state was made by model {resume.fingerprint}, this is model {own}")
-        position = spec.read_position(resume.state)
+    def _check_resume(self, resume: Resume) -> None:
+        if resume.fingerprint != self.fingerprint:
+            raise StateMismatch(f"the state was made by model {resume.fingerprint}, this is model {self.fingerprint}")
+        position = self.spec.read_position(resume.state)
         if position != resume.position:
             raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
         if not 0 <= position <= MAX_POSITION:  # draws count positions, and a client may have made the bytes

@@ -6,15 +6,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import LayerRouting, TokenRouting
+from nsm_core.state.pool import StatePool
 
 logger = logging.getLogger("nsm.engine")
 
@@ -25,22 +24,16 @@ REST_AFTER_LOOK = 3.0
 class WatchedRequests:
     """Steps in which none of them takes part cost nothing but a look at a set."""
 
-    def __init__(
-        self,
-        probe: RoutingProbe | None,
-        tiers: Mapping[int, RoutingProbe | None] = MappingProxyType({}),
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`probe`: of the whole model; `tiers`: of the model with fewer states. Without one no request is watched."""
-        self._probes = {None: probe} | dict(tiers)
+    def __init__(self, probe: RoutingProbe | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Without a probe no request is watched."""
+        self._probe = probe
         self._slots: dict[int, int] = {}  # with the length of the prompt; the one looked at last at the end
         self._clock = clock
         self._rests_until = float("-inf")
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for one that cannot be watched."""
-        if self._probes.get(request.num_states) is None:
+        if self._probe is None:
             message = "include_routing is not supported by this engine"
             raise InvalidRequest(message, param="include_routing", code="unsupported_parameter")
 
@@ -76,7 +69,7 @@ class WatchedRequests:
             prefill=tuple(chunk for chunk in plan.prefill if chunk.slot not in sit_out),
         )
 
-    def look(self, plan: Plan, running: Mapping[int, RunningSequence], slots: TieredSlots) -> dict[int, TokenRouting]:
+    def look(self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool) -> dict[int, TokenRouting]:
         """Before a step: what will be done by the last token that each watched slot reads before it samples one.
 
         Where that fails nothing is told.
@@ -88,19 +81,18 @@ class WatchedRequests:
             read_ids = running[chunk.slot].read_ids
             if chunk.slot in self._slots and chunk.start + chunk.length == len(read_ids):
                 ids[chunk.slot] = list(read_ids[chunk.start :])
-        return self._look(ids, running, slots) if ids else {}
+        return self._look(ids, running, pool) if ids else {}
 
     def _look(
-        self, ids: Mapping[int, list[int]], running: Mapping[int, RunningSequence], slots: TieredSlots
+        self, ids: Mapping[int, list[int]], running: Mapping[int, RunningSequence], pool: StatePool
     ) -> dict[int, TokenRouting]:
         started = self._clock()
         found: dict[int, TokenRouting] = {}
         try:
-            for executor, own in slots.split(sorted(ids)):
-                probe = self._probes[running[own[0]].request.num_states]
-                if probe is not None:
-                    layers = probe.look(executor.pool.gather(own), [ids[slot] for slot in own])
-                    found |= _told(own, layers, running)
+            if self._probe is not None:
+                slots = sorted(ids)
+                layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+                found = _told(slots, layers, running)
         except Exception as error:  # the step itself does without: nobody's tokens are lost for a look at them
             logger.error("what the states do could not be told", exc_info=error)
         ended = self._clock()

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, Drafts
-from nsm_core.engine.tiers import TieredSlots
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.device import LaunchedTokens
@@ -47,21 +45,19 @@ class StepResult:
 class Runner:
     """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
 
-    def __init__(self, executor: Executor, tiers: Mapping[int, Executor] = MappingProxyType({})) -> None:
-        """`tiers`: the model with fewer states, by their number."""
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._look_ahead = executor.look_ahead
         self._sampler = Sampler(executor.draw)
-        self.slots = TieredSlots(executor, tiers)
+        self.pool = executor.pool
         self._drafted = DraftedStates()
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
         """Lease the slot and put the resumed state, or the learned start, into it."""
         resume = sequence.request.resume
-        executor = self.slots.put(slot, sequence.request.num_states)
-        executor.pool.lease(slot)
+        self.pool.lease(slot)
         try:
-            executor.pool.write(slot, executor.initial if resume is None else _stored(resume, executor))
+            self.pool.write(slot, self._executor.initial if resume is None else _stored(resume, self._executor))
             if self._look_ahead is not None:
                 self._look_ahead.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
         except Exception:
@@ -71,11 +67,7 @@ class Runner:
     def close(self, slot: int) -> None:
         """Give the slot back."""
         self._drafted.remove(slot)
-        self.slots.remove(slot)
-
-    def may_be_drafted(self, slot: int) -> bool:
-        """Whether the slot's executor can take drafts back."""
-        return self.slots.executor(slot).savepoint is not None
+        self.pool.free(slot)
 
     def take_back(self, slot: int, sequence: RunningSequence) -> None:
         """If the last step had drafts for the slot, its state is the one before them."""
@@ -94,9 +86,7 @@ class Runner:
             hidden = self._read_drafts(plan.decode, singles, sequences, drafts, result)
         else:
             hidden = self._read_one_each(plan.decode, singles, sequences)
-        longer = {chunk.slot: chunk for chunk in plan.prefill if chunk.length > 1}
-        for executor, slots in self.slots.split(longer):
-            self._read_prompts(executor, [longer[slot] for slot in slots], sequences, hidden)
+        self._read_prompts([chunk for chunk in plan.prefill if chunk.length > 1], sequences, hidden)
         for chunk in plan.prefill:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
                 self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
@@ -119,12 +109,10 @@ class Runner:
         if plan.decode or singles:
             slots = sorted((*plan.decode, *(chunk.slot for chunk in singles))) if singles else list(plan.decode)
             hidden = Hidden(slots, self._look_ahead.step(slots, upcoming(slots, singles, sequences, before)))
-        longer = [chunk for chunk in plan.prefill if chunk.length > 1]
-        self._read_prompts(self._executor, longer, sequences, hidden)
+        self._read_prompts([chunk for chunk in plan.prefill if chunk.length > 1], sequences, hidden)
         # in front of the tokens: who has waited for them has waited for the copies
-        pool = self._executor.pool
         kept = {
-            chunk.slot: pool.copy(chunk.slot)
+            chunk.slot: self.pool.copy(chunk.slot)
             for chunk in plan.prefill
             if chunk.start + chunk.length in sequences[chunk.slot].request.keep_states_at
         }
@@ -148,13 +136,13 @@ class Runner:
     def pack(self, slot: int, *, is_at_rest: bool = True) -> bytes:
         """The slot's state. `is_at_rest`: nothing that was launched and not waited for has touched it."""
         with self._beside() if is_at_rest else nullcontext():
-            return self.slots.pool(slot).pack(slot)
+            return self.pool.pack(slot)
 
     @torch.inference_mode()
     def pack_kept(self, state: State) -> bytes:
         """A copy of a step that has been waited for."""
         with self._beside():
-            return self._executor.pool.spec.pack(state)
+            return self.pool.spec.pack(state)
 
     def _beside(self) -> AbstractContextManager[object]:
         return nullcontext() if self._look_ahead is None else self._look_ahead.beside()
@@ -162,11 +150,10 @@ class Runner:
     @torch.inference_mode()
     def feed(self, slot: int, ids: Sequence[int], *, since: State | None = None) -> None:
         """The slot reads `ids` (may be none) on top of `since` [1, *shape], or of what it holds."""
-        executor = self.slots.executor(slot)
         if since is not None:
-            executor.pool.write(slot, since)
+            self.pool.write(slot, since)
         if ids:
-            executor.read((slot,), (ids,))
+            self._executor.read((slot,), (ids,))
 
     def _read_one_each(
         self, decode: Sequence[int], singles: Sequence[Chunk], sequences: Mapping[int, RunningSequence]
@@ -174,14 +161,10 @@ class Runner:
         """One token for each slot."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
         ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
-        hidden = Hidden()
-        for executor, slots in self.slots.split(sorted(ids)):  # neighbours in a pool are read without a copy
-            rows = executor.step(slots, [ids[slot] for slot in slots])
-            if executor is self._executor:
-                hidden = Hidden(slots, rows)
-            else:
-                hidden.add(slots, torch.split(rows, 1))
-        return hidden
+        if not ids:
+            return Hidden()
+        slots = sorted(ids)  # neighbours in a pool are read without a copy
+        return Hidden(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
 
     def _read_drafts(
         self,
@@ -194,33 +177,26 @@ class Runner:
         """Slots that decode read all of their text, and their drafts."""
         ids = {slot: (*sequences[slot].unread, *drafts.get(slot, ())) for slot in decode}
         result.num_read.update({slot: len(own) for slot, own in ids.items() if len(own) > 1})
+        savepoint = self._executor.savepoint
         for slot in decode:
-            savepoint = self.slots.executor(slot).savepoint
             if slot in drafts and savepoint is not None:
                 self._drafted.begin(slot, sequences[slot], savepoint(slot, len(ids[slot])))
             else:
                 self._drafted.catch_up(slot, sequences[slot])
         ids |= {chunk.slot: (sequences[chunk.slot].read_ids[chunk.start],) for chunk in singles}
-        hidden = Hidden()
-        for executor, slots in self.slots.split(sorted(ids)):
-            if all(len(ids[slot]) == 1 for slot in slots):
-                hidden.add(slots, torch.split(executor.step(slots, [ids[slot][0] for slot in slots]), 1))
-            else:
-                hidden.add(slots, executor.read(slots, [ids[slot] for slot in slots]))
+        hidden, slots = Hidden(), sorted(ids)
+        if all(len(own) == 1 for own in ids.values()):
+            hidden.add(slots, torch.split(self._executor.step(slots, [ids[slot][0] for slot in slots]), 1))
+        else:
+            hidden.add(slots, self._executor.read(slots, [ids[slot] for slot in slots]))
         return hidden
 
-    def _read_prompts(
-        self,
-        executor: Executor,
-        chunks: Sequence[Chunk],
-        sequences: Mapping[int, RunningSequence],
-        hidden: Hidden,
-    ) -> None:
+    def _read_prompts(self, chunks: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: Hidden) -> None:
         """Those of like lengths together."""
         for group in group_by_length(chunks):
             slots = [chunk.slot for chunk in group]
             ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
-            hidden.add(slots, executor.read(slots, ids))
+            hidden.add(slots, self._executor.read(slots, ids))
 
     def _score(self, chunk: Chunk, hidden: Tensor, sequence: RunningSequence, result: StepResult) -> None:
         """hidden [length,d]: the logits after token t are the distribution of prompt token t + 1."""

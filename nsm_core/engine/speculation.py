@@ -40,15 +40,16 @@ class Speculation:
     """Of one engine."""
 
     def __init__(self, config: EngineConfig, *, is_possible: bool) -> None:
-        """`is_possible`: whether the executor of the whole model can take drafts back."""
-        self._is_on = config.speculation == "lookup"
-        if self._is_on and not is_possible:
+        """`is_possible`: whether the executor can take drafts back."""
+        is_wanted = config.speculation == "lookup"
+        self._is_on = is_wanted and is_possible
+        if is_wanted and not is_possible:
             logger.debug("no tokens are drafted: with this executor they would not be those of plain decoding")
         self._token_budget = config.token_budget
         self._rows: dict[int, _Row] = {}
 
     def add(self, slot: int, sequence: RunningSequence) -> None:
-        """A request that has got its slot, where its executor can take drafts back."""
+        """A request that has got its slot."""
         if self._is_on and may_be_drafted(sequence.request):
             self._rows[slot] = _Row(sequence)
 

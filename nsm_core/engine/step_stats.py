@@ -87,9 +87,7 @@ class Accounts:
     def _observe(
         self, observer: ModelObserver, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool
     ) -> None:
-        slots = [slot for slot in plan.decode if running[slot].request.num_states is None][:MAX_ROWS]
-        if not slots:
-            return
+        slots = plan.decode[:MAX_ROWS]
         sequences = [running[slot] for slot in slots]
         state = pool.gather(slots)
         observer.observe(

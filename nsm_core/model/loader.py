@@ -12,8 +12,7 @@ from nsm_core.layer_pattern import parse_layer_pattern
 from nsm_core.model import storage
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.tiers import tier_model
-from nsm_core.model_info import ModelInfo, tier_fingerprint
+from nsm_core.model_info import ModelInfo
 from nsm_core.tokenizer import Tokenizer
 
 
@@ -49,21 +48,6 @@ class LoadedModel:
             state_bytes=spec.num_bytes,
             state_layout=tuple(spec.layout()),
             chat_template=self.config.chat_template,
-            num_states=self.config.num_memory_slots if has_slots(self.config) else None,
-        )
-
-    def at_tier(self, num_states: int) -> LoadedModel:
-        """The form with so many states, one of `config.state_tiers`: a model of its own, most of whose weights it
-        shares.
-        """
-        model = tier_model(self.model, num_states)
-        return dataclasses.replace(
-            self,
-            model=model,
-            config=model.config,
-            fingerprint=tier_fingerprint(self.fingerprint, num_states),
-            name=f"{self.name} with {num_states} states",
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
 
 

@@ -6,11 +6,12 @@ per row; what is sensitive to rounding (router, learned states) stays fp16, and 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class WeightFormat(enum.StrEnum):
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, C] float -> int8 [R, C] and fp32 scale [R]: symmetric, absolute maximum of each row."""
+    """[R, C, ...] float -> int8 of that shape and fp32 scale [R, ...]: symmetric, absolute maximum along C."""
     scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127.0
     return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
@@ -64,7 +65,7 @@ def _encode(name: str, value: Tensor, form: WeightFormat) -> dict[str, Tensor]:
     return {name: quantized, name + SCALE_SUFFIX: scale}
 
 
-def _decode(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def _decode(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """In memory of their own: `stored` lies in the file, which somebody may overwrite."""
     weights = {}
     for name, value in stored.items():
@@ -93,15 +94,31 @@ class NoStart(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The contents of a model directory. `tensors`: as stored, int8 matrices beside their scales."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    tensors: Mapping[str, Tensor]
+    weight_format: WeightFormat
+
+
 def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, form: WeightFormat) -> None:
     """Writes the three files; each appears whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         tensors.update(_encode(name, value, form))
-    _publish(directory / WEIGHTS_FILE, lambda path: save_file(tensors, str(path), metadata={"format": form.value}))
-    _publish(directory / CONFIG_FILE, lambda path: path.write_text(model.config.to_json(), "utf-8"))
-    _publish(directory / TOKENIZER_FILE, tokenizer.save)
+    write_files(directory, ModelFiles(model.config, tokenizer, tensors, form))
+
+
+def write_files(directory: Path, files: ModelFiles) -> None:
+    """As `save_model`, of tensors that are encoded already."""
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": files.weight_format.value}
+    _publish(directory / WEIGHTS_FILE, lambda path: save_file(dict(files.tensors), str(path), metadata=metadata))
+    _publish(directory / CONFIG_FILE, lambda path: path.write_text(files.config.to_json(), "utf-8"))
+    _publish(directory / TOKENIZER_FILE, files.tokenizer.save)
 
 
 def _publish(target: Path, write: Callable[[Path], object]) -> None:
@@ -121,8 +138,8 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
         raise CheckpointError(f"cannot read weights {path}: {error}") from error
 
 
-def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
-    """The model in fp32 on the CPU, in eval mode. Raises CheckpointError or ConfigError naming the file."""
+def read_files(directory: Path) -> ModelFiles:
+    """Raises CheckpointError or ConfigError naming the file."""
     if not directory.is_dir():
         raise CheckpointError(f"no model directory {directory}")
     config = ModelConfig.load(directory / CONFIG_FILE)
@@ -131,17 +148,22 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
         raise CheckpointError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
         )
-    stored, form = _read_tensors(directory / WEIGHTS_FILE)
+    return ModelFiles(config, tokenizer, *_read_tensors(directory / WEIGHTS_FILE))
+
+
+def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
+    """The model in fp32 on the CPU, in eval mode. Raises CheckpointError or ConfigError naming the file."""
+    files = read_files(directory)
     try:
         with NoStart():
-            model = NsmModel(config)  # fails for sizes that no machine has the memory for
-        model.load_state_dict(_decode(stored), assign=True)
+            model = NsmModel(files.config)  # fails for sizes that no machine has the memory for
+        model.load_state_dict(_decode(files.tensors), assign=True)
         for router in (module for module in model.modules() if isinstance(module, Router)):
             router.reset_load()  # not stored
     except RuntimeError as error:
         summary = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error
-    return model.eval().requires_grad_(False), tokenizer, form
+    return model.eval().requires_grad_(False), files.tokenizer, files.weight_format
 
 
 def fingerprint(directory: Path) -> str:

@@ -1,53 +1,67 @@
-"""A model with fewer memory slots: the same weights, smaller states (docs/model.md, "Capacity tiers")."""
+"""A tier of a model: the same weights with fewer memory slots, so smaller states (docs/model.md, "Capacity tiers").
+
+A tier is a model directory of its own, which is served, evaluated and exported like any other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
+from nsm_core.errors import ConfigError
+from nsm_core.model import storage
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.router import Router
-from nsm_core.model.storage import NoStart
 
 
 def tier_config(config: ModelConfig, num_slots: int) -> ModelConfig:
-    """The shape of a model that reads with the first `num_slots` slots of every head."""
+    """The shape of a model with the first `num_slots` slots of every head. Raises ConfigError."""
+    try:
+        dataclasses.replace(config, state_tiers=(num_slots,))
+    except ConfigError as error:
+        raise ConfigError(f"the model has no tier of {num_slots} states: {error}") from error
     return dataclasses.replace(
         config,
         num_memory_slots=num_slots,
         write_top_k=min(config.write_top_k, num_slots),
         communication_top_k=min(config.communication_top_k, num_slots),
         start_slots=min(config.start_slots, num_slots),
-        timescale_groups=1,  # time scales are learned: those of the slots that stay
+        timescale_groups=1,  # time scales are learned: the remaining slots keep theirs
         state_tiers=(),
     )
 
 
-def tier_model(model: NsmModel, num_slots: int) -> NsmModel:
-    """`model` as if its slots from `num_slots` on were not there; for inference only.
+def write_tier(directory: Path, num_slots: int, output: Path) -> None:
+    """Writes the tier of `num_slots` slots a head of the model in `directory` to `output`, a new or empty directory.
 
-    Everything that is not of a slot is shared with `model`.
+    Stored numbers are copied as they are, int8 rows with their scales, so the tier's weights have the model's bits.
+    Raises ConfigError or CheckpointError.
     """
-    config = tier_config(model.config, num_slots)
-    with NoStart():
-        small = NsmModel(config)
-    shapes = {name: value.shape for name, value in small.state_dict().items()}
-    kept = {
-        name: _first_slots(value, shapes[name], model.config.num_memory_slots, num_slots)
-        for name, value in model.state_dict().items()
-        if name in shapes
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not an empty directory")
+    files = storage.read_files(directory)
+    config = tier_config(files.config, num_slots)
+    with storage.NoStart():
+        shapes = {name: value.shape for name, value in NsmModel(config).state_dict().items()}
+    tensors = {
+        name: _first_slots(value, _stored_shape(name, shapes), files.config.num_memory_slots, num_slots)
+        for name, value in files.tensors.items()
+        if name.removesuffix(storage.SCALE_SUFFIX) in shapes
     }
-    small.load_state_dict(kept, assign=True)
-    for router in (module for module in small.modules() if isinstance(module, Router)):
-        router.to(model.final_norm.weight.device).reset_load()  # not stored
-    return small.eval().requires_grad_(False)
+    storage.write_files(output, storage.ModelFiles(config, files.tokenizer, tensors, files.weight_format))
+
+
+def _stored_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape in the tier's file; the scales of a tensor lack its dimension 1, see `quantize_rows`."""
+    shape = shapes[name.removesuffix(storage.SCALE_SUFFIX)]
+    return (*shape[:1], *shape[2:]) if name.endswith(storage.SCALE_SUFFIX) else shape
 
 
 def _first_slots(value: Tensor, shape: tuple[int, ...], num_slots: int, num_kept: int) -> Tensor:
-    """Of the one dimension that counts slots, or heads times slots, the slots that stay; others as they are."""
+    """The first slots along the one dimension that counts slots, or heads times slots; other tensors as they are."""
     differing = [dim for dim, (have, want) in enumerate(zip(value.shape, shape, strict=True)) if have != want]
     if not differing:
         return value

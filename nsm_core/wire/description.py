@@ -46,13 +46,8 @@ class WorkerStatus:
     states: StateCacheStats
 
 
-_NOT_SENT = ("num_states", "tiers")  # of ModelInfo: a worker runs the whole model only, and older gateways know neither
-
-
 def encode_description(description: WorkerDescription) -> dict[str, Any]:
-    fields = dataclasses.asdict(description)
-    fields["model"] = {name: value for name, value in fields["model"].items() if name not in _NOT_SENT}
-    return _details({"contract": CONTRACT_VERSION, **fields})
+    return _details({"contract": CONTRACT_VERSION, **dataclasses.asdict(description)})
 
 
 def decode_description(tensors: Tensors) -> WorkerDescription:

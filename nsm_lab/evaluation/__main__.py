@@ -18,7 +18,6 @@ HELP = {
     "model": "model directory (default: the bundled model)",
     "max_documents": "read the first so many documents only (default: all)",
     "max_tokens_per_document": "read no further than this in any document (default: to the end)",
-    "num_states": "slots of a head to read with, the first so many (default: all)",
     "segment_len": "tokens a forward call; speed and memory only (default %(default)s)",
     "batch_documents": "documents side by side; speed and memory only (default %(default)s)",
     "device": "auto, cpu, cuda, cuda:1 (default %(default)s)",

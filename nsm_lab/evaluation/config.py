@@ -17,7 +17,6 @@ PARTS: tuple[Part, ...] = get_args(Part)
 COUNTS = (
     "max_documents",
     "max_tokens_per_document",
-    "num_states",
     "segment_len",
     "batch_documents",
     "sample_tokens",
@@ -42,7 +41,6 @@ class EvalConfig:
     split: Split = "val"
     max_documents: int | None = None
     max_tokens_per_document: int | None = None
-    num_states: int | None = None  # slots of a head to read with, the first so many; None: all
     segment_len: int = 512  # tokens a forward call: speed and memory only
     batch_documents: int = 8
     buckets: tuple[int, ...] = DEFAULT_BUCKETS

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nsm_core.errors import ConfigError
-from nsm_core.model.loader import LoadedModel, has_slots, load_checkpoint
+from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
 from nsm_lab.evaluation.devices import resolve_device, resolve_precision
@@ -43,7 +43,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
     """
     register_baselines()
     device = resolve_device(config.device)
-    loaded = _with_states(load_checkpoint(config.model, device), config.num_states)
+    loaded = load_checkpoint(config.model, device)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
     subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), tell)
     tell(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
@@ -62,16 +62,6 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
     if config.output is not None:
         report.save(config.output)
     return report
-
-
-def _with_states(loaded: LoadedModel, num_states: int | None) -> LoadedModel:
-    """The model, or its form with so many slots, whether it was trained for that or not."""
-    if num_states is None or num_states == loaded.config.num_memory_slots:
-        return loaded
-    if num_states > loaded.config.num_memory_slots or not has_slots(loaded.config):
-        most = loaded.config.num_memory_slots if has_slots(loaded.config) else 0
-        raise ConfigError(f"num_states must be at most the model's {most} slots, got {num_states}")
-    return loaded.at_tier(num_states)
 
 
 class _Subject:
@@ -201,8 +191,6 @@ def _provenance(loaded: LoadedModel, device: str) -> Provenance:
 def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
     """What the numbers depend on."""
     names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
-    if config.num_states is not None:
-        names.append("num_states")
     if "history" in config.suite:
         names += [*HISTORY_LISTS, "history_passages", "history_prompts", "seed"]
     if "passkey" in config.suite:

@@ -78,25 +78,16 @@ class InferenceBackend(Protocol):
         ...
 
     async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
-        """Describes a state beside the learned start (None: that itself), without a step of the engine. `num_states`:
-        of that smaller form of the model.
+        """Describes a state beside the learned start (None: that itself), without a step of the engine.
 
         Raises InvalidRequest, and SnapshotCorrupt for bytes that are no state of this model.
         """
         ...
 
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
-        """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did; with
-        `num_states` those of that smaller form of the model.
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did.
 
         Beside the engine, one such text at a time. Raises InvalidRequest, where it cannot be told at all too, and
         SnapshotCorrupt for bytes that are no state of this model.

@@ -44,19 +44,12 @@ class DelegatingBackend:
         return self._backend.submit(request)
 
     async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
-        return await self._backend.inspect_state(state, detail=detail, layer=layer, num_states=num_states)
+        return await self._backend.inspect_state(state, detail=detail, layer=layer)
 
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
-        return await self._backend.inspect_text(state, ids, num_states=num_states)
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids)
 
     def is_ready(self) -> bool:
         return self._backend.is_ready()

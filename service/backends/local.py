@@ -11,7 +11,6 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.engine.tiers import EngineTier
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import Wish
 from nsm_core.heap import trim_heap
@@ -48,15 +47,9 @@ class LocalBackend:
         Raises ConfigError where the executor that was asked for cannot be had.
         """
         chosen = choose_executor(loaded, executor)
-        forms = {size: loaded.at_tier(size) for size in loaded.config.state_tiers}
-        tiers = {size: choose_executor(form, executor) for size, form in forms.items()}
         self._tokenizer = loaded.tokenizer
-        self._model = dataclasses.replace(
-            loaded.info,
-            numerics=chosen.numerics,
-            tiers=tuple(dataclasses.replace(forms[size].info, numerics=tier.numerics) for size, tier in tiers.items()),
-        )
-        self._served, self._forms = chosen.model, {size: tier.model for size, tier in tiers.items()}
+        self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics)
+        self._served = chosen.model
         self._max_requests = config.max_requests
         self._engine = AsyncEngine(
             Engine(
@@ -65,9 +58,6 @@ class LocalBackend:
                 fingerprint=loaded.fingerprint,
                 config=config,
                 executor=chosen.factory,
-                tiers={
-                    size: EngineTier(tier.model, tier.factory, RoutingProbe(tier.model)) for size, tier in tiers.items()
-                },
                 meter=meter,
                 observer=ModelObserver(chosen.model),
                 probe=RoutingProbe(chosen.model),
@@ -104,26 +94,16 @@ class LocalBackend:
         return self._engine.submit(request)
 
     async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
-        model = self._form(num_states)
+        model = self._served
         return await asyncio.to_thread(
             lambda: inspect_state(model.state_spec, state, model.initial_state(1), detail=detail, layer=layer)
         )
 
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         async with self._inspecting:
-            return await asyncio.to_thread(_inspect_text, self._form(num_states), state, ids)
-
-    def _form(self, num_states: int | None) -> NsmModel:
-        return self._served if num_states is None else self._forms[num_states]
+            return await asyncio.to_thread(_inspect_text, self._served, state, ids)
 
     def is_ready(self) -> bool:
         return self._engine.is_ready()

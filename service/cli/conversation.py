@@ -77,7 +77,7 @@ class Conversation:
             if self.session_id.startswith(MADE_UP):
                 raise
             return
-        fingerprint = self._backend.model.form_of(head.model_fingerprint).fingerprint
+        fingerprint = self._backend.model.fingerprint
         if head.model_fingerprint != fingerprint:
             raise StateMismatch(
                 f"session {self.session_id!r} was made by model {head.model_fingerprint[:12]}, "

@@ -37,6 +37,7 @@ def info(
 
 def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
     from nsm_core.execution.choose import choose_executor
+    from nsm_core.model.loader import has_slots
 
     spec, chosen = loaded.model.state_spec, choose_executor(loaded, settings.executor)
     return {
@@ -49,10 +50,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         "vocabulary": loaded.tokenizer.vocab_size,
         "chat_template": loaded.config.chat_template,
         "state_bytes": spec.num_bytes,
-        "num_states": loaded.info.num_states,
-        "state_tiers": {
-            str(size): loaded.at_tier(size).model.state_spec.num_bytes for size in loaded.config.state_tiers
-        },
+        "num_states": loaded.config.num_memory_slots if has_slots(loaded.config) else None,
         "state_layout": spec.layout(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

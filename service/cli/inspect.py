@@ -83,18 +83,14 @@ def _inspect_session(
     settings: Settings, tenant: str, session_id: str, max_tokens: int
 ) -> tuple[LoadedModel, Inspection]:
     """Its last tokens, on top of the state before them."""
-    recent, num_states = asyncio.run(_recent(settings, tenant, session_id, max_tokens))
+    recent = asyncio.run(_recent(settings, tenant, session_id, max_tokens))
     if not recent.ids:
         raise InvalidRequest(f"session {session_id!r} has read nothing yet")
     loaded = _load(settings)
-    if num_states is not None:
-        loaded = loaded.at_tier(num_states)
     return loaded, _read(loaded, recent.ids, recent.state)
 
 
-async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: int) -> tuple[RecentText, int | None]:
-    """And with how many states the session is served, None: all of the model's."""
-    from service.backends.forms import form_of
+async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: int) -> RecentText:
     from service.server import make_backend
     from service.state.recent_text import recent_text
 
@@ -103,9 +99,7 @@ async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: 
         backend = make_backend(settings)
         await backend.start()
         try:
-            form = form_of(backend, head.model_fingerprint) if head.position else backend
-            text = await recent_text(form, store, head, num_tokens=num_tokens, timeout_s=READ_TIMEOUT_S)
-            return text, None if form is backend else form.model.num_states
+            return await recent_text(backend, store, head, num_tokens=num_tokens, timeout_s=READ_TIMEOUT_S)
         finally:
             await backend.stop()
 

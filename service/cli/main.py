@@ -18,6 +18,7 @@ from service.cli.group import Commands
 from service.cli.info import info
 from service.cli.inspect import inspect
 from service.cli.serve import serve
+from service.cli.tier import tier
 from service.cli.top import top
 from service.cli.train import train
 
@@ -60,6 +61,7 @@ app.command(context_settings=FORWARD, add_help_option=False)(train)
 app.command("eval", context_settings=FORWARD, add_help_option=False)(evaluate)
 app.command()(inspect)
 app.command()(export)
+app.command()(tier)
 app.command()(top)
 app.command()(info)
 

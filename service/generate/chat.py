@@ -10,7 +10,6 @@ from typing import Any
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
 from nsm_core.engine.request import Finished, GenerationRequest
-from nsm_core.model_info import tier_size
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
 from service.generate.choices import Run, choice_limit, ends_of
@@ -131,7 +130,6 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
         template, max_tokens_limit=settings.max_tokens_limit, vocab_size=tokenizer.vocab_size
     )  # fmt: skip
     body.check_routing(max_tokens=sampling.max_tokens, num_choices=body.n, param="max_completion_tokens")
-    num_states = tier_size(services.backend.model.tier(body.num_states).fingerprint)
     prompt = await services.prompts.fresh(body.text(template), param="messages")
     envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     start = await services.prefix_resume.start(
@@ -139,8 +137,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
         prompt.ids,
         max_tokens=sampling.max_tokens,
         next_text=lambda answer: _next_text(template, body, answer),
-        # stored states are the whole model's
-        is_wanted=body.cache_prompt and num_states is None and services.tenants.may_cache_prefixes(tenant),
+        is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
     )
     requests = [
         GenerationRequest(
@@ -149,7 +146,6 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
             sampling=dataclasses.replace(sampling, choice_index=choice_index),
             deadline=arrival.time + (body.timeout or settings.request_timeout_s),
             include_routing=body.include_routing,
-            num_states=num_states,
         )
         for choice_index in range(body.n)
     ]

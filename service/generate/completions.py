@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from nsm_core.engine.request import GenerationRequest, TokenLogprob
-from nsm_core.model_info import tier_size
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
@@ -150,19 +149,15 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     texts = body.texts()
     check_n(body.n, len(texts), choice_limit(services.backend))
     body.check_routing(max_tokens=body.max_tokens, num_choices=body.n * len(texts))
-    num_states = tier_size(services.backend.model.tier(body.num_states).fingerprint)
     sampling = body.sampling(
         max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
     )
     encoder = services.prompts
     prompts = [await encoder.fresh(text) if isinstance(text, str) else encoder.verbatim(text) for text in texts]
-    starts = [
-        await _start(services, tenant, body, *pair, is_whole=num_states is None)
-        for pair in zip(texts, prompts, strict=True)
-    ]
+    starts = [await _start(services, tenant, body, *pair) for pair in zip(texts, prompts, strict=True)]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
-    requests = _requests(body, prompts, sampling, envelope.id, deadline, num_states=num_states)
+    requests = _requests(body, prompts, sampling, envelope.id, deadline)
     services.metrics.requests.body_accepted(n=body.n, max_tokens=body.max_tokens)
     run = Run(
         services.backend,
@@ -177,20 +172,14 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     return Completion(run, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
 
 
-async def _start(
-    services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt, *, is_whole: bool
-) -> Start:
+async def _start(services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt) -> Start:
     """Where a prompt starts; scores are those of the whole prompt, so it is read as a whole."""
     return await services.prefix_resume.start(
         tenant,
         prompt.ids,
         max_tokens=body.max_tokens,
         next_text=(lambda answer: text + answer) if isinstance(text, str) else None,
-        # stored states are the whole model's
-        is_wanted=body.cache_prompt
-        and not body.wants_scores
-        and is_whole
-        and services.tenants.may_cache_prefixes(tenant),
+        is_wanted=body.cache_prompt and not body.wants_scores and services.tenants.may_cache_prefixes(tenant),
     )
 
 
@@ -200,8 +189,6 @@ def _requests(
     sampling: SamplingParams,
     request_id: str,
     deadline: float,
-    *,
-    num_states: int | None,
 ) -> list[GenerationRequest]:
     """Every prompt's choices in turn: choice k of prompt p has index p * n + k."""
     return [
@@ -212,7 +199,6 @@ def _requests(
             prompt_logprobs=(body.logprobs or 0) if body.wants_scores else None,
             deadline=deadline,
             include_routing=body.include_routing,
-            num_states=num_states,
         )
         for number, prompt in enumerate(prompts)
         for choice_index in range(body.n)

@@ -32,14 +32,13 @@ class Chain:
 
     `place`: where the newest turn ended. Its log holds `num_instruction_tokens` of `instructions` after the token that
     starts a text. `plain`: the newest place whose log is a beginning of the chain, without any instructions; None when
-    there is none, and when `place` is one itself. `num_states`: of all its sessions, None: those of the whole model.
+    there is none, and when `place` is one itself.
     """
 
     place: Place
     instructions: str | None = None
     num_instruction_tokens: int = 0
     plain: Place | None = None
-    num_states: int | None = None
 
     @property
     def session_ids(self) -> set[str]:
@@ -71,7 +70,6 @@ class TurnPlan:
     instructions: str | None = None
     num_instruction_tokens: int = 0
     plain: Place | None = None
-    num_states: int | None = None
 
     def chain_at(self, place: Place) -> Chain:
         """The chain when this turn ended at `place`."""
@@ -80,7 +78,6 @@ class TurnPlan:
             instructions=self.instructions,
             num_instruction_tokens=self.num_instruction_tokens,
             plain=self.plain,
-            num_states=self.num_states,
         )
 
 
@@ -91,9 +88,8 @@ async def plan_turn(
     *,
     instructions: str | None,
     items: Sequence[Item],
-    num_states: int | None = None,
 ) -> TurnPlan:
-    """The turn that reads `items` after `base` (None: after nothing), with `num_states` as `base` has it.
+    """The turn that reads `items` after `base` (None: after nothing).
 
     Raises NotFound or InvalidRequest.
     """
@@ -106,13 +102,12 @@ async def plan_turn(
             instructions=instructions,
             num_instruction_tokens=base.num_instruction_tokens,
             plain=base.plain,
-            num_states=num_states,
         )
     chain_ids = await _chain_ids(services, tenant, base)
     plain = None if base is None else base.plain_place
     if instructions is None:
         num_read = 0 if plain is None else plain.num_log_tokens
-        return TurnPlan(place=plain, input_ids=(*chain_ids[num_read:], *text_ids), num_states=num_states)
+        return TurnPlan(place=plain, input_ids=(*chain_ids[num_read:], *text_ids))
     preface = await encoder.encode(template.render_preface(instructions), param="instructions")
     return TurnPlan(
         place=None,
@@ -120,7 +115,6 @@ async def plan_turn(
         instructions=instructions,
         num_instruction_tokens=len(preface),
         plain=plain,
-        num_states=num_states,
     )
 
 

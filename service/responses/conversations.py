@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, SessionBusy, VersionConflict
-from nsm_core.model_info import tier_size
 from service.deps import Services
 from service.messages import quoted
 from service.responses.chain import Chain
@@ -32,7 +31,6 @@ class Conversation:
 
     `chain`: what has read the first `num_read` items; None: nothing has. `running_id`: the newest response that began,
     until what it read and said is here; it reads `num_running` items. `is_stale`: one of these was deleted meanwhile.
-    `num_states`: how many states its responses are read with, None: all of the model's.
     """
 
     id: str
@@ -44,7 +42,6 @@ class Conversation:
     running_id: str | None = None
     num_running: int = 0
     is_stale: bool = False
-    num_states: int | None = None
     version: int = ABSENT
 
     @property
@@ -58,7 +55,6 @@ class Conversation:
             "object": "conversation",
             "created_at": self.created_at,
             "metadata": dict(self.metadata),
-            **({} if self.num_states is None else {"num_states": self.num_states}),
         }
 
     def to_document(self) -> dict[str, Any]:
@@ -95,17 +91,14 @@ async def create_conversation(
     *,
     items: Sequence[Item],
     metadata: Mapping[str, str],
-    num_states: int | None = None,
 ) -> Conversation:
-    """Raises QuotaExceeded, or InvalidRequest for a number of states that the model does not offer."""
-    tier = services.backend.model.tier(num_states)
+    """Raises QuotaExceeded."""
     await _require_room(services, tenant, [*items, dict(metadata)])
     conversation = Conversation(
         id=f"conv_{uuid.uuid4().hex}",
         created_at=int(time.time()),
         metadata=metadata,
         item_ids=tuple(item["id"] for item in items),
-        num_states=tier_size(tier.fingerprint),
     )
     await _put_items(services, tenant, conversation.id, items)
     return await _put(services, tenant, conversation)

@@ -7,7 +7,6 @@ import hashlib
 import uuid
 
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
-from nsm_core.model_info import tier_size
 from service.deps import Arrival, Services
 from service.messages import quoted
 from service.responses.answers import FreeAnswer, ReadAnswer, ResponseAnswer, StoredAnswer
@@ -154,23 +153,7 @@ async def make_plan(
     read = [*context.unread, *items]
     if not read:
         raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
-    num_states = _num_states(services, body, context)
-    return await plan_turn(
-        services, tenant, context.chain, instructions=body.instructions, items=read, num_states=num_states
-    )
-
-
-def _num_states(services: Services, body: ContextFields, context: Context) -> int | None:
-    """Of the session that the turn runs on; None: all that the model has. Raises InvalidRequest."""
-    asked = tier_size(services.backend.model.tier(body.num_states).fingerprint)
-    before = context.conversation or context.chain
-    if before is None:
-        return asked
-    if body.num_states is not None and asked != before.num_states:
-        kept = services.backend.model.num_states if before.num_states is None else before.num_states
-        message = f"num_states must be {kept}, with which this chain began, got {body.num_states}"
-        raise InvalidRequest(message, param="num_states")
-    return before.num_states
+    return await plan_turn(services, tenant, context.chain, instructions=body.instructions, items=read)
 
 
 async def _after_response(services: Services, tenant: str, response_id: str) -> Context:

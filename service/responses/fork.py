@@ -12,7 +12,6 @@ from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.deps import Services
 from service.responses.chain import Place
 from service.state.at_position import read_up_to
@@ -29,12 +28,12 @@ def new_session_id() -> str:
     return f"sess_{uuid.uuid4().hex}"
 
 
-async def create_session(services: Services, tenant: str, *, num_states: int | None) -> Place:
-    """A new, empty session. Raises QuotaExceeded, or InvalidRequest where the model is no longer served so."""
+async def create_session(services: Services, tenant: str) -> Place:
+    """A new, empty session. Raises QuotaExceeded."""
     head = await services.store.create(
         tenant=tenant,
         session_id=new_session_id(),
-        model_fingerprint=services.backend.model.tier(num_states).fingerprint,
+        model_fingerprint=services.backend.model.fingerprint,
         metadata=METADATA,
     )
     return Place(session_id=head.session_id, version=head.version, num_log_tokens=0)
@@ -69,7 +68,7 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
         raise NotFound(
             f"session {place.session_id!r} was taken back behind version {place.version}", code="session_not_found"
         )
-    backend = form_of(services.backend, copy.head.model_fingerprint)
+    backend = services.backend
     model, tokenizer = backend.model, backend.tokenizer
     # refuses what this model must not read; the state itself is not used
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 
 from nsm_core.engine.request import GenerationRequest
-from service.backends.forms import form_of
 from service.generate.choices import Run
 from service.responses.chain import Place, TurnPlan
 from service.responses.opening import Opening
@@ -29,14 +28,13 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
         prompt_ids=plan.input_ids,
         sampling=opening.sampling,
         deadline=opening.deadline,
-        num_states=plan.num_states,
     )
     if plan.place is None:
         return fresh
     start = await _start(opening, plan.place)
     if start is not None:
         request = start.generation_request(opening.turn_request(response_id, plan, plan.place))
-        return dataclasses.replace(request, keep_state=False, num_states=plan.num_states)
+        return dataclasses.replace(request, keep_state=False)
     log_ids = await opening.services.store.read_log(
         tenant=opening.tenant, session_id=plan.place.session_id, stop=plan.place.num_log_tokens
     )
@@ -46,7 +44,7 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
 async def _start(opening: Opening, place: Place) -> Continuation | None:
     """The state at `place`; None when the session has none that can be used, and its log is to be read."""
     stored = await opening.services.store.load(tenant=opening.tenant, session_id=place.session_id)
-    backend = form_of(opening.services.backend, stored.head.model_fingerprint)
+    backend = opening.services.backend
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, Continuation) and stored.head.version == place.version
     return found if is_there and isinstance(found, Continuation) else None

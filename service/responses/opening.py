@@ -79,7 +79,7 @@ class Opening:
 
     async def _new_session(self, plan: TurnPlan) -> Place:
         if plan.place is None:
-            return await create_session(self.services, self.tenant, num_states=plan.num_states)
+            return await create_session(self.services, self.tenant)
         return await fork_at(self.services, self.tenant, plan.place, deadline=self.deadline)
 
     async def _open(self, response_id: str, plan: TurnPlan, place: Place) -> Turn:

@@ -36,9 +36,7 @@ ItemId = Annotated[str, Path()]
 async def create(services: ServicesDep, tenant: TenantDep, body: CreateConversationBody | None = None) -> Response:
     """A conversation, empty or with items that its first response will read. The body may be left out."""
     body = body or CreateConversationBody()
-    conversation = await create_conversation(
-        services, tenant, items=body.to_items(), metadata=body.metadata, num_states=body.num_states
-    )
+    conversation = await create_conversation(services, tenant, items=body.to_items(), metadata=body.metadata)
     return json_response(conversation.to_object())
 
 

@@ -47,8 +47,6 @@ def model_object(services: Services, tenant: str) -> dict[str, Any]:
         "system_fingerprint": services.system_fingerprint,
         "numerics": model.numerics,
         "state_bytes": model.state_bytes,
-        "num_states": model.num_states,
-        "state_tiers": [{"num_states": tier.num_states, "state_bytes": tier.state_bytes} for tier in model.tiers],
         "state_dtype": services.state_format.value,
         "vocab_size": model.vocab_size,
         "num_parameters": model.num_parameters,

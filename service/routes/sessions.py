@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nsm_core.model_info import tier_size
 from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
 from service.generate.session_turn import open_session_turn, send_turn
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
@@ -61,7 +60,7 @@ async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateS
     head = await services.store.create(
         tenant=tenant,
         session_id=body.id or new_session_id(),
-        model_fingerprint=services.backend.model.tier(body.num_states).fingerprint,
+        model_fingerprint=services.backend.model.fingerprint,
         metadata=body.metadata,
         ttl_s=body.ttl_s,
     )
@@ -231,7 +230,7 @@ def new_session_id() -> str:
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
     """`model` is null for a session of a model that is not served here."""
     model = services.backend.model
-    form = next((one for one in (model, *model.tiers) if one.fingerprint == head.model_fingerprint), None)
+    is_served = head.model_fingerprint == model.fingerprint
     return {
         "id": head.session_id,
         "object": "session",
@@ -239,10 +238,9 @@ def session_object(services: Services, head: SessionHead) -> dict[str, Any]:
         "position": head.position,
         "created_at": int(head.created_at),
         "updated_at": int(head.updated_at),
-        "model": None if form is None else services.model_name,
+        "model": services.model_name if is_served else None,
         "model_fingerprint": head.model_fingerprint,
-        "num_states": tier_size(head.model_fingerprint) if form is None else form.num_states,
-        "state_bytes": None if form is None else form.state_bytes,
+        "state_bytes": model.state_bytes if is_served else None,
         "snapshot_bytes": head.snapshot_bytes,
         "metadata": dict(head.metadata),
         "ttl_s": head.ttl_s,

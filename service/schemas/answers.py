@@ -162,13 +162,12 @@ class InputTokens(BaseModel):
 
 
 class ConversationAnswer(BaseModel):
-    """A list of messages that responses read and add to. `num_states`: where they have fewer than the model."""
+    """A list of messages that responses read and add to."""
 
     id: str
     object: Literal["conversation"]
     created_at: int
     metadata: dict[str, str]
-    num_states: int | None = None
 
 
 class SessionAnswer(BaseModel):
@@ -185,7 +184,6 @@ class SessionAnswer(BaseModel):
     updated_at: int
     model: str | None
     model_fingerprint: str
-    num_states: int | None
     state_bytes: int | None
     snapshot_bytes: int
     metadata: dict[str, str]
@@ -243,8 +241,6 @@ class ModelAnswer(BaseModel):
     system_fingerprint: str
     numerics: str
     state_bytes: int
-    num_states: int | None
-    state_tiers: list[Object]
     state_dtype: str
     vocab_size: int
     num_parameters: int

@@ -72,9 +72,6 @@ class ChatBody(SamplingFields, RoutingFields):
     cache_prompt: bool = Field(
         default=True, description="start from a stored state of the prompt's beginning, and keep such states"
     )
-    num_states: int | None = Field(
-        default=None, description="how many states a head reads with, of those that the model offers; absent: all"
-    )
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatBody:

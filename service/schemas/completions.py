@@ -41,9 +41,6 @@ class CompletionBody(SamplingFields, RoutingFields):
     cache_prompt: bool = Field(
         default=True, description="start from a stored state of the prompt's beginning, and keep such states"
     )
-    num_states: int | None = Field(
-        default=None, description="how many states a head reads with, of those that the model offers; absent: all"
-    )
 
     @field_validator("prompt", mode="after")
     @classmethod

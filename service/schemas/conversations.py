@@ -36,9 +36,6 @@ class CreateConversationBody(ItemsBody):
 
     items: NewItems = Field(default=[])
     metadata: Metadata = Field(default={})
-    num_states: int | None = Field(
-        default=None, description="how many states a head has, in all its responses; absent: all"
-    )
 
 
 class UpdateConversationBody(RequestBody):

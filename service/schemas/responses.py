@@ -85,10 +85,6 @@ class ContextFields(RequestBody):
     previous_response_id: str | None = None
     conversation: Annotated[Any, WithJsonSchema({"description": 'an id, or {"id": "conv_…"}'})] = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    num_states: int | None = Field(
-        default=None,
-        description="how many states a head has, of those that the model offers; kept along a chain; absent: all",
-    )
 
     @field_validator("input", mode="before")
     @classmethod

@@ -78,9 +78,6 @@ class CreateSessionBody(RequestBody):
     model: str | None = None
     metadata: Metadata = Field(default={})
     ttl_s: Ttl | None = None
-    num_states: int | None = Field(
-        default=None, description="how many states a head has, for the session's whole life; absent: all"
-    )
 
 
 class UpdateSessionBody(RequestBody):

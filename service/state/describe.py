@@ -8,7 +8,6 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt, StateMismatch
 from nsm_core.state.report import Detail
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
 from service.state.resume import Continuation, resume
@@ -34,7 +33,6 @@ async def describe_states(
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
     stored = await store.load(tenant=tenant, session_id=session_id)
-    backend = form_of(backend, stored.head.model_fingerprint)
     found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
     snapshot = _usable(found, session_id).snapshot
     raw = None if snapshot is None else snapshot.state

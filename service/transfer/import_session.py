@@ -14,7 +14,6 @@ from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot, parse_layout
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.prefill import read_again
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.transfer.session_file import SessionFile
@@ -45,7 +44,6 @@ async def import_session(
     Raises StateMismatch for a file of another model (with another tokenizer: in any case), InvalidRequest for one that
     lies about its model, VersionConflict when the id exists.
     """
-    backend = form_of(backend, file.header.model_fingerprint)
     model = backend.model
     _require_tokenizer(file, backend)
     is_own = file.header.model_fingerprint == model.fingerprint

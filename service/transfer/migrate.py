@@ -26,11 +26,10 @@ from nsm_core.errors import (
     VersionConflict,
 )
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.prefill import read_again
 from service.state.rebuild import LostState, Replay, read_replay, seed_or_new
 from service.state.resume import Continuation, resume
-from service.stores.sessions.base import SessionHead, SessionStore, StoredSession
+from service.stores.sessions.base import SessionStore, StoredSession
 from service.transfer.backup import SessionName
 from service.turns.lease import HeldLease, Leases
 
@@ -97,7 +96,7 @@ class Migrator:
 
     async def _try(self, name: SessionName) -> Migrated:
         head = await self._store.get(tenant=name.tenant, session_id=name.session_id)
-        is_own = head.model_fingerprint == self._form_of(head).model.fingerprint
+        is_own = head.model_fingerprint == self._backend.model.fingerprint
         if head.num_log_tokens == 0 or (is_own and not self._is_repairing):
             return Migrated(name, "current")
         stored = await self._load(name)
@@ -114,10 +113,6 @@ class Migrator:
             return Migrated(name, outcome, head.num_log_tokens)
         return await self._rebuild(name, outcome)
 
-    def _form_of(self, head: SessionHead) -> InferenceBackend:
-        """Raises StateMismatch for a session with a number of states that is not served here."""
-        return form_of(self._backend, head.model_fingerprint)
-
     async def _load(self, name: SessionName) -> StoredSession:
         """As `acquire` would give it, without taking the session from a turn."""
         try:
@@ -132,8 +127,7 @@ class Migrator:
         What stands in the place of a session's state and is not it, which a turn refuses as a fault of the store, is
         damage here: nothing of it is used.
         """
-        form = self._form_of(stored.head)
-        model, tokenizer = form.model, form.tokenizer
+        model, tokenizer = self._backend.model, self._backend.tokenizer
         try:
             found = await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
         except SnapshotCorrupt:
@@ -171,9 +165,9 @@ class Migrator:
     async def _commit(self, held: HeldLease, replay: Replay) -> None:
         """The next version: the same place, another model's state of it."""
         head = held.stored.head
-        form = self._form_of(head)
+        backend = self._backend
         fed, pending = replay.log_ids[: head.position], replay.log_ids[head.position :]
-        finished = await read_again(form, fed, request_id=f"migrate-{head.session_id}", deadline=math.inf)
+        finished = await read_again(backend, fed, request_id=f"migrate-{head.session_id}", deadline=math.inf)
         if finished.end_state is None:
             raise finished.error or EngineDead("the engine was stopped")
         seed = seed_or_new(replay.seed)
@@ -184,12 +178,12 @@ class Migrator:
             new_ids=(),
             generated_counts=replay.generated_counts,
         )
-        start = Continuation(head=head, snapshot=None, model=form.model, tokenizer=form.tokenizer)
+        start = Continuation(head=head, snapshot=None, model=backend.model, tokenizer=backend.tokenizer)
         await held.commit(
             expected_version=head.version,
             snapshot=await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format),
             position=head.position,
-            model_fingerprint=form.model.fingerprint,
+            model_fingerprint=backend.model.fingerprint,
             new_ids=(),
             num_sampled=0,
             seed=seed,

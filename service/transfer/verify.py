@@ -14,12 +14,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nsm_core.errors import EngineDead, NotFound, NsmError, NumericalError, SessionBusy, SnapshotCorrupt, StateMismatch
+from nsm_core.errors import EngineDead, NotFound, NsmError, NumericalError, SessionBusy, SnapshotCorrupt
 from nsm_core.state.layout import FLOAT, TensorLayout, parse_layout
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.copies import SessionCopy, read_copy
 from service.state.prefill import read_again
 from service.state.rebuild import sampled_counts, seed_of
@@ -112,10 +111,6 @@ async def _verify_copy(
     if copy.snapshot is None:
         return Verified(name=name, verdict="empty")
     snapshot = await asyncio.to_thread(Snapshot.decode, copy.snapshot)
-    try:
-        backend = form_of(backend, copy.head.model_fingerprint)
-    except StateMismatch:  # of a form that is not served here: told as another model's below
-        pass
     divergences, difference, rounding = _fields_that_differ(copy, snapshot), 0.0, None
     foreign = _model_of(snapshot, backend)
     is_fitting = snapshot.header.layout == parse_layout(backend.model.state_layout)

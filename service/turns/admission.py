@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.rebuild import LostState, read_replay
 from service.state.resume import Continuation, TurnRequest, require_version, resume, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
@@ -112,8 +111,7 @@ class TurnOpening:
         num_chunks: int = 0,
     ) -> TurnRun:
         with naming(request.session_id):
-            form = form_of(self.backend, held.stored.head.model_fingerprint)
-            generation = form.submit(generation_request)
+            generation = self.backend.submit(generation_request)
         reframer = Reframer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(
             generation,
@@ -139,8 +137,7 @@ class TurnOpening:
     async def _resume(self, held: HeldLease, request: TurnRequest) -> Continuation:
         with _count_outcomes(self.metrics):
             require_version(held.stored.head, request.expected_version)
-            form = form_of(self.backend, held.stored.head.model_fingerprint)
-            model, tokenizer = form.model, form.tokenizer
+            model, tokenizer = self.backend.model, self.backend.tokenizer
             # in a thread, as at the commit: megabytes and long counts would hold up every other stream
             found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
             start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
@@ -154,8 +151,8 @@ class TurnOpening:
         logger.warning(
             "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
         )
-        form = form_of(self.backend, head.model_fingerprint)
-        return Continuation(head=head, snapshot=None, model=form.model, tokenizer=form.tokenizer, replay=replay)
+        model, tokenizer = self.backend.model, self.backend.tokenizer
+        return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from nsm_core.engine.request import EndState
 from nsm_core.errors import InvalidRequest
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.backends.forms import form_of
 from service.state.at_position import read_up_to
 from service.state.rebuild import sampled_counts, seed_of, seed_or_new
 from service.state.resume import Continuation, require_version, resume
@@ -72,7 +71,6 @@ async def rewind_session(
     tenant, session_id = request.tenant, request.session_id
     async with turns.exclusive(tenant=tenant, session_id=session_id) as (turn, held):
         head = held.stored.head
-        backend = form_of(backend, head.model_fingerprint)
         model, tokenizer = backend.model, backend.tokenizer
         require_version(head, request.expected_version)
         # refuses what this model must not read; the state itself is not used

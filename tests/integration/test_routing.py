@@ -150,12 +150,6 @@ async def test_P10_servers_of_triton_are_not_asked(triton: RunningTriton) -> Non
         with pytest.raises(InvalidRequest, match="not supported with Triton") as refused:
             backend.submit(dataclasses.replace(make_request(), include_routing=True))
         assert refused.value.param == "include_routing"
-        for size in (1, 16):  # whatever its model offers: a server runs the whole of it
-            with pytest.raises(InvalidRequest, match=rf"served with \(none\), got {size}") as refused:
-                backend.submit(dataclasses.replace(make_request(), num_states=size))
-            assert refused.value.param == "num_states"
-            with pytest.raises(InvalidRequest, match="num_states"):
-                await backend.inspect_state(None, num_states=size)
         with pytest.raises(InvalidRequest, match="recent is not supported"):
             await backend.inspect_text(None, (1,))
     finally:

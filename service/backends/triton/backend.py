@@ -9,7 +9,7 @@ from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.request_check import AdmissionCheck
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
 from nsm_core.inspection.report import LayerReport
-from nsm_core.model_info import ModelInfo, unknown_tier
+from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout, parse_layout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats, add_energy
@@ -102,20 +102,11 @@ class TritonBackend:
             raise InvalidRequest(message, param="prompt")
 
     async def inspect_state(
-        self,
-        state: bytes | None,
-        *,
-        detail: Detail = Detail.LAYER,
-        layer: int | None = None,
-        num_states: int | None = None,
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
     ) -> StateReport:
-        if num_states is not None:
-            raise unknown_tier(num_states, ())
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
-    async def inspect_text(
-        self, state: bytes | None, ids: Sequence[int], *, num_states: int | None = None
-    ) -> tuple[LayerReport, ...]:
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         raise InvalidRequest(
             "recent is not supported with Triton servers", param="recent", code="unsupported_parameter"
         )

@@ -214,7 +214,7 @@ def test_who_may_look_ahead(tiny_tokenizer: Tokenizer) -> None:
     assert may_look_ahead(may(make_request(stop=("\n\nUser:",))))
     assert may_look_ahead(may(make_request(stop=("e",), keep_state=False)))
     assert not may_look_ahead(may(make_request(stop=("e",))))  # many tokens have that letter
-    for change in ({"include_routing": True}, {"num_states": 2}, {"sampled_ids": (4,)}):
+    for change in ({"include_routing": True}, {"sampled_ids": (4,)}):
         assert not may_look_ahead(may(dataclasses.replace(make_request(), **change)))
     assert may_look_ahead(may(dataclasses.replace(make_request(), keep_states_at=(1,))))
     scored = may(make_request(prompt_logprobs=0))

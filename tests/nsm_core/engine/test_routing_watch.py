@@ -11,7 +11,6 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest, TokenEvent
-from nsm_core.engine.tiers import EngineTier
 from nsm_core.errors import InvalidRequest
 from nsm_core.execution.base import ExecutorFactory
 from nsm_core.execution.eager import EagerExecutor
@@ -19,7 +18,6 @@ from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.tiers import tier_model
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
 from tests.models import random_model, small_config
@@ -112,29 +110,6 @@ def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer:
         engine.add(watched(make_request("a")))
     assert refused.value.param == "include_routing"
     assert not engine.has_work
-
-
-def test_requests_on_fewer_states_are_told_by_the_model_that_they_run_on(
-    model: NsmModel, tiny_tokenizer: Tokenizer
-) -> None:
-    """Beside one on all states, in the same steps."""
-    config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
-    small = tier_model(model, 4)
-    engine = Engine(
-        model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config, probe=RoutingProbe(model),
-        tiers={4: EngineTier(small, EagerExecutor, RoutingProbe(small)), 2: EngineTier(small, EagerExecutor)},
-    )  # fmt: skip
-    asks = watched(make_request("a", random_ids(1, 20)))
-    on_four = dataclasses.replace(asks, request_id="b", num_states=4)
-    got = run_all(engine, [asks, on_four])
-    assert [[layer.num_states for layer in layers] for layers in told(got["a"].tokens)] == [[8]] * 8
-    alone = run_one(engine_of(small, tiny_tokenizer), dataclasses.replace(asks, request_id="b"))
-    assert got["b"].ids == alone.ids
-    for layers, wanted in zip(told(got["b"].tokens), told(alone.tokens), strict=True):
-        assert [layer.num_states for layer in layers] == [4]
-        assert dict(layers[0].write) == pytest.approx(dict(wanted[0].write), abs=2e-4)
-    with pytest.raises(InvalidRequest, match="include_routing is not supported"):
-        engine.check(dataclasses.replace(asks, num_states=2))
 
 
 def test_a_look_that_fails_costs_no_token(

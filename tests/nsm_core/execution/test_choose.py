@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from nsm_core.execution.names import Wish
 from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.weights import why_not_native
-from nsm_core.model.loader import LoadedModel
+from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.storage import WeightFormat, save_model
+from nsm_core.model.tiers import write_tier
 from nsm_core.tokenizer import Tokenizer
 from tests.models import RandomModel, as_loaded, random_model, small_config
 
@@ -107,13 +110,15 @@ def test_a_model_without_kernels_runs_eagerly(tiny_tokenizer: Tokenizer, caplog:
 
 
 @needs_native
-def test_a_smaller_form_runs_on_the_native_one_too(tiny_tokenizer: Tokenizer) -> None:
-    config = small_config(tiny_tokenizer.vocab_size, router="sigmoid", write_top_k=8, state_tiers=(4,))
-    whole = dataclasses.replace(as_loaded(random_model(config), tiny_tokenizer), weight_format="int8")
-    chosen = choose_executor(whole.at_tier(4))
+def test_a_tier_of_an_int8_model_runs_on_the_native_executor(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = small_config(tiny_tokenizer.vocab_size, router="sigmoid", write_top_k=8)
+    save_model(random_model(config), tiny_tokenizer, tmp_path / "whole", WeightFormat.INT8)
+    write_tier(tmp_path / "whole", 4, tmp_path / "small")
+    loaded = load_checkpoint(tmp_path / "small")
+    chosen = choose_executor(loaded)
     assert chosen.name == "native"
     hidden = []
-    for factory, model in ((chosen.factory, chosen.model), (EagerExecutor, whole.at_tier(4).model)):
+    for factory, model in ((chosen.factory, chosen.model), (EagerExecutor, loaded.model)):
         executor = factory(model, num_rows=1, poison=True)
         executor.pool.lease(0)
         executor.pool.write(0, executor.initial)

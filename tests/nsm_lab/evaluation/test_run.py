@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -115,16 +114,3 @@ def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path:
         run_evaluation(EvalConfig(data=tmp_path, model=tmp_path / "nowhere", device="cpu"))
     with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
         run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="gpu"))
-
-
-def test_a_model_can_be_measured_with_fewer_states(checkpoint: Path) -> None:
-    """Whether it was trained for that or not: the first slots, and what the state then takes."""
-    config = EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("loss",), max_documents=1, max_tokens_per_document=200)
-    whole, small, all_named = (
-        run_evaluation(dataclasses.replace(config, device="cpu", num_states=size)) for size in (None, 2, 8)
-    )
-    assert whole.losses == all_named.losses != small.losses
-    assert small.model.state_bytes[-1] < whole.model.state_bytes[-1]
-    assert (small.settings["num_states"], "num_states" in whole.settings) == (2, False)
-    with pytest.raises(ConfigError, match="num_states must be at most the model's 8 slots, got 9"):
-        run_evaluation(dataclasses.replace(config, device="cpu", num_states=9))

@@ -16,14 +16,10 @@ import pytest
 
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.errors import TurnCancelled
-from nsm_core.model.storage import WeightFormat, save_model
-from nsm_core.model_info import tier_fingerprint
 from nsm_core.tokenizer import Tokenizer
 from service.cli.conversation import Conversation, opened
 from service.cli.options import make_sampling
 from service.settings import load_settings
-from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.models import random_model, small_config
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
 
 MESSAGES = ("Who are you?", "Where do you live?", "Good night.")
@@ -263,26 +259,3 @@ def test_a_message_that_is_no_text_is_told_as_that(nsm: Nsm) -> None:
     result = nsm("chat", *SHORT, stdin=b"good \xff bad\n")
     assert result.exit_code == 1
     assert result.stderr.endswith("nsm: the input is not valid utf-8: invalid start byte at byte 5\n")
-
-
-def test_a_session_with_fewer_states_goes_on_with_them(
-    nsm: Nsm, data_dir: Path, tmp_path: Path, tiny_tokenizer: Tokenizer
-) -> None:
-    config = small_config(tiny_tokenizer.vocab_size, state_tiers=(4,))
-    save_model(random_model(config), tiny_tokenizer, tmp_path / "tiered", WeightFormat.FP32)
-    facts = json.loads(nsm("info", "--model", tmp_path / "tiered", "--json").stdout)
-    assert (facts["num_states"], list(facts["state_tiers"])) == (8, ["4"])
-    small = tier_fingerprint(facts["fingerprint"], 4)
-
-    async def create() -> None:
-        store = SqliteSessionStore(data_dir / "sessions.db")
-        await store.open()
-        await store.create(tenant="default", session_id="small", model_fingerprint=small, metadata={})
-        await store.close()
-
-    asyncio.run(create())
-    result = nsm("chat", "--session", "small", "--model", tmp_path / "tiered", *SHORT, stdin="Hello")
-    assert result.exit_code == 0, result.stderr
-    head = head_of(nsm, "small")
-    assert (head["version"], head["model_fingerprint"]) == (1, small)
-    assert 0 < head["snapshot_bytes"] - facts["state_tiers"]["4"] < facts["state_bytes"] - facts["state_tiers"]["4"]
