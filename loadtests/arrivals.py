@@ -17,6 +17,8 @@ from pathlib import Path
 
 import zstandard
 
+from loadtests.errors import RunError
+
 TRACES = Path(__file__).resolve().parent / "traces"
 
 
@@ -45,14 +47,23 @@ class Arrival:
 
 def read_trace(path: Path) -> list[TraceRow]:
     """Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines, as they are published; also in
-    Zstandard (.zst).
+    Zstandard (.zst). Raises RunError for a file that is not there, is no such trace, or has no request.
     """
+    try:
+        name, text = path.name.removesuffix(".zst"), _read_text(path)
+        rows = list(_read_azure(text) if name.endswith(".csv") else _read_mooncake(text))
+    except (OSError, zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"trace {path}: {type(error).__name__}: {error}") from error
+    if not rows:
+        raise RunError(f"trace {path} has no request")
+    return rows
+
+
+def _read_text(path: Path) -> str:
     raw = path.read_bytes()
-    name = path.name.removesuffix(".zst")
-    if name != path.name:
+    if path.suffix == ".zst":
         raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
-    text = raw.decode()
-    return list(_read_azure(text) if name.endswith(".csv") else _read_mooncake(text))
+    return raw.decode()
 
 
 def _read_azure(text: str) -> Iterator[TraceRow]:
@@ -96,15 +107,15 @@ def plan_arrivals(
     """One stretch of the trace after the other. `steps`: (name, requests a second, seconds) of each, with `pause_s`
     after each.
 
-    A step takes as many rows as its rate has room for, where the step before ended; the trace begins anew at its end.
-    `length_scale`: factor on the lengths in tokens; an output has 1 to `max_output`.
+    A step takes as many rows as its rate has room for, at least one, where the step before ended; the trace begins anew
+    at its end. `length_scale`: factor on the lengths in tokens; an output has 1 to `max_output`.
     """
     source = itertools.cycle(rows)
     arrivals: list[Arrival] = []
     turns: dict[int, int] = {}
     start_s = 0.0
     for name, rate, seconds in steps:
-        taken = list(itertools.islice(source, max(2, round(rate * seconds))))
+        taken = list(itertools.islice(source, max(1, round(rate * seconds))))
         for row in at_rate(_in_order(taken), rate):
             turn = turns[row.conversation] = turns.get(row.conversation, -1) + 1
             lengths = (round(row.prompt_tokens * length_scale), round(row.output_tokens * length_scale))

@@ -9,7 +9,7 @@ from typing import Any
 
 from gevent import GreenletExit, sleep
 
-from loadtests.client import BLOCK_BYTES, Client, ConnectionBroken, Received, Response
+from loadtests.client import BLOCK_BYTES, Client, Received, Response
 from loadtests.samples import Sample
 
 # Unix time of a reading of the monotonic clock, the same for all of this process's samples
@@ -103,8 +103,10 @@ def ask(
     except GreenletExit:
         sample.outcome = "unfinished"
         raise
-    except (OSError, ConnectionBroken) as error:
+    except OSError as error:
         sample.outcome, sample.problem = "failed", f"{type(error).__name__}: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        sample.outcome, sample.problem = "failed", f"an answer of another kind of service: {error!r}"
     finally:
         _time(sample, answer)
     return answer
@@ -122,11 +124,16 @@ def expect_text(sample: Sample, answer: Answer, text: str) -> None:
 
 def _refused(response: Response, sample: Sample, answer: Answer) -> None:
     retry_after = response.header("retry-after")
-    sample.retry_after_s = None if retry_after is None else float(retry_after)
-    answer.error = response.json().get("error", {})
+    sample.retry_after_s = _seconds(retry_after)
+    answer.error = response.json().get("error") or {}
     code = answer.error.get("code")
     sample.outcome = "busy" if code == "session_busy" else "rejected" if sample.status in REJECTIONS else "failed"
     sample.problem = f"{sample.status} {code}"
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """None for a date too, which nobody in a load test waits for."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
 
 
 def _settle(sample: Sample, answer: Answer, *, left: bool) -> None:

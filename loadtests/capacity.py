@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from loadtests.arrivals import TRACES, plan_arrivals, read_trace
+from loadtests.plain_http import call
 from loadtests.run_profile import OpenLoop, Profile
-from loadtests.scripts import GREEDY, Scripts, call
+from loadtests.scripts import GREEDY, Scripts
 from loadtests.steps import EXTRACTS
 
 NUM_ROUNDS = 4  # requests for each slot

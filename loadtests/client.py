@@ -19,15 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gevent import socket
-from geventhttpclient.response import HTTPResponse
+from geventhttpclient.response import HTTPParseError, HTTPResponse
 
 from loadtests.sse import Event, EventParser
 
 BLOCK_BYTES = 65_536
 
 
-class ConnectionBroken(Exception):
-    """The server closed the connection before the answer was complete."""
+class ConnectionBroken(ConnectionError):
+    """The server closed the connection before the answer was complete, or sent something that is no such answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,13 @@ class Response(HTTPResponse):
         return self._take()
 
     def json(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.body())
+        """Raises ConnectionBroken for a body that is not a JSON object, such as a proxy's page."""
+        try:
+            parsed = json.loads(self.body())
+        except ValueError as error:
+            raise ConnectionBroken(f"{self.status_code}, and the body is not JSON") from error
+        if not isinstance(parsed, dict):
+            raise ConnectionBroken(f"{self.status_code}, and the body is not a JSON object")
         return parsed
 
     def events(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Received]:
@@ -81,7 +87,10 @@ class Response(HTTPResponse):
         at = time.monotonic()
         if not data:
             raise ConnectionBroken("the server closed the connection before its answer was complete")
-        self.feed(data)
+        try:
+            self.feed(data)
+        except HTTPParseError as error:
+            raise ConnectionBroken(f"what the server sent is not HTTP: {error}") from error
         return at
 
     def _take(self) -> bytes:
@@ -94,12 +103,17 @@ class Connection:
     """One connection, and what to do with it after an answer."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float, receive_bytes: int | None) -> None:
-        self.socket = socket.socket(constants.AF_INET, constants.SOCK_STREAM)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=constants.SOCK_STREAM)[0]
+        self.socket = socket.socket(family, constants.SOCK_STREAM)
         self.socket.settimeout(timeout_s)
         if receive_bytes is not None:  # before it is connected: the window is agreed on then
             self.socket.setsockopt(constants.SOL_SOCKET, constants.SO_RCVBUF, receive_bytes)
         self.socket.setsockopt(constants.IPPROTO_TCP, constants.TCP_NODELAY, 1)
-        self.socket.connect((host, port))
+        try:
+            self.socket.connect(address)
+        except BaseException:
+            self.socket.close()
+            raise
 
     @property
     def is_idle(self) -> bool:
@@ -126,6 +140,7 @@ class Client:
             raise ValueError(f"the client speaks plain HTTP, got {base_url}")
         self.base_url = base_url
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._authority = parts.netloc
         self._timeout_s = timeout_s
         self._receive_bytes = receive_bytes
         self._idle: list[Connection] = []
@@ -134,7 +149,7 @@ class Client:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> Exchange:
         """Sends a request; its answer's head is read inside `with`."""
-        return Exchange(self, _encode(method, path, f"{self._host}:{self._port}", body, headers or {}))
+        return Exchange(self, _encode(method, path, self._authority, body, headers or {}))
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None

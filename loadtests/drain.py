@@ -19,7 +19,10 @@ EXTRA_S = 6.0  # for two of these reports
 
 
 class Drain:
-    """Delays the stop of a master or a single process until all is over, or the profile's `drain_s` are."""
+    """Delays the stop of a master or a single process until all is over, or the profile's `drain_s` are.
+
+    A load that is stopped before its time is not waited for.
+    """
 
     def __init__(self, environment: Environment, run: RunState, num_workers: int) -> None:
         self._run = run
@@ -34,6 +37,8 @@ class Drain:
             environment.events.test_stopping.add_listener(lambda **_: self._wait(lambda: run.is_drained, 0.0))
 
     def _wait(self, is_drained: Any, extra_s: float) -> None:
+        if not self._run.is_over:
+            return
         deadline = time.monotonic() + self._run.profile.drain_s + extra_s
         while not is_drained() and time.monotonic() < deadline:
             sleep(0.05)

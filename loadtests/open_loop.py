@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class ArrivalLoop:
         self._open: set[gevent.Greenlet] = set()
         self._sessions: dict[int, Conversation] = {}
         self._newest: dict[int, gevent.Greenlet] = {}  # turn of each conversation
+        self._waiting: dict[int, tuple[Arrival, float]] = {}  # due, and not sent yet
         self._sending: gevent.Greenlet | None = None
 
     def start(self) -> None:
@@ -41,10 +43,13 @@ class ArrivalLoop:
         return self._sending is not None and self._sending.ready() and not self._open
 
     def close(self) -> None:
-        """Gives up what is still under way."""
+        """Gives up requests that are still under way; those that were never sent are recorded too."""
         gevent.killall([*self._open, self._sending])
+        for arrival, intended_at in list(self._waiting.values()):
+            self._add_unsent(arrival, intended_at, "the run ended before it could be sent")
         for conversation in self._sessions.values():
-            self._clients[0].request("DELETE", f"/v1/sessions/{conversation.id}")
+            with contextlib.suppress(OSError):  # a server that is gone has been noticed
+                self._clients[0].request("DELETE", f"/v1/sessions/{conversation.id}")
 
     def _send(self) -> None:
         start = time.monotonic() + LEAD_S
@@ -52,24 +57,30 @@ class ArrivalLoop:
             intended_at = start + arrival.at_s
             gevent.sleep(max(0.0, intended_at - time.monotonic()))
             if len(self._open) >= self._max_open:
-                self._give_up(arrival, intended_at)
+                self._add_unsent(arrival, intended_at, "the client has too many open requests")
                 continue
-            if self._as_sessions:
-                before = self._newest.get(arrival.conversation)
-                greenlet = gevent.spawn(self._serve_turn, arrival, intended_at, before)
-                self._newest[arrival.conversation] = greenlet
-            else:
-                greenlet = gevent.spawn(self._serve_completion, arrival, intended_at)
+            self._waiting[arrival.number] = (arrival, intended_at)
+            greenlet = self._spawn(arrival, intended_at)
             self._open.add(greenlet)
             greenlet.link(self._open.discard)
 
-    def _give_up(self, arrival: Arrival, intended_at: float) -> None:
-        sample = begin("arrival", step=arrival.step, intended_at=intended_at)
-        sample.problem, sample.e2e_ms = "the client has too many open requests", 0.0
+    def _spawn(self, arrival: Arrival, intended_at: float) -> gevent.Greenlet:
+        if not self._as_sessions:
+            return gevent.spawn(self._serve_completion, arrival, intended_at)
+        before = self._newest.get(arrival.conversation)
+        greenlet = gevent.spawn(self._serve_turn, arrival, intended_at, before)
+        self._newest[arrival.conversation] = greenlet
+        return greenlet
+
+    def _add_unsent(self, arrival: Arrival, intended_at: float, problem: str) -> None:
+        scenario = "turn" if self._as_sessions else "arrival"
+        sample = begin(scenario, step=arrival.step, intended_at=intended_at)
+        sample.problem, sample.e2e_ms = problem, 0.0
         self._run.recorder.add(sample)
 
     def _serve_completion(self, arrival: Arrival, intended_at: float) -> None:
         """A shorter answer is the beginning of a longer one; a character cut at its end stands as U+FFFD."""
+        del self._waiting[arrival.number]
         sample = begin("arrival", step=arrival.step, intended_at=intended_at)
         fitting = self._run.scripts.nearest(arrival.prompt_tokens)
         script = fitting[arrival.number % len(fitting)]
@@ -86,20 +97,31 @@ class ArrivalLoop:
         """A conversation's turn waits for the one before it; that time is part of its latency."""
         if before is not None:
             before.join()
-        conversation = self._sessions.get(arrival.conversation)
         try:
-            if conversation is None or conversation.done == len(conversation.script.inputs):
-                conversation = self._new_session(arrival)
-            sample, answer = conversation.take_turn("turn", step=arrival.step, intended_at=intended_at)
-            if sample.outcome == "ok":
-                conversation.move_on(answer)
-            elif sample.outcome != "rejected":
-                self._sessions.pop(arrival.conversation, None)
+            conversation = self._session_of(arrival)
         except (Refused, OSError) as error:
-            sample = begin("turn", step=arrival.step, intended_at=intended_at)
-            sample.outcome, sample.problem = "failed", str(error)
-            sample.e2e_ms = (time.monotonic() + UNIX_S - sample.intended_s) * 1000
-            self._run.recorder.add(sample)
+            self._add_failed(arrival, intended_at, error)
+            return
+        finally:
+            del self._waiting[arrival.number]
+        sample, answer = conversation.take_turn("turn", step=arrival.step, intended_at=intended_at)
+        if sample.outcome == "ok":
+            conversation.move_on(answer)
+        elif sample.outcome != "rejected":
+            self._sessions.pop(arrival.conversation, None)
+
+    def _add_failed(self, arrival: Arrival, intended_at: float, error: Exception) -> None:
+        sample = begin("turn", step=arrival.step, intended_at=intended_at)
+        sample.outcome, sample.problem = "failed", str(error)
+        sample.e2e_ms = (time.monotonic() + UNIX_S - sample.intended_s) * 1000
+        self._run.recorder.add(sample)
+
+    def _session_of(self, arrival: Arrival) -> Conversation:
+        """The conversation's session, or a new one when its script has been played to its end."""
+        conversation = self._sessions.get(arrival.conversation)
+        if conversation is None or conversation.done == len(conversation.script.inputs):
+            return self._new_session(arrival)
+        return conversation
 
     def _new_session(self, arrival: Arrival) -> Conversation:
         scripts = self._run.scripts.of("session")

@@ -39,6 +39,11 @@ class Recorder:
         else:
             self._keep(sample)
 
+    @property
+    def directory(self) -> Path | None:
+        """Of the file with the samples; None in a worker, and where there is no such file."""
+        return None if self._file is None else Path(self._file.name).parent
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

@@ -31,25 +31,35 @@ def write_report(
     verdicts: Sequence[Verdict],
     use: Sequence[ResourceUse] = (),
     facts: Mapping[str, Any] | None = None,
+    *,
+    gaps: Sequence[str] = (),
 ) -> Path:
-    """`report.html`, its pictures and `summary.json` in `directory`. `facts`: about the run, for its head."""
+    """`report.html`, its pictures and `summary.json` in `directory`. `facts`: about the run, for its head. `gaps`:
+    parts of the planned load that did not run; with any, the page claims no result.
+    """
     pictures = draw_all(samples, use, directory) if samples else []
     figures = {name_of(*key): summary(group) for key, group in by_group(samples).items()}
     path = directory / "report.html"
-    is_met = all(verdict.is_met for verdict in verdicts)
+    facts = {**(facts or {}), **({"not run": "; ".join(gaps)} if gaps else {})}
     parts = [
         f"<!doctype html><meta charset=utf-8><title>Load test</title><style>{STYLE}</style>",
-        f"<h1>Load test: {'every objective met' if is_met else 'objectives missed'}</h1>",
-        _table(("fact", "value"), ((name, str(value)) for name, value in (facts or {}).items())),
+        f"<h1>Load test: {_headline(verdicts, gaps)}</h1>",
+        _table(("fact", "value"), ((name, str(value)) for name, value in facts.items())),
         _verdicts(verdicts),
         _figures(figures),
         *(f'<h2>{picture.stem}</h2><img alt="{picture.stem}" src="{_inline(picture)}">' for picture in pictures),
         _problems(samples),
     ]
     path.write_text("\n".join(parts), "utf-8")
-    outcome = {"facts": dict(facts or {}), "figures": figures, "verdicts": [str(verdict) for verdict in verdicts]}
+    outcome = {"facts": facts, "figures": figures, "verdicts": [str(verdict) for verdict in verdicts]}
     (directory / "summary.json").write_text(json.dumps(outcome, indent=1, default=str), "utf-8")
     return path
+
+
+def _headline(verdicts: Sequence[Verdict], gaps: Sequence[str]) -> str:
+    if gaps:
+        return "no result, a part of it did not run"
+    return "every objective met" if all(verdict.is_met for verdict in verdicts) else "objectives missed"
 
 
 def name_of(scenario: str, step: str) -> str:

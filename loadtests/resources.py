@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import psutil
 
+from loadtests.errors import RunError
+
 INTERVAL_S = 0.5
 SETTLE_S = 1.0  # for the last connections to be closed
 MIN_READINGS = 8  # for a growth
@@ -57,11 +59,14 @@ class ResourceUse:
 
 
 class ResourceWatch:
-    """`with` it: a thread reads what the processes use. `processes`: (name, process id) of each."""
+    """`with` it: a thread reads what the processes use. `processes`: (name, process id) of each.
+
+    Raises RunError for a process that is not there.
+    """
 
     def __init__(self, processes: Sequence[tuple[str, int]], interval_s: float = INTERVAL_S) -> None:
         self.use = [ResourceUse(name) for name, _ in processes]
-        self._processes = [psutil.Process(pid) for _, pid in processes]
+        self._processes = [_process(pid) for _, pid in processes]
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -87,6 +92,13 @@ class ResourceWatch:
                 use.readings.append(read(process))
             except psutil.NoSuchProcess:
                 continue  # that it ended is seen elsewhere
+
+
+def _process(pid: int) -> psutil.Process:
+    try:
+        return psutil.Process(pid)
+    except (psutil.NoSuchProcess, ValueError) as error:
+        raise RunError(f"--pid {pid}: there is no such process") from error
 
 
 def read(process: psutil.Process) -> Reading:

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from loadtests.errors import RunError
 
 PROFILES = Path(__file__).resolve().parent / "profiles"
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Strict(BaseModel):
     """A misspelt name is an error, not a default."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Service(Strict):
@@ -112,11 +125,32 @@ class Profile(Strict):
 def load_profile(source: str | Path, **changes: Any) -> Profile:
     """A file (TOML, or JSON as `Profile` writes it), or the name of one in PROFILES; `changes` replace its fields.
 
-    Raises ValueError or OSError.
+    Raises RunError.
     """
+    path, fields = read_file("profile", source, PROFILES)
+    return checked(Profile, path, {"name": path.stem, **fields, **changes})
+
+
+def read_file(kind: str, source: str | Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """What a TOML or JSON file holds, or that of a name in `folder`. Raises RunError."""
     path = Path(source)
     if not path.suffix:
-        path = PROFILES / f"{path}.toml"
-    text = path.read_text("utf-8")
-    fields = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    return Profile(**{"name": path.stem, **fields, **changes})
+        path = folder / f"{path}.toml"
+    try:
+        text = path.read_text("utf-8")
+        return path, json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        names = ", ".join(sorted(found.stem for found in folder.glob("*.toml")))
+        raise RunError(f"--{kind} {source}: {error.strerror}; the names are {names}") from error
+    except ValueError as error:
+        raise RunError(f"--{kind} {source}: {error}") from error
+
+
+def checked(kind: type[Model], path: Path, fields: Mapping[str, Any]) -> Model:
+    """Raises RunError that names the first wrong field."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise RunError(f"{path}: {name + ': ' if name else ''}{first['msg']}") from error

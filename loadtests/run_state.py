@@ -22,17 +22,22 @@ MAX_WAIT_S = 5.0  # for a Retry-After
 
 @dataclasses.dataclass(slots=True)
 class RunState:
-    """`ends_at`: reading of `time.monotonic()` after which nobody begins anything."""
+    """`started_at`, `ends_at`: readings of `time.monotonic()`; after the second nobody begins anything."""
 
     profile: Profile
     scripts: Scripts
     urls: tuple[str, ...]
     recorder: Recorder
+    started_at: float = 0.0
     ends_at: float = 0.0
     num_busy: int = 0  # users in the middle of something
     loop_is_done: Callable[[], bool] = lambda: True  # of the open loop
     rng: random.Random = dataclasses.field(default_factory=random.Random)
     _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def start(self) -> None:
+        self.started_at = time.monotonic()
+        self.ends_at = self.started_at + self.profile.run_s
 
     @property
     def is_over(self) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from loadtests.errors import RunError
+
 # ok: answered, and as the reference says; wrong: another text than the reference, or other counts than it must have;
 # rejected: 429 or 503; busy: the session has a turn (409); cancelled: the client's own doing; failed: anything else;
 # unfinished: the run ended first
@@ -57,8 +59,11 @@ class Sample:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """A file with one sample a line."""
-    return [Sample(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    """A file with one sample a line. Raises RunError when it is not there, or is something else."""
+    try:
+        return [Sample(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path} cannot be read as samples: {error}") from error
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:

@@ -13,21 +13,21 @@ import itertools
 import json
 import math
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import zstandard
 
+from loadtests.errors import RunError
+from loadtests.plain_http import call
 from loadtests.run_profile import Profile
 
 BOOKS = Path(__file__).resolve().parent.parent / "data" / "books-sample"
 MIN_MARGIN = 0.01  # nats between the likeliest token and the next, at every token of an answer
 MAX_TRIES = 30  # inputs for one answer
-REQUEST_S = 600.0
 GREEDY: Mapping[str, Any] = {"temperature": 0, "seed": 0, "ignore_eos": True}
+Parsed = TypeVar("Parsed")
 Kind = Literal["completion", "slow", "chat", "session", "long"]
 
 
@@ -62,10 +62,16 @@ class Scripts:
 
 
 def read_scripts(path: Path) -> Scripts:
-    fields = json.loads(path.read_text("utf-8"))
-    return Scripts(
-        tuple(Script(**{**item, "inputs": tuple(item["inputs"]), "answers": tuple(item["answers"])}) for item in fields)
-    )
+    """Raises RunError for a file that is not there, or holds something else."""
+    try:
+        items = json.loads(path.read_text("utf-8"))
+        return Scripts(tuple(_script(item) for item in items))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} cannot be read as scripts, which --only-scripts writes: {error}") from error
+
+
+def _script(item: Mapping[str, Any]) -> Script:
+    return Script(**{**item, "inputs": tuple(item["inputs"]), "answers": tuple(item["answers"])})
 
 
 class Passages:
@@ -107,7 +113,7 @@ class Author:
         self._passages = Passages(self._measure_chars_per_token())
 
     def write(self) -> Scripts:
-        """Raises RuntimeError when the service refuses, or too few answers are clear."""
+        """Raises RunError when the service refuses or cannot be reached, or too few answers are clear."""
         texts = self._profile.texts
         scripts: list[Script] = []
         for _ in range(texts.scripts):
@@ -129,10 +135,10 @@ class Author:
         for _ in range(MAX_TRIES):
             prompt = self._passages.take(prompt_tokens)
             body = {**GREEDY, "prompt": prompt, "max_tokens": max_tokens, "logprobs": 2, "cache_prompt": False}
-            answer, margin = completion_answer(self._post("/v1/completions", body))
+            answer, margin = self._read("/v1/completions", body, completion_answer)
             if margin >= MIN_MARGIN:
                 return Script(kind, max_tokens, (prompt,), (answer,), prompt_tokens)
-        raise RuntimeError(f"{MAX_TRIES} prompts, and none has a clear answer")
+        raise RunError(f"{MAX_TRIES} prompts, and none has a clear answer")
 
     def _chat(self) -> Script:
         texts = self._profile.texts
@@ -140,13 +146,13 @@ class Author:
         for _ in range(texts.turns):
             for _ in range(MAX_TRIES):
                 asked = [*messages, {"role": "user", "content": self._passages.take(texts.prompt_tokens[0])}]
-                wishes = {"max_completion_tokens": texts.max_tokens, "logprobs": True, "top_logprobs": 2}
-                found = self._post("/v1/chat/completions", {**GREEDY, **wishes, "messages": asked})
-                answer, margin = chat_answer(found)
+                options = {"max_completion_tokens": texts.max_tokens, "logprobs": True, "top_logprobs": 2}
+                body = {**GREEDY, **options, "messages": asked}
+                answer, margin = self._read("/v1/chat/completions", body, chat_answer)
                 if margin >= MIN_MARGIN:
                     break
             else:
-                raise RuntimeError(f"{MAX_TRIES} messages, and none has a clear answer")
+                raise RunError(f"{MAX_TRIES} messages, and none has a clear answer")
             messages = [*asked, {"role": "assistant", "content": answer}]
         contents = [message["content"] for message in messages]
         return Script("chat", texts.max_tokens, tuple(contents[::2]), tuple(contents[1::2]))
@@ -162,12 +168,12 @@ class Author:
                 fork, text = self._new_id(), self._passages.take(length)
                 self._post(f"/v1/sessions/{head}/fork", {"id": fork})
                 body = {**GREEDY, "input": text, "max_tokens": max_tokens, "logprobs": 2}
-                answer, margin = completion_answer(self._post(f"/v1/sessions/{fork}/generate", body))
+                answer, margin = self._read(f"/v1/sessions/{fork}/generate", body, completion_answer)
                 if margin >= MIN_MARGIN:
                     break
                 self._delete(fork)
             else:
-                raise RuntimeError(f"{MAX_TRIES} inputs, and none has a clear answer")
+                raise RunError(f"{MAX_TRIES} inputs, and none has a clear answer")
             self._delete(head)
             head = fork
             inputs.append(text)
@@ -180,25 +186,21 @@ class Author:
 
     def _measure_chars_per_token(self) -> float:
         sample = next(read_books())[:4000]
-        return len(sample) / int(self._post("/tokenize", {"prompt": sample})["count"])
+        return len(sample) / self._read("/tokenize", {"prompt": sample}, lambda answer: int(answer["count"]))
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return call(self._url, "POST", path, body)
 
+    def _read(self, path: str, body: Mapping[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+        """Raises RunError for an answer of another kind of service."""
+        answer = self._post(path, body)
+        try:
+            return parse(answer)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunError(f"{self._url} answered {path} as another kind of service does: {error!r}") from error
+
     def _delete(self, session_id: str) -> None:
         call(self._url, "DELETE", f"/v1/sessions/{session_id}")
-
-
-def call(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One plain call, for what is not measured. Raises RuntimeError for any refusal."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"}, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
-            answer: dict[str, Any] = json.loads(response.read())
-            return answer
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{method} {path}: {error.code} {error.read().decode(errors='replace')[:500]}") from error
 
 
 def completion_answer(body: Mapping[str, Any]) -> tuple[str, float]:

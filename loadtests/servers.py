@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from loadtests.errors import RunError
 from loadtests.run_profile import Service
 
 START_S = 60.0
@@ -33,7 +34,7 @@ def serving(
 ) -> Iterator[list[Server]]:
     """`store`: of all replicas, by default a SQLite file in `directory`; `model`: None for the bundled one.
 
-    Raises RuntimeError when a server does not start. They are stopped by SIGTERM, as in production.
+    Raises RunError when a server does not start. They are stopped by SIGTERM, as in production.
     """
     options = {
         "store": store,
@@ -74,6 +75,6 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
         if found:
             return found.group(1)
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended:\n{text}")
+            raise RunError(f"the server ended with {process.returncode} before it served:\n{text}")
         time.sleep(0.05)
-    raise RuntimeError(f"the server did not start within {START_S:g} s:\n{text}")
+    raise RunError(f"the server did not start within {START_S:g} s:\n{text}")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from loadtests.resources import ResourceUse
-from loadtests.run_profile import Strict
+from loadtests.run_profile import Strict, checked, read_file
 from loadtests.samples import MEASURES, Outcome, Sample, by_group, duration_s, percentile, values_of
 
 SLOS = Path(__file__).resolve().parent / "objectives"
@@ -102,11 +101,9 @@ class Verdict:
 
 
 def load_slo(source: str | Path) -> Slo:
-    """A file, or the name of one in SLOS. Raises ValueError or OSError."""
-    path = Path(source)
-    if not path.suffix:
-        path = SLOS / f"{path}.toml"
-    return Slo(**tomllib.loads(path.read_text("utf-8")))
+    """A file, or the name of one in SLOS. Raises RunError."""
+    path, fields = read_file("slo", source, SLOS)
+    return checked(Slo, path, fields)
 
 
 def judge(slo: Slo, samples: Sequence[Sample], use: Sequence[ResourceUse] = ()) -> list[Verdict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loadtests.arrivals import TRACES, Arrival, plan_arrivals, read_trace
+from loadtests.errors import RunError
 from loadtests.run_profile import OpenLoop, Profile
 
 EXTRACTS = {"azure": "azure-conv-2023.csv", "mooncake": "mooncake-conversation.jsonl.zst"}
@@ -14,9 +15,9 @@ def step_name(loop: OpenLoop, index: int) -> str:
 
 
 def steps_of(loop: OpenLoop, capacity: float) -> list[tuple[str, float, float]]:
-    """(name, requests a second, seconds) of each. Raises ValueError when a capacity is needed and there is none."""
+    """(name, requests a second, seconds) of each. Raises RunError when a capacity is needed and there is none."""
     if loop.unit == "capacity" and capacity <= 0:
-        raise ValueError("the rates are multiples of the capacity, which was not given")
+        raise RunError("--capacity: the rates are multiples of it, and it was not given")
     factor = capacity if loop.unit == "capacity" else 1.0
     return [(step_name(loop, index), rate * factor, loop.step_s) for index, rate in enumerate(loop.rates)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import dataclasses
 import itertools
 import json
@@ -17,12 +18,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import tritonclient.grpc.aio as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from loadtests.arrivals import TRACES, Arrival, plan_arrivals, read_trace
-from loadtests.conclusion import SAMPLES, conclude
+from loadtests.conclusion import SAMPLES, conclude, prepare_directory
+from loadtests.errors import EXIT_NO_RESULT, RunError
+from loadtests.interruption import Interrupted, interruptible
+from loadtests.option_types import count, positive, share
+from loadtests.run_end import RunEnd
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY, MAX_TRIES, MIN_MARGIN, Kind, Passages, Script, smallest_margin
 from loadtests.slo import load_slo
@@ -31,6 +37,12 @@ from loadtests.steps import EXTRACTS
 MODEL = "nsm"
 LEAD_S = 0.2
 DRAIN_S = 60.0
+# gRPC takes http_proxy for loopback too; a load goes straight to its server
+CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
+    ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
+]
 UNIX_S = time.time() - time.monotonic()
 
 
@@ -66,7 +78,7 @@ class TritonCaller:
         self._client: Any = None
 
     async def __aenter__(self) -> TritonCaller:
-        self._client = triton_grpc.InferenceServerClient(self._url)
+        self._client = triton_grpc.InferenceServerClient(self._url, channel_args=CHANNEL_OPTIONS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -77,7 +89,7 @@ class TritonCaller:
     ) -> None:
         """Fills `answer`; after `leave_after` pieces of text the stream is cancelled.
 
-        Raises InferenceServerException.
+        Raises InferenceServerException for a refusal, grpc.RpcError for a server that is not there.
         """
 
         async def request() -> AsyncIterator[dict[str, Any]]:
@@ -109,8 +121,24 @@ def _bytes(name: str, text: str) -> Any:
 
 async def write_scripts(caller: TritonCaller, args: argparse.Namespace) -> list[Script]:
     """Conversations and their answers while nobody else asks; see loadtests/scripts.py. The first turn of each is also
-    what single completions ask for.
+    what single completions ask for. Raises RunError when the server refuses or cannot be reached.
     """
+    try:
+        return await _ask_for_scripts(caller, args)
+    except InferenceServerException as error:
+        raise RunError(f"{args.url} refused: {error.message()}") from error
+    except grpc.RpcError as error:
+        raise RunError(f"{args.url} cannot be reached: {_details(error)}") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise RunError(f"{args.url} answered as another kind of model does: {error!r}") from error
+
+
+def _details(error: grpc.RpcError) -> str:
+    details = getattr(error, "details", None)
+    return str(details()) if details is not None else repr(error)
+
+
+async def _ask_for_scripts(caller: TritonCaller, args: argparse.Namespace) -> list[Script]:
     sample = Passages(1.0).take(2000)
     described = await caller.ask(sample, {"max_tokens": 1})
     passages = Passages(len(sample) / described.details["prompt_tokens"])
@@ -130,7 +158,7 @@ async def _write_script(caller: TritonCaller, passages: Passages, args: argparse
             if margin >= MIN_MARGIN:
                 break
         else:
-            raise RuntimeError(f"{MAX_TRIES} inputs, and none has a clear answer")
+            raise RunError(f"{MAX_TRIES} inputs, and none has a clear answer")
         state = {"resume": answer.details["resume"]}
         inputs.append(text)
         answers.append(answer.text)
@@ -167,15 +195,17 @@ class TritonLoad:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, arrival: Arrival, intended_at: float, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        sample = _begin(arrival, intended_at, "turn" if self._as_sessions else "arrival")
+        sample, answer = _begin(arrival, intended_at, "turn" if self._as_sessions else "arrival"), Answer()
         self.samples.append(sample)
-        answer = Answer()
         try:
+            if before is not None:
+                await asyncio.wait((before,))
+                sample.lag_ms = _ms_since(intended_at)
             await self._ask(arrival, sample, answer)
         except InferenceServerException as error:
             _refused(sample, error.message())
+        except grpc.RpcError as error:
+            sample.outcome, sample.problem = "failed", f"no connection: {_details(error)}"
         finally:
             _time(sample, answer, intended_at)
 
@@ -204,9 +234,12 @@ class TritonLoad:
 
 
 def _begin(arrival: Arrival, intended_at: float, scenario: str) -> Sample:
-    lag_ms = (time.monotonic() - intended_at) * 1000
-    step, intended_s = arrival.step, intended_at + UNIX_S
+    step, intended_s, lag_ms = arrival.step, intended_at + UNIX_S, _ms_since(intended_at)
     return Sample(scenario=scenario, step=step, intended_s=intended_s, lag_ms=lag_ms, outcome="unfinished")
+
+
+def _ms_since(at: float) -> float:
+    return (time.monotonic() - at) * 1000
 
 
 def _check(sample: Sample, answer: Answer, text: str, num_tokens: int, position: int) -> None:
@@ -228,7 +261,7 @@ def _refused(sample: Sample, message: str) -> None:
 
 
 def _time(sample: Sample, answer: Answer, intended_at: float) -> None:
-    sample.e2e_ms = (time.monotonic() - intended_at) * 1000
+    sample.e2e_ms = _ms_since(intended_at)
     if answer.at:
         sample.ttft_ms = (answer.at[0] - intended_at) * 1000
         sample.itl_ms = [(after - before) * 1000 for before, after in itertools.pairwise(answer.at)]
@@ -237,10 +270,14 @@ def _time(sample: Sample, answer: Answer, intended_at: float) -> None:
     sample.resumed_tokens = answer.details.get("cached_tokens", 0)
 
 
-async def measure(args: argparse.Namespace) -> list[Sample]:
+def plan(args: argparse.Namespace) -> list[Arrival]:
     rows = read_trace(args.trace_file or TRACES / EXTRACTS[args.trace])
     steps = [(f"{index + 1}: {rate:g}/s", rate, args.step_s) for index, rate in enumerate(args.rates)]
-    arrivals = plan_arrivals(rows, steps, length_scale=args.length_scale, max_output=args.max_tokens)
+    return plan_arrivals(rows, steps, length_scale=args.length_scale, max_output=args.max_tokens)
+
+
+async def measure(args: argparse.Namespace, arrivals: Sequence[Arrival]) -> list[Sample]:
+    """Raises RunError when the load cannot begin."""
     async with TritonCaller(args.url) as caller:
         load = TritonLoad(caller, await write_scripts(caller, args), args)
         await load.run(arrivals)
@@ -248,11 +285,24 @@ async def measure(args: argparse.Namespace) -> list[Sample]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes as of `python -m loadtests`."""
     args = parse(arguments)
-    slo = load_slo(args.slo)
-    args.out.mkdir(parents=True, exist_ok=True)
-    samples = asyncio.run(measure(args))
+    try:
+        with interruptible():
+            return run(args)
+    except (RunError, Interrupted) as error:
+        sys.stderr.write(f"no result: {error}\n")
+    return EXIT_NO_RESULT
+
+
+def run(args: argparse.Namespace) -> int:
+    slo, arrivals = load_slo(args.slo), plan(args)
+    prepare_directory(args.out)
+    started_at = time.monotonic()
+    samples = asyncio.run(measure(args, arrivals))
     (args.out / SAMPLES).write_text("".join(f"{sample.to_json()}\n" for sample in samples), "utf-8")
+    planned = dict(collections.Counter(arrival.step for arrival in arrivals))
+    RunEnd(len(args.rates) * args.step_s, time.monotonic() - started_at, planned).write(args.out)
     return conclude(args.out, slo, facts={"server": args.url, "trace": args.trace, "requests": len(samples)})
 
 
@@ -266,20 +316,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--trace-file", type=Path, help="such a trace, instead of the extract that comes with the project"
     )
     parser.add_argument("--rates", type=_rates, default=(1.0, 2.0), help="requests a second of each step, with commas")
-    parser.add_argument("--step-s", type=float, default=10.0, help="seconds of a step")
-    parser.add_argument("--length-scale", type=float, default=0.05, help="factor on the trace's lengths")
-    parser.add_argument("--scripts", type=int, default=3, help="different conversations")
-    parser.add_argument("--turns", type=int, default=3, help="of each conversation")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each turn")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--step-s", type=positive, default=10.0, help="seconds of a step")
+    parser.add_argument("--length-scale", type=positive, default=0.05, help="factor on the trace's lengths")
+    parser.add_argument("--scripts", type=count, default=3, help="different conversations")
+    parser.add_argument("--turns", type=count, default=3, help="of each conversation")
+    parser.add_argument("--prompt-tokens", type=count, default=32, help="of each turn")
+    parser.add_argument("--max-tokens", type=count, default=16, help="of an answer")
     parser.add_argument(
-        "--cancel-share", type=float, default=0.01, help="of the requests: left after their first token"
+        "--cancel-share", type=share, default=0.01, help="of the requests: left after their first token"
     )
     return parser.parse_args(arguments)
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    return tuple(float(rate) for rate in text.split(","))
+    return tuple(positive(rate) for rate in text.split(","))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import gevent
 from gevent import sleep
 from locust import User, task
 
@@ -14,6 +13,7 @@ from loadtests.conversations import Conversation, Refused
 from loadtests.run_state import RunState, wait_as_told
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY, Script
+from loadtests.together import all_results
 from loadtests.troubles import cancel_turn, leave_and_read_on, leave_for_good, send_twice
 
 SLOW_RECEIVE_BYTES = 2048  # of a slow reader's window: what it does not read soon waits in the server
@@ -157,11 +157,7 @@ class ForkStormUser(ScriptedUser):
         with Conversation(self.run_state, self.clients, self.run_state.script("session")) as trunk:
             trunk.insist("fork_trunk")
             count = self.run_state.profile.behaviour.forks
-            branches = [gevent.spawn(self._branch, trunk) for _ in range(count)]
-            try:
-                gevent.joinall(branches, raise_error=True)
-            finally:
-                gevent.killall(branches)
+            all_results([lambda: self._branch(trunk)] * count)
 
     @staticmethod
     def _branch(trunk: Conversation) -> None:

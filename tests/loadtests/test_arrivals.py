@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.arrivals import TRACES, TraceRow, plan_arrivals, read_trace, share_of
+from loadtests.errors import RunError
 from loadtests.run_profile import OpenLoop
 from loadtests.steps import EXTRACTS, arrivals_of, steps_of
 
@@ -74,7 +75,7 @@ def test_processes_share_whole_conversations(count: int) -> None:
 def test_rates_may_be_multiples_of_a_measured_capacity() -> None:
     loop = OpenLoop(rates=(0.5, 10.0, 0.5), unit="capacity", step_s=4.0)
     assert steps_of(loop, 3.0) == [("1: 0.5x", 1.5, 4.0), ("2: 10x", 30.0, 4.0), ("3: 0.5x", 1.5, 4.0)]
-    with pytest.raises(ValueError, match="capacity"):
+    with pytest.raises(RunError, match="capacity"):
         steps_of(loop, 0.0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loadtests.conclusion import SAMPLES, conclude
 from loadtests.resources import Reading, ResourceUse
+from loadtests.run_end import RunEnd
 from loadtests.samples import Sample
 from loadtests.slo import Slo
 from tests.loadtests.test_samples import make_sample
@@ -30,6 +31,7 @@ def make_run() -> list[Sample]:
 
 def write_run(directory: Path) -> None:
     (directory / SAMPLES).write_text("".join(f"{sample.to_json()}\n" for sample in make_run()))
+    RunEnd(planned_s=30.0, ran_s=30.0, arrivals={"1: 1x": 20, "2: 10x": 21}).write(directory)
 
 
 def test_a_report_holds_figures_objectives_pictures_and_problems(tmp_path: Path) -> None:
