@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsm_core.engine.rewind import MIN_SPACING_TOKENS, RewindPoints
+from nsm_core.engine.sequence import MIN_SPACING_TOKENS, RewindPoints
 from nsm_core.state.spec import State
 
 
