@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsm_core.engine.batching import MAX_PADDING_SHARE, MAX_PADDING_TOKENS, group_by_length, num_padding_tokens
-from nsm_core.engine.scheduler import Chunk
+from nsm_core.engine.scheduler import MAX_PADDING_SHARE, MAX_PADDING_TOKENS, Chunk, group_by_length, num_padding_tokens
 
 
 def make_chunks(*lengths: int) -> list[Chunk]:
