@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsm_core.engine.stop_strings import StopStrings
+from nsm_core.engine.output import StopStrings
 
 few_letters = st.text("abé", min_size=1, max_size=6)
 
