@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from nsm_core.engine.drafted_states import DraftedStates
 from nsm_core.engine.hidden import Hidden
 from nsm_core.engine.overlap import LaunchedStep, upcoming
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.speculation import NO_DRAFTS, Drafts
+from nsm_core.engine.speculation import NO_DRAFTS, DraftedStates, Drafts
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.device import LaunchedTokens

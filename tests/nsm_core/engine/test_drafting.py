@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsm_core.engine.drafting import (
+from nsm_core.engine.speculation import (
     GRAM_LENGTH,
     MAX_DRAFTS,
     MAX_PAUSE_TOKENS,
