@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from nsm_core.engine.hidden import Hidden
 from nsm_core.engine.overlap import LaunchedStep, upcoming
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
@@ -23,6 +22,39 @@ from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
 from nsm_core.state.spec import State
+
+
+class Hidden:
+    """By slot. Slots of one token stay rows of one tensor: a step may have hundreds of them."""
+
+    def __init__(self, slots: Sequence[int] = (), rows: Tensor | None = None) -> None:
+        """rows [len(slots),d]: after the one token of each of `slots`."""
+        self._slots, self._rows = list(slots), rows
+        self._chunks: dict[int, Tensor] = {}
+
+    def add(self, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
+        """chunks[i] [length,d] belongs to slots[i]."""
+        self._chunks.update(zip(slots, chunks, strict=True))
+
+    def chunk(self, slot: int) -> Tensor:
+        """[length,d]."""
+        if self._rows is None or slot in self._chunks:
+            return self._chunks[slot]
+        index = self._slots.index(slot)
+        return self._rows[index : index + 1]
+
+    def last(self, slots: Sequence[int]) -> Tensor:
+        """[len(slots),d]: after each slot's last token. Fast where those of one token come first, in their order."""
+        num_rows = len(self._slots)
+        if self._rows is None or slots[:num_rows] != self._slots:
+            return torch.cat([self.chunk(slot)[-1:] for slot in slots])
+        if len(slots) == num_rows:
+            return self._rows
+        return torch.cat([self._rows, *(self._chunks[slot][-1:] for slot in slots[num_rows:])])
+
+    def tails(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """[sum of lengths,d]: after each of a slot's last tokens."""
+        return torch.cat([self.chunk(slot)[-length:] for slot, length in zip(slots, lengths, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
