@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+
+import torch
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.active_requests import LiveRequests
 from nsm_core.engine.apply import Events as Events
 from nsm_core.engine.apply import Outcomes
-from nsm_core.engine.failures import StepFailures
 from nsm_core.engine.overlap import Hindrances, LaunchedStep
-from nsm_core.engine.request import (
-    FinishReason,
-    GenerationRequest,
-)
+from nsm_core.engine.request import FinishReason, GenerationRequest
 from nsm_core.engine.request_check import AdmissionCheck
 from nsm_core.engine.routing_watch import WatchedRequests
 from nsm_core.engine.runner import Runner
@@ -23,13 +22,46 @@ from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import Accounts
-from nsm_core.errors import InvalidRequest
+from nsm_core.errors import InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.model.observer import ModelObserver
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
+
+logger = logging.getLogger("nsm.engine")
+
+# No step has succeeded between them: it is not the requests, which were others each time.
+MAX_FAILURES_IN_A_ROW = 5
+# What the libraries of an accelerator say when its context is lost; every later call would fail as well.
+LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_", "device-side assert")
+
+
+class StepFailures:
+    """Of one engine, told of each of its steps."""
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+
+    def forget(self) -> None:
+        """A step succeeded."""
+        self._num_in_a_row = 0
+
+    def take(self, error: Exception) -> StepFailed:
+        """What the requests of a step end with that raised `error`; raises it where the engine is to end as well."""
+        self._num_in_a_row += 1
+        if shows_lost_device(error) or self._num_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise error
+        logger.error("a step of the engine failed, its requests end", exc_info=error)
+        return StepFailed(f"a step of the engine failed with this request in it: {type(error).__name__}")
+
+
+def shows_lost_device(error: Exception) -> bool:
+    """Whether an error says that an accelerator, or the memory it works on, is broken. Running out of it is no such."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in LOST_DEVICE)
 
 
 class Engine:

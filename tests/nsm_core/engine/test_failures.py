@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
-from nsm_core.engine.engine import Engine
-from nsm_core.engine.failures import MAX_FAILURES_IN_A_ROW, shows_lost_device
+from nsm_core.engine.engine import MAX_FAILURES_IN_A_ROW, Engine, shows_lost_device
 from nsm_core.engine.request import Finished, FinishReason, Resume
 from nsm_core.errors import EngineDead, StepFailed
 from nsm_core.execution.eager import EagerExecutor

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
-from nsm_core.engine.engine import Engine
-from nsm_core.engine.failures import MAX_FAILURES_IN_A_ROW
+from nsm_core.engine.engine import MAX_FAILURES_IN_A_ROW, Engine
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent, joules_of
 from nsm_core.errors import DeadlineExceeded, StepFailed
 from nsm_core.model.observer import ModelObserver
