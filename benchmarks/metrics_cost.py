@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nsm_core.config import EngineConfig
 from nsm_core.energy.ledger import EnergyLedger
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.metering import meter_of
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.step_stats import meter_of
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.observer import MAX_ROWS, MAX_SHARE, OBSERVE_EVERY_S, ModelObserver

@@ -72,7 +72,7 @@ def make_backend(settings: Settings) -> InferenceBackend:
         return make_triton_backend(settings)
     import torch  # a gateway whose models run elsewhere needs none
 
-    from nsm_core.engine.metering import meter_of
+    from nsm_core.engine.step_stats import meter_of
     from nsm_core.model.loader import load_checkpoint
     from service.backends.local import LocalBackend
 

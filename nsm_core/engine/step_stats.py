@@ -7,7 +7,10 @@ import time
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
+from nsm_core.energy.estimate import CORE_WATTS
+from nsm_core.energy.factory import make_meter
 from nsm_core.energy.ledger import EnergyLedger
 from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.scheduler import Plan
@@ -15,6 +18,13 @@ from nsm_core.engine.sequence import RunningSequence
 from nsm_core.model.observer import MAX_ROWS, ModelObserver
 from nsm_core.state.pool import StatePool
 from nsm_core.stats import EnergyUse, EngineStats
+
+
+def meter_of(model: nn.Module, *, core_watts: float = CORE_WATTS) -> EnergyMeter:
+    """`core_watts`: of one busy core, for an estimate where nothing is measured."""
+    device = next(model.parameters()).device
+    uuids = [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
+    return make_meter(gpu_uuids=uuids, core_watts=core_watts)
 
 
 class Accounts:

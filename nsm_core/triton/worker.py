@@ -15,7 +15,7 @@ from typing import Any
 
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
-from nsm_core.engine.metering import meter_of
+from nsm_core.engine.step_stats import meter_of
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.heap import trim_heap
