@@ -261,7 +261,7 @@ async def rewind(
 
 def show(rows: list[dict[str, Any]], state_bytes: int) -> None:
     print(f"a raw state has {state_bytes} bytes\n")
-    print("kept  distances from the head      kept, packed  sqlite/state  redis/state")
+    print("kept  distances from the head      kept          sqlite/state  redis/state")
     for row in rows:
         redis = "-" if row["redis_bytes"] is None else f"{row['redis_bytes'] / state_bytes:.2f}"
         places = ", ".join(map(str, row["distances"])) or "-"

@@ -2,8 +2,7 @@
 
 The bundled model (or `--model`), text of data/books-sample, for each dtype of stored states:
 
-- a snapshot: its bytes against those of the raw state, as a head's newest one and packed as an older one; the time to
-  encode and to decode it, the checksum included;
+- a snapshot: its bytes against those of the raw state; the time to encode and to decode it, the checksum included;
 - a session of `--turns` turns with its log and `--kept` older snapshots: what it stores, and what that takes in SQLite
   (file size) or Redis (MEMORY USAGE of its keys), against the raw state;
 - divergence: the next `--next` tokens of the text, read on from a state that was parked once after `--turn-tokens`
@@ -88,16 +87,13 @@ def measure_snapshots(
     raw, rows = loaded.model.state_spec.pack(state), []
     for form in StateFormat:
         snapshot = snapshot_of(backend, raw, position=num_tokens, version=1, form=form)
-        stored, packed = snapshot.encode(), snapshot.encode(is_packed=True)
+        stored = snapshot.encode()
         rows.append(
             {
                 "dtype": form.value,
                 "bytes": len(stored),
-                "packed_bytes": len(packed),
                 "encode_ms": median_ms(snapshot.encode),
                 "decode_ms": median_ms(functools.partial(Snapshot.decode, stored)),
-                "pack_ms": median_ms(functools.partial(snapshot.encode, is_packed=True)),
-                "unpack_ms": median_ms(functools.partial(Snapshot.decode, packed)),
             }
         )
     return rows
@@ -201,11 +197,10 @@ def show(
     state_bytes: int,
 ) -> None:
     print(f"a raw state has {state_bytes} bytes; sizes are shares of that\n")
-    print(f"{'a snapshot':<12} {'stored':>8} {'packed':>8} {'encode, decode, ms':>20} {'packed, ms':>16}")
+    print(f"{'a snapshot':<12} {'stored':>8} {'encode, decode, ms':>20}")
     for row in snapshots:
-        sizes = f"{row['bytes'] / state_bytes:>8.3f} {row['packed_bytes'] / state_bytes:>8.3f}"
-        times = f"{row['encode_ms']:>12.1f} {row['decode_ms']:>7.1f} {row['pack_ms']:>8.1f} {row['unpack_ms']:>7.1f}"
-        print(f"{row['dtype']:<12} {sizes} {times}")
+        times = f"{row['encode_ms']:>12.1f} {row['decode_ms']:>7.1f}"
+        print(f"{row['dtype']:<12} {row['bytes'] / state_bytes:>8.3f} {times}")
     print(f"\n{'a session':<12} {'kept':>8} {'stored':>8} {sessions[0]['store']:>8}")
     for row in sessions:
         shares = " ".join(f"{row[name] / state_bytes:>8.2f}" for name in ("stored_bytes", "store_bytes"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nsm_core.errors import CheckpointError, InvalidRequest
+from nsm_core.hashing import identity
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -65,7 +65,7 @@ class Tokenizer:
         self._token_bytes: tuple[bytes, ...] = tuple(_all_token_bytes(inner))
         self._ids_with = functools.lru_cache(maxsize=64)(self._find_ids_with)
         self._byte_ids = {raw[0]: token_id for token_id, raw in enumerate(self._token_bytes) if len(raw) == 1}
-        self.fingerprint: str = hashlib.sha256(inner.to_str().encode()).hexdigest()
+        self.fingerprint: str = identity(inner.to_str().encode())
         if len(self._byte_ids) != 256:
             raise CheckpointError(
                 f"the tokenizer must have a token for each of 256 bytes, it has {len(self._byte_ids)}"

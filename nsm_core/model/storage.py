@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
+from nsm_core.hashing import new_identity
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -168,7 +168,7 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
 
 def fingerprint(directory: Path) -> str:
     """SHA-256 over config, weights and tokenizer: two models with equal fingerprints give equal logits."""
-    digest = hashlib.sha256()
+    digest = new_identity()
     for name in (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE):
         file = directory / name
         try:

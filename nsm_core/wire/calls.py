@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 
 from nsm_core.engine.request import GenerationRequest, Resume
+from nsm_core.hashing import identity
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
 
@@ -14,11 +14,11 @@ MAX_TIMEOUT_S = 86_400.0  # of any call, as over HTTP
 
 
 def state_id(state: bytes) -> str:
-    """What a worker keeps a state under: the SHA-256 of its bytes, so that an id names one content for ever.
+    """The name of a state in a worker's cache: the identity of its bytes.
 
     1.2 ms for 2 MiB; Python's lock is free meanwhile.
     """
-    return hashlib.sha256(state).hexdigest()
+    return identity(state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nsm_core.errors import ConfigError
+from nsm_core.hashing import file_identity, identity_of
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.training.data_files import Document, Split, corpus_files, read_documents
 
@@ -74,11 +75,10 @@ def tokenize_split(data_dir: Path, split: Split, tokenizer: Tokenizer, cache_dir
 
 
 def _cache_key(files: list[Path], tokenizer: Tokenizer) -> str:
-    digest = hashlib.sha256(f"{_LAYOUT_VERSION} {tokenizer.fingerprint}".encode())
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(f"\n{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-    return digest.hexdigest()[:24]
+    contents = ((path.name, file_identity(path)) for path in files)
+    return identity_of(
+        str(_LAYOUT_VERSION), tokenizer.fingerprint, *itertools.chain.from_iterable(contents), num_bytes=12
+    )
 
 
 def _publish(partial: Path, entry: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Header
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from nsm_core.hashing import identity
 
 PAGE_URL = "/"
 ASSETS_URL = "/playground"
@@ -81,5 +82,4 @@ def is_of_playground(path: str) -> bool:
 
 def _read(path: Path) -> Asset:
     body = path.read_bytes()
-    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-    return Asset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=f'"{digest}"')
+    return Asset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=f'"{identity(body)}"')

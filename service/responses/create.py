@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import uuid
 
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
+from nsm_core.hashing import identity_of
 from service.deps import Arrival, Services
 from service.messages import quoted
 from service.responses.answers import FreeAnswer, ReadAnswer, ResponseAnswer, StoredAnswer
@@ -77,8 +77,7 @@ async def _earlier(services: Services, tenant: str, response_id: str, digest: st
 
 
 def _id_of(tenant: str, key: str) -> str:
-    raw = f"{len(tenant)}:{tenant}{key}".encode()
-    return f"resp_{hashlib.blake2b(raw, digest_size=16).hexdigest()}"
+    return f"resp_{identity_of(tenant, key)}"
 
 
 async def _open_free(

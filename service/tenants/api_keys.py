@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import hmac
 import logging
 import re
@@ -17,6 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from nsm_core.errors import ConfigError
+from nsm_core.hashing import identity
 from service.messages import wish_of
 
 logger = logging.getLogger("nsm.keys")
@@ -161,7 +161,7 @@ def digest_of(key: str) -> str:
     One SHA-256, without salt and not made slow on purpose: that protects secrets that can be guessed. These hold 256
     random bits, so nobody finds one from its hash, and every request would pay for a slow one.
     """
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return identity(key.encode("utf-8", "surrogatepass"))
 
 
 def _read(path: Path) -> _Reading:

@@ -1,6 +1,6 @@
 """Many sessions, and documents, as one stream of bytes, written and read one at a time.
 
-Byte format 2, all integers little endian; format 1 is the same without documents:
+Byte format 1, all integers little endian:
 
     magic "NSMARCH" and a zero byte, 4 bytes format version
     one entry a session:
@@ -9,39 +9,37 @@ Byte format 2, all integers little endian; format 1 is the same without document
         8 bytes  F, length of the session file
         H        header: JSON, ASCII: tenant, created_at
         F        the session, as service/transfer/session_file.py writes it
-        32       blake2b-256 over the entry before this
+        16       checksum over the entry before this: XXH3-128
     one entry a document:
         as above, with "RECD" for "SESS": the header is tenant, kind and id, and the JSON document stands for the file
     the end:
         4 bytes  "END" and a zero byte
         8 bytes  number of entries
-        32       blake2b-256 over the checksums of all entries and this number
+        16       checksum over the checksums of all entries and this number
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import struct
 from collections.abc import Iterator
 from typing import IO, Any, get_args
 
 from nsm_core.errors import InvalidRequest, NsmError
+from nsm_core.hashing import CHECKSUM_BYTES, checksum, new_checksum
 from service.state.copies import SessionCopy
 from service.stores.records.base import Kind, OwnedRecord
 from service.stores.sessions.base import SessionHead
 from service.transfer.session_file import read_file, write_file
 
 MAGIC = b"NSMARCH\0"
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 1
 NO_TOKENIZER = "none"  # of an empty session: it has no token that a tokenizer would have to explain
 
 _START = struct.Struct("<8sI")
 _ENTRY = struct.Struct("<4sIQ")
 _COUNT = struct.Struct("<Q")
-_CHECKSUM_BYTES = 32
 _SESSION_TAG, _DOCUMENT_TAG, _END_TAG = b"SESS", b"RECD", b"END\0"
 _READ_BYTES = 1024 * 1024  # at once: a damaged length must not ask for all memory
 
@@ -68,7 +66,7 @@ class ArchiveWriter:
     def __init__(self, out: IO[bytes]) -> None:
         self._out = out
         self._num_entries = 0
-        self._digest = _new_digest()
+        self._checksum = new_checksum()  # of the entries' checksums
         out.write(_START.pack(MAGIC, FORMAT_VERSION))
 
     def add(self, copy: SessionCopy) -> None:
@@ -84,16 +82,16 @@ class ArchiveWriter:
     def _write(self, tag: bytes, fields: dict[str, Any], raw: bytes) -> None:
         header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
         entry = _ENTRY.pack(tag, len(header), len(raw)) + header + raw
-        checksum = _checksum(entry)
-        self._out.write(entry + checksum)
-        self._digest.update(checksum)
+        entry_checksum = checksum(entry)
+        self._out.write(entry + entry_checksum)
+        self._checksum.update(entry_checksum)
         self._num_entries += 1
 
     def finish(self) -> int:
         """The end mark; returns the number of entries."""
         count = _COUNT.pack(self._num_entries)
-        self._digest.update(count)
-        self._out.write(_END_TAG + count + self._digest.digest())
+        self._checksum.update(count)
+        self._out.write(_END_TAG + count + self._checksum.digest())
         return self._num_entries
 
 
@@ -113,12 +111,12 @@ class _Reader:
         self._file = file
         self._num_sessions = self._num_entries = 0
         self._num_bytes = 0
-        self._digest = _new_digest()
+        self._checksum = new_checksum()  # of the entries' checksums
 
     def require_start(self) -> None:
         magic, version = _START.unpack(self._take(_START.size))
         self._require(magic == MAGIC, "it does not begin with the magic bytes")
-        self._require(version in READABLE_VERSIONS, f"format version {version}, this build reads {READABLE_VERSIONS}")
+        self._require(version == FORMAT_VERSION, f"format version {version}, this build reads version {FORMAT_VERSION}")
 
     def next_entry(self) -> ArchiveEntry | None:
         """None at the end, after it was found to be the right one."""
@@ -131,10 +129,10 @@ class _Reader:
         prefix = tag + self._take(_ENTRY.size - len(tag))
         _, header_bytes, file_bytes = _ENTRY.unpack(prefix)
         header, raw = self._take(header_bytes), self._take(file_bytes)
-        checksum = self._take(_CHECKSUM_BYTES)
-        self._require(checksum == _checksum(prefix, header, raw), "a session's checksum does not match")
+        entry_checksum = self._take(CHECKSUM_BYTES)
+        self._require(entry_checksum == checksum(prefix, header, raw), "a session's checksum does not match")
         content = self._parse(header, raw, is_session=is_session)
-        self._digest.update(checksum)
+        self._checksum.update(entry_checksum)
         self._num_entries += 1
         self._num_sessions += is_session
         return ArchiveEntry(content, self._num_bytes)
@@ -148,8 +146,8 @@ class _Reader:
 
     def _require_end(self) -> None:
         count = self._take(_COUNT.size)
-        self._digest.update(count)
-        self._require(self._take(_CHECKSUM_BYTES) == self._digest.digest(), "the checksum at its end does not match")
+        self._checksum.update(count)
+        self._require(self._take(CHECKSUM_BYTES) == self._checksum.digest(), "the checksum at its end does not match")
         self._require(_COUNT.unpack(count) == (self._num_entries,), "sessions are missing")
         self._require(not self._file.read(1), "it goes on after its end")
 
@@ -198,14 +196,3 @@ def _document_of(fields: dict[str, Any], raw: bytes) -> OwnedRecord:
     if kind not in get_args(Kind) or not isinstance(document, dict):
         raise ValueError(f"a document of kind {kind!r}, which this build does not know")
     return OwnedRecord(tenant=str(fields["tenant"]), kind=kind, record_id=str(fields["id"]), document=document)
-
-
-def _new_digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
-
-
-def _checksum(*parts: bytes) -> bytes:
-    digest = _new_digest()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()

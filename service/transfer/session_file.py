@@ -11,13 +11,12 @@ Byte format 1, all integers little endian:
     32                H      header: JSON, ASCII, sorted keys, no blanks; see FileHeader
     32 + H            L      token log: 4 bytes an id
     32 + H + L        S      snapshot, in its own format (nsm_core/state/snapshot.py)
-    32 + H + L + S    32     blake2b-256 over everything before
+    32 + H + L + S    16     checksum over everything before: XXH3-128
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 import struct
@@ -25,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
+from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot, verify
 from service.state.copies import SessionCopy
 from service.stores.sessions.base import LogMark
@@ -34,7 +34,6 @@ MAGIC = b"NSMSESS\0"
 FORMAT_VERSION = 1
 
 _PREFIX = struct.Struct("<8sIIQQ")
-_CHECKSUM_BYTES = 32
 _MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
 _ORIGIN = re.compile(r"[A-Za-z0-9_-]{1,64}@[0-9]{1,19}")
 _MAX_COUNT = 2**63 - 1
@@ -87,14 +86,14 @@ def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
     header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     log = encode_ids(copy.log_ids)
     body = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(header), len(log), len(snapshot)) + header + log + snapshot
-    return body + hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+    return body + checksum(body)
 
 
 def read_file(raw: bytes) -> SessionFile:
     """Raises InvalidRequest, with the reason, for anything that `write_file` would not have written."""
     log_start, snapshot_start = _measure(raw)
     header = _parse_header(raw[_PREFIX.size : log_start])
-    snapshot_bytes = raw[snapshot_start:-_CHECKSUM_BYTES]
+    snapshot_bytes = raw[snapshot_start:-CHECKSUM_BYTES]
     try:
         log_ids = decode_ids(raw[log_start:snapshot_start])
         if snapshot_bytes:
@@ -118,14 +117,13 @@ def _require(condition: bool, reason: str) -> None:
 
 def _measure(raw: bytes) -> tuple[int, int]:
     """Where the log and where the snapshot begins, after the checks of prefix, length and checksum."""
-    _require(len(raw) >= _PREFIX.size + _CHECKSUM_BYTES, f"{len(raw)} bytes are too few")
+    _require(len(raw) >= _PREFIX.size + CHECKSUM_BYTES, f"{len(raw)} bytes are too few")
     magic, version, header_bytes, log_bytes, snapshot_bytes = _PREFIX.unpack_from(raw)
     _require(magic == MAGIC, "it does not begin with the magic bytes")
-    _require(version == FORMAT_VERSION, f"format version {version}, this build reads {FORMAT_VERSION}")
-    want = _PREFIX.size + header_bytes + log_bytes + snapshot_bytes + _CHECKSUM_BYTES
+    _require(version == FORMAT_VERSION, f"format version {version}, this build reads version {FORMAT_VERSION}")
+    want = _PREFIX.size + header_bytes + log_bytes + snapshot_bytes + CHECKSUM_BYTES
     _require(len(raw) == want, f"{want} bytes expected, got {len(raw)}")
-    checksum = hashlib.blake2b(memoryview(raw)[:-_CHECKSUM_BYTES], digest_size=_CHECKSUM_BYTES).digest()
-    _require(checksum == raw[-_CHECKSUM_BYTES:], "the checksum does not match")
+    _require(checksum(memoryview(raw)[:-CHECKSUM_BYTES]) == raw[-CHECKSUM_BYTES:], "the checksum does not match")
     log_start = _PREFIX.size + header_bytes
     return log_start, log_start + log_bytes
 

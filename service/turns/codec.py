@@ -6,7 +6,6 @@ JSON, because a record outlives a build: what a newer one adds has a default her
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import nsm_core.errors
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent, TokenLogprob
 from nsm_core.errors import NsmError
+from nsm_core.hashing import identity_of
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EnergyUse
 from service.state.resume import TurnRequest
@@ -62,8 +62,7 @@ def stored_token(event: TokenEvent) -> StoredToken:
 
 def digest_of(fields: Mapping[str, Any]) -> str:
     """Of all that determines a turn's result, whatever the order of the fields."""
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+    return identity_of(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
 def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-from nsm_core.errors import LeaseLost, NsmError, SessionBusy, SnapshotCorrupt
+from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import LeasedSession, SessionHead, SessionStore
 from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot, plan_kept
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
@@ -58,7 +56,7 @@ class HeldLease:
 
     async def commit(self, **fields: Any) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
-        keep = await self._keeping(fields["position"], fields["model_fingerprint"])
+        keep = self._keeping(fields["position"], fields["model_fingerprint"])
         return await self._write(self._store.commit, {**fields, "keep": keep})
 
     async def rewind(self, **fields: Any) -> SessionHead:
@@ -112,18 +110,17 @@ class HeldLease:
         self._is_over = self.has_written = True
         return head
 
-    async def _keeping(self, position: int, model_fingerprint: str) -> Keeping:
+    def _keeping(self, position: int, model_fingerprint: str) -> Keeping:
         """What the session had newest until now may become one of the older snapshots that it keeps."""
         head, raw = self.stored.head, self.stored.snapshot
         if head.model_fingerprint != model_fingerprint:
             return KEEP_NONE  # no other model goes on from them
-        newest = None if raw is None else KeptSnapshot(version=head.version, position=head.position, num_bytes=0)
+        newest = None if raw is None else KeptSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
         versions = plan_kept(self.kept, newest, position=position, max_kept=self._max_kept)
         stay = tuple(version for version in versions if version != head.version)
-        packed = await asyncio.to_thread(_pack, raw) if raw is not None and head.version in versions else None
-        if newest is None or packed is None:
+        if raw is None or head.version not in versions:
             return Keeping(stay=stay)
-        return Keeping(stay=stay, joins=dataclasses.replace(newest, num_bytes=len(packed)), snapshot=packed)
+        return Keeping(stay=stay, joins=newest, snapshot=raw)
 
     async def _stop_renewing(self) -> None:
         self._is_stopping = True
@@ -149,14 +146,6 @@ class HeldLease:
                 logger.warning("the lease on session %s was not renewed: %s", self._lease.session_id, error)
             if self._is_stopping:  # a client library may swallow the cancel that meets it in the middle of a command
                 return
-
-
-def _pack(raw: bytes) -> bytes | None:
-    """The same snapshot, in its own dtype, in fewer bytes; None when nobody could read it."""
-    try:
-        return Snapshot.decode(raw, is_verified=True).encode(is_packed=True)
-    except SnapshotCorrupt:
-        return None
 
 
 class Leases:

@@ -151,7 +151,8 @@ async def test_L6_nobody_elses(store: SessionStore) -> None:
 
 async def test_R3_a_damaged_one_is_not_there(store: SessionStore) -> None:
     head = await commit(store, await create(store))
-    broken = raw_of(head)[:-1] + b"\0"
+    raw = raw_of(head)
+    broken = raw[:-1] + bytes((raw[-1] ^ 1,))
     kept = KeptSnapshot(version=1, position=3, num_bytes=len(broken))
     await commit(store, head, keep=Keeping(joins=kept, snapshot=broken))
     assert await versions(store) == [(1, 3)]

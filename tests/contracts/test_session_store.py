@@ -201,13 +201,10 @@ async def test_what_is_loaded_is_what_was_encoded(store: SessionStore) -> None:
     assert Snapshot.decode(stored.snapshot) == snapshot
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS)
-async def test_a_state_in_any_dtype_is_kept_as_it_is_and_counts_what_it_takes(
-    store: SessionStore, dtype: str, is_packed: bool
-) -> None:
+async def test_a_state_in_any_dtype_is_kept_as_it_is_and_counts_what_it_takes(store: SessionStore, dtype: str) -> None:
     zeros = make_snapshot(num_floats=64, stored_dtype=dtype, rounded_to=dtype)
-    raw = dataclasses.replace(zeros, state=bytes(252) + b"\0\0\0A").encode(is_packed=is_packed)
+    raw = dataclasses.replace(zeros, state=bytes(252) + b"\0\0\0A").encode()
     before = (await store.usage(tenant="a")).num_bytes
     head = await commit(store, await create(store), snapshot=raw)
     assert (await store.load(**KEY)).snapshot == (await acquire(store)).stored.snapshot == raw

@@ -131,7 +131,7 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
             await say(house, [5, 6])
             await say(house, [7])
             store, raw = house.services.store, await raw_of(house.services.store)
-            sizes[dtype] = len(raw) - (len(Snapshot.decode(raw).header.to_json()) + 56)
+            sizes[dtype] = len(raw) - (len(Snapshot.decode(raw).header.to_json()) + 40)  # prefix and checksum
             full = house.services.backend.model.state_bytes
             usage = await store.usage(tenant="default")
             results = usage.num_bytes - len(raw) - 4 * (await store.get(**KEY)).num_log_tokens

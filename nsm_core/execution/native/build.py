@@ -6,7 +6,6 @@ after a hash of its sources, so a library of other sources is never loaded, and 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shutil
@@ -15,6 +14,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from nsm_core.hashing import new_identity
 
 SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "build"
@@ -38,7 +39,8 @@ UNITS = {
 
 def library_path() -> Path:
     """Where the library of these sources is, or would be."""
-    digest = hashlib.sha256(repr((FLAGS, UNITS, platform.machine())).encode())
+    digest = new_identity()
+    digest.update(repr((FLAGS, UNITS, platform.machine())).encode())
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return LIBRARIES / f"libnsm-{digest.hexdigest()[:16]}.so"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import array
-import hashlib
 import sys
 from collections.abc import Iterable, Sequence
 
+from nsm_core.hashing import new_identity
 from nsm_core.model_info import ModelInfo
 from service.stores.prefixes.base import PrefixKey
 
 # Shorter beginnings are neither kept nor looked up: reading them again costs about as much as fetching a state.
 MIN_TOKENS = 64
-DIGEST_BYTES = 16
+DIGEST_CHARS = 32  # 128 bits
 ID_BYTES = 4
 
 
@@ -33,10 +33,7 @@ class PromptDigests:
     def __init__(self, *, tenant: str, model: ModelInfo, ids: Sequence[int]) -> None:
         self.raw = encode_ids(ids)
         self.num_ids = len(ids)
-        self._seed = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for part in (tenant, model.fingerprint, model.numerics):
-            text = part.encode()
-            self._seed.update(len(text).to_bytes(8, "little") + text)
+        self._seed = new_identity(tenant, model.fingerprint, model.numerics)
         self.family = self.at((MIN_TOKENS,))[MIN_TOKENS]
 
     def at(self, positions: Iterable[int]) -> dict[int, str]:
@@ -45,7 +42,7 @@ class PromptDigests:
         for position in sorted(set(positions)):
             running.update(self.raw[ID_BYTES * start : ID_BYTES * position])
             start = position
-            digests[position] = running.hexdigest()
+            digests[position] = running.hexdigest()[:DIGEST_CHARS]
         return digests
 
     def key(self, position: int) -> PrefixKey:

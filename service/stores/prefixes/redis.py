@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 from redis.exceptions import NoScriptError
 
 from nsm_core.errors import NsmError, StoreUnavailable
+from nsm_core.hashing import identity_of
 from service.stores.prefixes.base import PrefixBounds, PrefixKey, PrefixUsage
 from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.scripts import Script, load_script
@@ -152,4 +152,4 @@ def _key(name: bytes, start: str) -> PrefixKey:
 
 def _hash(tenant: str) -> str:
     """16 letters from 0-9 and a-f: no character of a tenant's name gets into a key."""
-    return hashlib.blake2b(tenant.encode(), digest_size=8).hexdigest()
+    return identity_of(tenant, num_bytes=8)

@@ -22,6 +22,7 @@ def load_script(name: str, *libraries: str, package: str = "service.stores.sessi
     clock = [_read("service.stores.sessions", "clock")] if libraries else []
     flags, _, body = _read(package, name).partition("\n")
     text = "\n".join((flags, *clock, *(_read(package, library) for library in libraries), body))
+    # Redis itself names a script by its SHA-1
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from nsm_core.hashing import CHECKSUM_BYTES
 from service.stores.sessions.base import Lease, LogMark, SessionHead
 from service.stores.sessions.records import TOKEN_BYTES
 from service.stores.sessions.retention import Keeping, KeptSnapshot
 
 MICROSECONDS = 1_000_000
 SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
-CHECKSUM_BYTES = 32  # a snapshot ends with its checksum: the head repeats it, and so names the bytes that belong to it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ def optional_us(seconds: float | None) -> str:
 
 
 def checksum_field(snapshot: bytes | None) -> str:
+    """A snapshot ends with its checksum. The head repeats it, and so names the bytes that belong to it."""
     return "" if snapshot is None else snapshot[-CHECKSUM_BYTES:].hex()
 
 

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
 import json
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,19 +22,18 @@ from nsm_core.state.snapshot import (
     SnapshotHeader,
     TensorLayout,
     parse_layout,
-    verify,
 )
 
 LAYOUT = (TensorLayout("layers.0.slots", (1, 2, 2), "float32"), TensorLayout("position", (), "int64"))
 STATE = bytes(range(24))
-OLD_FILE = Path(__file__).with_name("old_snapshots.json")  # by format version, in base64
 
 GOLDEN = (
-    b"NSMSNAP\x00\x09\x00\x00\x00\x9a\x01\x00\x00\x18\x00\x00\x00\x00\x00\x00\x00"
-    b'{"created_at":1700000000.5,"layout":[{"dtype":"float32","name":"layers.0.slots","shape":[1,2,2]},'
-    b'{"dtype":"int64","name":"position","shape":[]}],"model_fingerprint":"m1","numerics":"cpu-fp32","parent":2,'
-    b'"pending_id":7,"position":41,"sampler":{"generated_counts":[[7,2],[260,1]],"seed":18446744073709551615},'
-    b'"session_id":"s1","stored_dtype":"float32","tenant":"default","tokenizer_fingerprint":"t1","version":3}'
+    b"NSMSNAP\x00\x01\x00\x00\x00\xc5\x01\x00\x00\x18\x00\x00\x00\x00\x00\x00\x00"
+    b'{"created_at":1700000000.5,"energy_joules":0.0,"layout":[{"dtype":"float32","name":"layers.0.slots",'
+    b'"shape":[1,2,2]},{"dtype":"int64","name":"position","shape":[]}],"model_fingerprint":"m1","numerics":"cpu-fp32",'
+    b'"parent":2,"pending_id":7,"position":41,"rounded_to":"float32","sampler":{"generated_counts":[[7,2],[260,1]],'
+    b'"seed":18446744073709551615},"session_id":"s1","stored_dtype":"float32","tenant":"default",'
+    b'"tokenizer_fingerprint":"t1","version":3}'
     b"\x00\x01\x02\x03\x04\x05\x06\x07\x08\t\n\x0b\x0c\r\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
 )
 
@@ -61,14 +56,10 @@ def make_header(**changes: Any) -> SnapshotHeader:
     return SnapshotHeader(**{**fields, **changes})
 
 
-def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", version: int = 9) -> bytes:
+def seal(header: bytes, state: bytes = STATE, *, magic: bytes = b"NSMSNAP\0", version: int = 1) -> bytes:
     """What a faulty writer could have written: any header, with a checksum that fits."""
     body = magic + struct.pack("<IIQ", version, len(header), len(state)) + header + state
-    return body + (hashlib.blake2b(body, digest_size=32).digest() if version < 9 else xxh3(body))
-
-
-def xxh3(body: bytes) -> bytes:
-    return bytes(16) + xxhash.xxh3_128_digest(body)
+    return body + xxhash.xxh3_128_digest(body)
 
 
 def header_json(**changes: Any) -> bytes:
@@ -78,37 +69,7 @@ def header_json(**changes: Any) -> bytes:
 
 def test_the_byte_format_is_this_one() -> None:
     encoded = Snapshot(make_header(), STATE).encode()
-    assert encoded == GOLDEN + bytes(16) + bytes.fromhex("204a2a8f513ad888c76a12698e369767")
-
-
-OLD = {int(version): base64.b64decode(raw) for version, raw in json.loads(OLD_FILE.read_text()).items()}
-
-
-@pytest.mark.parametrize("version", OLD)
-def test_snapshots_of_older_formats_are_read_by_the_checksum_of_their_own(version: int) -> None:
-    """Bytes of a build from before XXH3: position 41, two slots of sixteen equal numbers each."""
-    raw = OLD[version]
-    snapshot = Snapshot.decode(raw)
-    header, is_rounded = snapshot.header, (version - 1) & 2
-    assert raw[8] == version
-    assert (header.position, header.energy_joules) == (41, 12.25 if (version - 1) & 4 else 0.0)
-    assert header.stored_dtype == header.rounded_to == ("int8" if is_rounded else "float32")
-    numbers = np.frombuffer(snapshot.state, "<f4", offset=8)
-    np.testing.assert_allclose(numbers, np.repeat([1.0, -0.5], 16), atol=1e-3 if is_rounded else 0.0)
-    again = snapshot.encode(is_packed=bool((version - 1) & 1))
-    assert (again[8], again[24:-32]) == (version + 8, raw[24:-32])  # nothing but the checksum is another
-    assert Snapshot.decode(again) == snapshot
-
-
-@pytest.mark.parametrize("version", OLD)
-def test_an_older_snapshot_is_not_helped_by_the_newer_checksum(version: int) -> None:
-    raw = OLD[version]
-    for index in range(len(raw)):
-        with pytest.raises(SnapshotCorrupt):
-            verify(raw[:index] + bytes((raw[index] ^ 1 << index % 8,)) + raw[index + 1 :])
-    for other in (raw[:-32] + xxh3(raw[:-32]), raw[:8] + bytes((version + 8,)) + raw[9:]):
-        with pytest.raises(SnapshotCorrupt, match="checksum"):
-            verify(other)
+    assert encoded == GOLDEN + bytes.fromhex("6c652b753276f261cd19117bb603035a")
 
 
 def test_parts_are_the_whole_and_a_view_is_as_good_as_bytes() -> None:
@@ -187,7 +148,7 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
     [
         (b"", "too few"),
         (seal(header_json(), magic=b"NSMSNAPX"), "magic"),
-        (seal(header_json(), version=17), "format version 17, this build reads up to 16"),
+        (seal(header_json(), version=2), "format version 2, this build reads version 1"),
         (seal(header_json(), version=0), "format version 0"),
         (seal(header_json(), STATE[:-1]), "the layout has 24 bytes, the state 23"),
         (seal(b"[" * 100_000), "not JSON"),
@@ -207,21 +168,15 @@ def test_a_wrong_header_with_a_right_checksum_is_refused_or_read_as_written(name
             "stored_dtype 'bfloat16', this build reads float32, float16, int8",
         ),
         (seal(header_json(stored_dtype=[])), "stored_dtype"),
-        (seal(header_json(stored_dtype="int8"), version=11), "a state in int8 that was rounded to float32"),
+        (seal(header_json(stored_dtype="int8")), "a state in int8 that was rounded to float32"),
         (
-            seal(header_json(stored_dtype="int8", rounded_to="float16"), version=11),
+            seal(header_json(stored_dtype="int8", rounded_to="float16")),
             "in int8 that was rounded to float16",
         ),
-        (seal(header_json(rounded_to="float32")), "canonical"),
         (seal(header_json(rounded_to=4)), "rounded_to 4"),
-        (seal(header_json(rounded_to="int8")), "rounded to int8 in format version 9"),
-        (seal(header_json(), version=11), "rounded to float32 in format version 11"),
-        (seal(header_json(), version=13), "cost 0 J in format version 13"),
-        (seal(header_json(energy_joules=2.5)), "cost 2.5 J in format version 9"),
-        (seal(header_json(energy_joules=0.0)), "canonical"),
-        (seal(header_json(energy_joules=-1.0), version=13), "energy -1.0"),
-        (seal(header_json(energy_joules=1), version=13), "energy 1"),
-        (seal(header_json(stored_dtype="float16", rounded_to="float16"), version=11), "has 16 bytes, the state 24"),
+        (seal(header_json(energy_joules=-1.0)), "energy -1.0"),
+        (seal(header_json(energy_joules=1)), "energy 1"),
+        (seal(header_json(stored_dtype="float16", rounded_to="float16")), "has 16 bytes, the state 24"),
         (seal(header_json(created_at=-1.0)), "date"),
         (seal(header_json(layout={})), "layout"),
         (seal(header_json(layout=[["position", [], "int64"]])), "layout"),
@@ -258,45 +213,12 @@ def test_reading_snapshots_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_packed_snapshot_gives_back_the_same_state_from_fewer_bytes() -> None:
-    layout = (TensorLayout("slots", (64, 64), "float32"),)
-    numbers = (1.0 + index / 7 for index in range(64 * 64))
-    snapshot = Snapshot(make_header(layout=layout), struct.pack("<4096f", *numbers))
-    packed = snapshot.encode(is_packed=True)
-    assert len(packed) < 0.8 * len(snapshot.encode())
-    assert Snapshot.decode(packed) == snapshot
-    assert packed[8] == 10
-    for index in range(0, len(packed), 97):
-        with pytest.raises(SnapshotCorrupt):
-            Snapshot.decode(packed[:index] + bytes((packed[index] ^ 1,)) + packed[index + 1 :])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_M6_what_a_session_cost_comes_back_with_its_state(dtype: str, is_packed: bool) -> None:
+def test_M6_energy_of_a_session_comes_back_with_its_state(dtype: str) -> None:
     free = rounded_snapshot(dtype)
     metered = dataclasses.replace(free, header=dataclasses.replace(free.header, energy_joules=12.25))
-    raw = metered.encode(is_packed=is_packed)
-    assert Snapshot.decode(raw).header.energy_joules == 12.25
-    version, free_version = (int.from_bytes(each[8:12], "little") for each in (raw, free.encode(is_packed=is_packed)))
-    assert version == free_version + 4  # builds that know nothing of energy refuse it by name
-
-
-def test_what_packs_to_nothing_or_not_at_all_is_left_as_it_is() -> None:
-    assert Snapshot(make_header(), STATE).encode(is_packed=True) == Snapshot(make_header(), STATE).encode()
-    layout = (TensorLayout("slots", (2**20,), "float32"),)
-    zeros = Snapshot(make_header(layout=layout), bytes(2**22))
-    assert zeros.encode(is_packed=True) == zeros.encode()
-
-
-def test_a_packed_state_that_is_not_the_layouts_is_refused() -> None:
-    frame = zstandard.ZstdCompressor().compress(bytes(20))
-    for state in (frame, zstandard.ZstdCompressor().compress(bytes(2**30 // 2**10)), STATE, b"", frame + b"\0"):
-        with pytest.raises(SnapshotCorrupt):
-            Snapshot.decode(seal(make_header().to_json(), state, version=2))
-    header = make_header(layout=(TensorLayout("slots", (2**30,), "float32"),)).to_json()
-    with pytest.raises(SnapshotCorrupt, match="do not hold"):
-        Snapshot.decode(seal(header, frame, version=2))
+    assert Snapshot.decode(metered.encode()).header.energy_joules == 12.25
+    assert Snapshot.decode(free.encode()).header.energy_joules == 0.0
 
 
 SLOTS = (TensorLayout("position", (), "int64"), TensorLayout("slots", (8, 128), "float32"))
@@ -311,15 +233,12 @@ def rounded_snapshot(dtype: str, *, scale: float = 1.0) -> Snapshot:
     )
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str, is_packed: bool) -> None:
-    raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
-    assert raw[8] == (9 if dtype == "float32" else 11) + is_packed
+def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str) -> None:
+    raw = rounded_snapshot(dtype).encode()
     snapshot = Snapshot.decode(raw)
     assert snapshot.header == make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
-    assert snapshot.encode(is_packed=is_packed) == raw
-    assert Snapshot.decode(snapshot.encode(is_packed=not is_packed)) == snapshot
+    assert snapshot.encode() == raw
     exact, rounded = (np.frombuffer(one.state, "<f4", offset=8) for one in (rounded_snapshot(dtype), snapshot))
     largest = {"float32": 0.0, "float16": 2e-3, "int8": 2e-2}[dtype]
     assert np.abs(exact - rounded).max() <= largest
@@ -330,14 +249,12 @@ def test_a_state_is_rounded_once_and_then_stays_what_it_is(dtype: str, is_packed
 def test_the_state_takes_the_bytes_of_its_dtype(dtype: str, num_bytes: int) -> None:
     snapshot = rounded_snapshot(dtype)
     assert snapshot.header.stored_bytes == num_bytes
-    assert len(snapshot.encode()) == 24 + len(snapshot.header.to_json()) + num_bytes + 32
-    assert len(snapshot.encode(is_packed=True)) < 0.8 * len(snapshot.encode())
+    assert len(snapshot.encode()) == 24 + len(snapshot.header.to_json()) + num_bytes + 16
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("dtype", LOSSY)
-def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str, is_packed: bool) -> None:
-    raw = rounded_snapshot(dtype).encode(is_packed=is_packed)
+def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str) -> None:
+    raw = rounded_snapshot(dtype).encode()
     for index in range(len(raw)):
         with pytest.raises(SnapshotCorrupt):
             Snapshot.decode(raw[:index] + bytes((raw[index] ^ 1 << index % 8,)) + raw[index + 1 :])
@@ -346,14 +263,13 @@ def test_every_damaged_byte_of_a_rounded_snapshot_is_refused(dtype: str, is_pack
             Snapshot.decode(raw[:length])
 
 
-@given(st.sampled_from(LOSSY), st.integers(1, 12), st.binary(max_size=1200))
-def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, version: int, state: bytes) -> None:
+@given(st.sampled_from(LOSSY), st.binary(max_size=1200))
+def test_a_state_of_any_bytes_is_refused_or_read(dtype: str, state: bytes) -> None:
     header = make_header(layout=SLOTS, stored_dtype=dtype, rounded_to=dtype)
     try:
-        snapshot = Snapshot.decode(seal(header.to_json(), state, version=version))
+        snapshot = Snapshot.decode(seal(header.to_json(), state))
     except SnapshotCorrupt:
         return
-    assert version in (3, 4, 11, 12)
     assert len(snapshot.state) == header.state_bytes
 
 
@@ -367,7 +283,4 @@ def test_numbers_that_do_not_fit_are_stored_in_float32(dtype: str) -> None:
 
 def test_a_state_that_was_rounded_once_says_so_in_whatever_dtype_it_is_stored_later() -> None:
     snapshot = dataclasses.replace(rounded_snapshot("int8"), header=make_header(layout=SLOTS, rounded_to="int8"))
-    for is_packed in (False, True):
-        raw = snapshot.encode(is_packed=is_packed)
-        assert raw[8] == 11 + is_packed
-        assert Snapshot.decode(raw) == snapshot
+    assert Snapshot.decode(snapshot.encode()) == snapshot

@@ -43,28 +43,18 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("raw", "param", "given"),
+    "raw",
     [
-        (b'{"prompt": "Hi", "temperature": NaN}', "temperature", "NaN"),
-        (b'{"prompt": "Hi", "top_p": Infinity, "min_p": NaN}', "top_p", "Infinity"),
-        (b'{"prompt": "Hi", "presence_penalty": -1e999}', "presence_penalty", "-Infinity"),
-        (b'{"prompt": "Hi", "logit_bias": {"5": NaN}}', "logit_bias.5", "NaN"),
-        (b'{"prompt": [1, NaN]}', "prompt[1]", "NaN"),
+        b"NaN",
+        b'{"prompt": "Hi", "temperature": NaN}',
+        b'{"prompt": [1, Infinity]}',
+        b"-1e999",
+        b'{"prompt": "\\ud800"}',
+        '{"prompt": "x"}'.encode("utf-16"),
+        '{"prompt": "x"}'.encode("utf-32"),
     ],
 )
-async def test_a_number_that_is_not_finite_is_told_with_its_field(
-    server: Gateway, raw: bytes, param: str, given: str
-) -> None:
-    """What json.dumps of Python sends for float("nan")."""
-    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
-    error = await assert_refused(server, response, 400, [f"{param} must be a finite number, got {given}"])
-    assert error["param"] == param
-
-
-@pytest.mark.parametrize(
-    "raw", [b"NaN", b'{"temperature": NaN,}', b'{"temperature": nan}', b'{"a": NaN}\xff', b"-1e999"]
-)
-async def test_what_is_not_json_in_another_way_too_is_told_as_that(server: Gateway, raw: bytes) -> None:
+async def test_invalid_json_is_reported_as_such(server: Gateway, raw: bytes) -> None:
     response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
     error = await assert_refused(server, response, 400, ["not valid JSON"])
     assert (error["param"], error["code"]) == (None, "invalid_json")
@@ -112,21 +102,10 @@ async def test_only_json_is_taken(server: Gateway, content_type: str | None, sta
         assert error_of(response)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize(
-    ("headers", "raw", "words"),
-    [
-        ({"content-encoding": "gzip"}, b"\x1f\x8b\x08", ["Content-Encoding", "got gzip"]),
-        ({"content-type": "application/json; charset=utf-16"}, b"{}", ["UTF-8", "utf-16"]),
-        ({}, '{"prompt": "x"}'.encode("utf-16"), ["UTF-8", "begins like UTF-16"]),
-        ({}, '{"prompt": "x"}'.encode("utf-32"), ["UTF-8", "begins like UTF-16"]),
-    ],
-    ids=["gzip", "charset", "utf-16", "utf-32"],
-)
-async def test_bodies_are_utf_8_as_they_are(
-    server: Gateway, headers: dict[str, str], raw: bytes, words: list[str]
-) -> None:
-    response = await server.client.post(COMPLETIONS, content=raw, headers={**JSON, **headers})
-    error = await assert_refused(server, response, 415, words)
+async def test_a_compressed_body_is_refused(server: Gateway) -> None:
+    headers = {**JSON, "content-encoding": "gzip"}
+    response = await server.client.post(COMPLETIONS, content=b"\x1f\x8b\x08", headers=headers)
+    error = await assert_refused(server, response, 415, ["Content-Encoding", "got gzip"])
     assert error["code"] == "unsupported_media_type"
 
 
@@ -135,24 +114,3 @@ async def test_bodies_are_utf_8_as_they_are(
 )
 async def test_a_body_must_be_an_object(server: Gateway, raw: bytes, words: list[str]) -> None:
     await assert_refused(server, await server.client.post(COMPLETIONS, content=raw, headers=JSON), 400, words)
-
-
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        ('{"prompt": "Hi", "prompt": "Ho"}', "prompt"),
-        ('{"prompt": "a: b", "logit_bias": {"5": 1, "\\u0035": 2}}', "5"),
-        ('{"prompt": "x", "seed": 1e3, "s": [{"a": [], "b": 1, "b": 1}]}', "b"),
-        ('{"prompt": "x", "seed": 9223372036854775808, "seed": 1}', "seed"),
-    ],
-)
-async def test_a_name_stands_once_in_an_object(server: Gateway, raw: str, name: str) -> None:
-    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
-    error = await assert_refused(server, response, 400, [f"'{name}' stands in an object more than once"])
-    assert (error["param"], error["code"]) == (name, "duplicate_parameter")
-
-
-@pytest.mark.parametrize("prompt", ["a: b, {c: d}", '\\": "', ":"])
-async def test_colons_in_texts_are_no_names(server: Gateway, prompt: str) -> None:
-    response = await server.client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
-    assert response.status_code == 200, response.text

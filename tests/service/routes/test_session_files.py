@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from tests.fakes import FakeBackend, state_after
@@ -70,8 +70,8 @@ def altered(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     fields = json.loads(raw[PREFIX.size : PREFIX.size + header_bytes])
     change(fields)
     header = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    body = PREFIX.pack(magic, version, len(header), *rest) + header + raw[PREFIX.size + header_bytes : -32]
-    return body + hashlib.blake2b(body, digest_size=32).digest()
+    body = PREFIX.pack(magic, version, len(header), *rest) + header + raw[PREFIX.size + header_bytes : -CHECKSUM_BYTES]
+    return body + checksum(body)
 
 
 async def test_P4_an_imported_session_goes_on_as_the_original_would() -> None:
