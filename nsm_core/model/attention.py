@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments, documents_of
-from nsm_core.spans import spanned
 from nsm_core.state.spec import State
 
 
@@ -84,7 +83,6 @@ class WindowAttention(Mixer):
     def _normed(self, x: Tensor, heads: int) -> Tensor:
         return F.rms_norm(torch.unflatten(x, -1, (heads, self.head_dim)), (self.head_dim,), eps=self.eps)
 
-    @spanned("attention")
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
         """state: kv [B,Hkv,2,window,K]."""
         q, kv = self.queries_and_memory(x, segments.positions)
@@ -99,7 +97,6 @@ class WindowAttention(Mixer):
         out: Tensor = self.out(read)
         return out, {"kv": self._as_ring(joined, segments).to(ring.dtype)}
 
-    @spanned("attention")
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         """Reads the ring as it lies: no copy of keys or values, and none for each query head."""
         q, new = self.queries_and_memory(x[:, None], positions[:, None])

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments
-from nsm_core.spans import span, spanned
 from nsm_core.state.spec import State
 
 
@@ -21,7 +20,6 @@ class SwiGlu(nn.Module):
         self.down = nn.Linear(hidden, d_model, bias=False)
         init_projections(self.up, out=self.down)
 
-    @spanned("feed_forward")
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, dim=-1)
         out: Tensor = self.down(F.silu(gate) * value)
@@ -40,13 +38,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        with span("mixer"):
-            mixed, state = self.mixer(self.mixer_norm(x), state, segments)
+        mixed, state = self.mixer(self.mixer_norm(x), state, segments)
         x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
-        with span("mixer"):
-            mixed, state = self.mixer.step(self.mixer_norm(x), state, positions)
+        mixed, state = self.mixer.step(self.mixer_norm(x), state, positions)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state

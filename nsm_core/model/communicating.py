@@ -16,7 +16,6 @@ from nsm_core.model.router import NEVER, build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
-from nsm_core.spans import spanned
 from nsm_core.state.spec import State
 
 KEY_WIDTH = 32  # of the projections that slots compare each other by
@@ -42,7 +41,6 @@ class Communication(nn.Module):
         self.num_upper = config.upper_slots
         self.upper_share = nn.Parameter(torch.full((heads,), START)) if self.num_upper else None
 
-    @spanned("communication")
     def forward(self, slots: Tensor, active: Tensor | None = None, links: Tensor | None = None) -> Tensor:
         """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all).
 

@@ -13,7 +13,6 @@ from nsm_core.model.block import Block
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.registry import build_mixers
 from nsm_core.model.segments import Segments, token_positions
-from nsm_core.spans import spanned
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 
 # A long prompt is read in pieces of this many tokens: activations stay bounded whatever its length.
@@ -85,7 +84,6 @@ class NsmModel(nn.Module):
             start += piece.shape[1]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)), state
 
-    @spanned("model")
     def read(
         self,
         ids: Tensor,
@@ -111,7 +109,6 @@ class NsmModel(nn.Module):
             new_state.update({f"layers.{layer}.{name}": value for name, value in carried.items()})
         return self.final_norm(x), new_state
 
-    @spanned("model")
     def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
         """One token a row: ids [B] -> hidden [B,d] and the new state."""
         new_state: State = {POSITION: state[POSITION] + 1}
@@ -121,7 +118,6 @@ class NsmModel(nn.Module):
 
         return self._step(ids, state, keep), new_state
 
-    @spanned("model")
     def peek(self, ids: Tensor, state: State) -> Tensor:
         """The hidden vectors of `step` for whoever wants no new state: a layer's is gone when the next one begins."""
         return self._step(ids, state, lambda layer, carried: None)
@@ -136,7 +132,6 @@ class NsmModel(nn.Module):
         hidden: Tensor = self.final_norm(x)
         return hidden
 
-    @spanned("head")
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., d] -> logits [..., V] in fp32."""
         return nn.functional.linear(hidden, self.embedding.weight).float()

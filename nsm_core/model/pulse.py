@@ -16,7 +16,6 @@ from nsm_core.ops.short_conv.conv import short_conv
 from nsm_core.ops.short_conv.reference import value_conv
 from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.ops.slot_scan.step import slot_step
-from nsm_core.spans import spanned
 from nsm_core.state.spec import State
 
 
@@ -30,7 +29,6 @@ class ShortConv(nn.Module):
         weight[-1] += 0.7
         self.weight = nn.Parameter(weight)
 
-    @spanned("convolution")
     def forward(
         self, qkv: Tensor, tail: Tensor, *, reset: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,7 +48,6 @@ class ValueConv(nn.Module):
         weight[-1] += 0.7
         self.weight = nn.Parameter(weight)
 
-    @spanned("convolution")
     def forward(
         self, v: Tensor, tail: Tensor, *, reset: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -67,7 +64,6 @@ class ReadBias(nn.Module):
         self.logits = nn.Linear(config.d_model, self.heads * config.num_memory_slots, bias=False)
         nn.init.normal_(self.logits.weight, std=std)
 
-    @spanned("projector")
     def forward(self, x: Tensor) -> Tensor:
         return torch.unflatten(self.logits(x), -1, (self.heads, -1))
 

@@ -13,7 +13,6 @@ from nsm_core.config import ModelConfig
 from nsm_core.model.balance import Penalties, balance_loss, token_mean
 from nsm_core.ops.routing.route import route
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
-from nsm_core.spans import spanned
 
 # Heads forget at different speeds from the start: softplus(bias) of the write strength runs over this range.
 WRITE_STRENGTH_RANGE = (0.03, 2.0)
@@ -64,7 +63,6 @@ class Router(nn.Module, abc.ABC):
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
         """x [..., d] and logits [..., H, M] fp32 -> log decay [..., H, M]; 0 where `valid` [...] is False."""
 
-    @spanned("router")
     def forward(self, x: Tensor, valid: Tensor | None = None, active: Tensor | None = None) -> Tensor:
         """`valid` [...] bool: tokens that are none write nothing. `active` [..., H, M] bool: slots in use."""
         with torch.autocast(x.device.type, enabled=False):

@@ -14,8 +14,8 @@ import torch
 
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
-from nsm_core.spans import PARTS, listening
 from nsm_lab.baselines.register import register_baselines
+from nsm_lab.bench.parts import PARTS, observed_parts
 from nsm_lab.bench.profile import profiled
 from nsm_lab.bench.result import BenchResult
 from nsm_lab.bench.run import BenchRun
@@ -35,7 +35,7 @@ class ComponentWork:
 
 
 class Stopwatch:
-    """A listener of spans: seconds that each part took, without those of parts inside it."""
+    """Seconds that each part took, without those of parts inside it."""
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -94,7 +94,7 @@ def _figures(model: NsmModel, work: ComponentWork) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, run, times in _runs(model, work):
         watch = Stopwatch()
-        with listening(watch):
+        with observed_parts(watch):
             run()
         seen = [part for part in PARTS if part in watch.seconds]
         figures |= {f"{name}.{part}_cpu_ms": watch.seconds[part] * 1e3 / times for part in seen}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nsm_core.spans import listening
+from nsm_lab.bench.parts import observed_parts
 
 
 @contextlib.contextmanager
@@ -22,6 +22,6 @@ def profiled(file: Path) -> Iterator[None]:
     # the engine has a thread of its own
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     trace = profile(activities=activities, experimental_config=everywhere)
-    with trace, listening(lambda part: record_function(f"nsm.{part}")):
+    with trace, observed_parts(lambda part: record_function(f"nsm.{part}")):
         yield
     trace.export_chrome_trace(str(file))

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsm_core.spans import span, spanned
-
 CHUNK_LEN = 64
 SUB_BLOCK = 32
 LOG_DECAY_MIN = -5.0  # (SUB_BLOCK / 2) * 5 = 80 < 88, the exponent range of fp32 and bf16
@@ -112,7 +110,6 @@ def _read_weights(scaled: Tensor | None, read_bias: Tensor | None, active: Tenso
     return torch.softmax(logits, dim=-1)
 
 
-@spanned("projector")
 def slot_scan_chunked(
     *,
     v: Tensor,
@@ -138,7 +135,6 @@ def slot_scan_chunked(
     return out, state
 
 
-@spanned("projector")
 def slot_scan_with_reads(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`slot_scan_chunked` of rows of equal length, and the read weights of every token, [B,T,H,M]."""
     out, state, read = _scan_chunks(**arguments)
@@ -175,11 +171,10 @@ def _scan_chunks(
     chunk = _Chunk(cumulative, write, sub_block)
     causal = torch.ones(sub_block, sub_block, dtype=torch.bool, device=v.device).tril()
 
-    with span("propagator"):
-        to_end = (write * (total[..., None, :] - cumulative).exp()).transpose(-1, -2)
-        pairs = v if keyed is None else torch.cat((keyed[1], v), dim=-1)
-        update = (to_end @ pairs).to(state.dtype)
-        starts, state = _chunk_states(update, total.exp(), state, reset, initial)
+    to_end = (write * (total[..., None, :] - cumulative).exp()).transpose(-1, -2)
+    pairs = v if keyed is None else torch.cat((keyed[1], v), dim=-1)
+    update = (to_end @ pairs).to(state.dtype)
+    starts, state = _chunk_states(update, total.exp(), state, reset, initial)
     *keys, values = torch.split(starts, head_dim, dim=-1)  # keys: none without a bank of them
 
     decay_from_start = cumulative.exp()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsm_core.spans import span
-
 
 def slot_step(
     *,
@@ -38,13 +36,11 @@ def slot_step_with_reads(
     read_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`slot_step`, and the token's read weights, [B,H,M]."""
-    with span("propagator"):
-        pair = (v if k is None else torch.cat((k, v), dim=-1))[:, :, None, :].to(state.dtype)
-        state = torch.lerp(state, pair.expand_as(state), write[..., None])
-    with span("projector"):
-        *keys, values = torch.split(state, v.shape[-1], dim=-1)
-        terms = [] if read_bias is None else [read_bias.to(state.dtype)]
-        if q is not None:
-            terms.append(scale[None, :, None] * (keys[0] @ q[..., None]).squeeze(-1))
-        read = torch.softmax(terms[0] if len(terms) == 1 else terms[0] + terms[1], dim=-1)
-        return (read[:, :, None, :] @ values).squeeze(-2), state, read
+    pair = (v if k is None else torch.cat((k, v), dim=-1))[:, :, None, :].to(state.dtype)
+    state = torch.lerp(state, pair.expand_as(state), write[..., None])
+    *keys, values = torch.split(state, v.shape[-1], dim=-1)
+    terms = [] if read_bias is None else [read_bias.to(state.dtype)]
+    if q is not None:
+        terms.append(scale[None, :, None] * (keys[0] @ q[..., None]).squeeze(-1))
+    read = torch.softmax(terms[0] if len(terms) == 1 else terms[0] + terms[1], dim=-1)
+    return (read[:, :, None, :] @ values).squeeze(-2), state, read
