@@ -120,13 +120,13 @@ def test_components_are_timed_and_traced(nsm: Nsm, tmp_path: Path) -> None:
     for run in ("decode.2", "prefill.20"):
         parts = [name for name in measures if name.startswith(run)]
         named = {name.removeprefix(f"{run}.").removesuffix("_cpu_ms") for name in parts}
-        assert {"router", "propagator", "projector", "feed_forward", "head", "model", "all"} <= named
+        assert {"router", "slots", "feed_forward", "head", "model", "all"} <= named
         whole = measures[f"{run}.all_cpu_ms"].values
         assert [sum(measures[name].values[i] for name in parts) for i in (0, 1)] == pytest.approx(
             [2 * x for x in whole]
         )
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"nsm.router", "nsm.propagator", "nsm.projector", "nsm.head", "aten::linear"} <= names
+    assert {"nsm.router", "nsm.slots", "nsm.head", "aten::linear"} <= names
 
 
 def test_the_engines_own_thread_is_traced(nsm: Nsm, tmp_path: Path) -> None:
