@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,24 @@ def require_one_of(name: str, value: object, choices: Collection[str]) -> None:
     _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _later(default: Any) -> Any:
-    """A field that older files lack: there it means `default`, and with that value it is not written."""
-    return dataclasses.field(default=default, metadata={"later": True})
+def canonical_json(fields: Mapping[str, Any]) -> str:
+    """Sorted keys: equal fields give equal bytes."""
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. Raises ConfigError with the file's name."""
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read model config {path}: {error}") from error
+    _require(isinstance(fields, dict), f"{path} must hold one JSON object")
+    return dict(fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a model; stored as `config.json` beside the weights.
+    """Shape of a model; stored as `config.json` beside the weights. Defaults are part of that format: they stay.
 
     `d_model` is the width d, `num_heads` H, `num_memory_slots` M per head, `write_top_k` k; the head width K is d / H.
     With the `router` softmax, slots compete for a token; with sigmoid each decides for itself.
@@ -81,22 +91,22 @@ class ModelConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
     chat_template: str = "plain-v1"
-    gate: str = _later("gru")
-    gate_chunk: int = _later(32)
-    communication_interval: int = _later(256)
-    communication_top_k: int = _later(0)
-    projector: str = _later("attention")
-    allocation: bool = _later(False)
-    start_slots: int = _later(0)
-    min_slots: int = _later(4)
-    prune_share: float = _later(0.05)
-    prune_age: int = _later(4)
-    allocate_pressure: float = _later(0.1)
-    state_tiers: tuple[int, ...] = _later(())
-    upper_slots: int = _later(0)
-    memory_rows: int = _later(128)
-    memory_width: int = _later(64)
-    memory_heads: int = _later(2)
+    gate: str = "gru"
+    gate_chunk: int = 32
+    communication_interval: int = 256
+    communication_top_k: int = 0
+    projector: str = "attention"
+    allocation: bool = False
+    start_slots: int = 0
+    min_slots: int = 4
+    prune_share: float = 0.05
+    prune_age: int = 4
+    allocate_pressure: float = 0.1
+    state_tiers: tuple[int, ...] = ()
+    upper_slots: int = 0
+    memory_rows: int = 128
+    memory_width: int = 64
+    memory_heads: int = 2
 
     def __post_init__(self) -> None:
         for name in (
@@ -243,13 +253,8 @@ class ModelConfig:
         return self.d_model // self.num_heads
 
     def to_json(self) -> str:
-        """Canonical text: sorted keys, so that equal configs have equal bytes."""
-        written = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if not field.metadata.get("later") or getattr(self, field.name) != field.default
-        }
-        return json.dumps(written, indent=2, sort_keys=True) + "\n"
+        """The text of a `config.json`: all fields, in `canonical_json`."""
+        return canonical_json(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -263,17 +268,8 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Reads `config.json`; raises ConfigError with the file's name."""
-        try:
-            fields = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read model config {path}: {error}") from error
-        _require(isinstance(fields, dict), f"{path} must hold one JSON object")
-        # A stored model names everything: a field that is missing must not become today's default.
-        needed = {field.name for field in dataclasses.fields(cls) if not field.metadata.get("later")}
-        missing = sorted(needed - set(fields))
-        _require(not missing, f"{path} lacks {', '.join(missing)}")
-        return cls.from_dict(fields)
+        """Reads `config.json`; a field that it lacks has its default. Raises ConfigError with the file's name."""
+        return cls.from_dict(read_fields(path))
 
 
 # How an engine drafts tokens, see EngineConfig

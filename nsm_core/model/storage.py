@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nsm_core.config import ModelConfig
+from nsm_core.config import ModelConfig, canonical_json, read_fields
 from nsm_core.errors import CheckpointError
 from nsm_core.hashing import new_identity
 from nsm_core.model.nsm import NsmModel
@@ -172,8 +172,8 @@ def fingerprint(directory: Path) -> str:
     for name in (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE):
         file = directory / name
         try:
-            # The config is hashed by meaning, so that its layout on disk does not matter.
-            raw = ModelConfig.load(file).to_json().encode() if name == CONFIG_FILE else file.read_bytes()
+            # The config is hashed by its fields: its layout on disk does not matter.
+            raw = canonical_json(read_fields(file)).encode() if name == CONFIG_FILE else file.read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read {file}: {error}") from error
         digest.update(json.dumps([name, len(raw)]).encode())

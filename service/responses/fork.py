@@ -16,7 +16,7 @@ from service.deps import Services
 from service.responses.chain import Place
 from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy, create_copy, read_copy
-from service.state.rebuild import sampled_counts, seed_of, seed_or_new
+from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import Continuation, resume
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.records import not_found
@@ -78,9 +78,7 @@ async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline:
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=place.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
-    snapshot = await start.encode_next(
-        end, seed=seed_or_new(seed_of(marks)), created_at=time.time(), form=services.state_format
-    )
+    snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), form=services.state_format)
     head = dataclasses.replace(
         copy.head,
         version=place.version,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from nsm_core.errors import SnapshotCorrupt
-from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.snapshot import SamplerState
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 
@@ -26,11 +24,11 @@ class LostState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A session whose state is made again from its log. `seed` is None where nobody knows it any more."""
+    """A session whose state is made again from its log, which has at least one token."""
 
     reason: RebuildReason
     log_ids: tuple[int, ...]
-    seed: int | None
+    seed: int
     generated_counts: Mapping[int, int]
 
 
@@ -62,11 +60,9 @@ def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark]) -> dict[int
     return dict(counts)
 
 
-def seed_of(marks: Sequence[LogMark]) -> int | None:
-    """The seed that the last of these turns drew with."""
-    return next((mark.seed for mark in reversed(marks) if mark.seed is not None), None)
-
-
-def seed_or_new(seed: int | None) -> int:
-    """A new one where nobody knows what the session drew with."""
-    return secrets.randbits(SEED_BITS) if seed is None else seed
+def seed_of(marks: Sequence[LogMark]) -> int:
+    """The seed of the last of these turns that has one. Raises SnapshotCorrupt where none has."""
+    seed = next((mark.seed for mark in reversed(marks) if mark.seed is not None), None)
+    if seed is None:
+        raise SnapshotCorrupt("the token log has no seed")
+    return seed

@@ -27,7 +27,7 @@ from nsm_core.errors import (
 )
 from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
-from service.state.rebuild import LostState, Replay, read_replay, seed_or_new
+from service.state.rebuild import LostState, Replay, read_replay
 from service.state.resume import Continuation, resume
 from service.stores.sessions.base import SessionStore, StoredSession
 from service.transfer.backup import SessionName
@@ -170,7 +170,6 @@ class Migrator:
         finished = await read_again(backend, fed, request_id=f"migrate-{head.session_id}", deadline=math.inf)
         if finished.end_state is None:
             raise finished.error or EngineDead("the engine was stopped")
-        seed = seed_or_new(replay.seed)
         end = EndState(
             state=finished.end_state.state,
             position=head.position,
@@ -181,10 +180,10 @@ class Migrator:
         start = Continuation(head=head, snapshot=None, model=backend.model, tokenizer=backend.tokenizer)
         await held.commit(
             expected_version=head.version,
-            snapshot=await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format),
+            snapshot=await start.encode_next(end, seed=replay.seed, created_at=time.time(), form=held.state_format),
             position=head.position,
             model_fingerprint=backend.model.fingerprint,
             new_ids=(),
             num_sampled=0,
-            seed=seed,
+            seed=replay.seed,
         )

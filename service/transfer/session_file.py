@@ -159,7 +159,8 @@ def _is_origin(value: object) -> bool:
 def _parse_mark(values: Any) -> LogMark:
     is_mark = isinstance(values, list) and len(values) == len(_MARK_FIELDS)
     _require(is_mark and all(_is_count(value) for value in values[:3]), "a mark is not four numbers")
-    _require(values[3] is None or _is_count(values[3], _MAX_SEED), "a mark's seed is out of range")
+    is_seed = _is_count(values[3], _MAX_SEED) or (values[3] is None and values[1] == 0)
+    _require(is_seed, "a mark's seed is out of range")
     return LogMark(**dict(zip(_MARK_FIELDS, values, strict=True)))
 
 

@@ -156,12 +156,11 @@ def _fields_that_differ(copy: SessionCopy, snapshot: Snapshot) -> list[Divergenc
     in_log = log_ids[header.position] if has_pending and header.position < len(log_ids) else header.pending_id
     found += _differing("pending_token", header.pending_id, in_log)
     found += _marks_out_of_order(copy.marks)
-    if _is_sampling_known(copy.marks):
-        found += _differing("seed", header.sampler.seed, seed_of(copy.marks))
-        counts = sampled_counts(log_ids, copy.marks)
-        if dict(header.sampler.generated_counts) != counts:
-            stored = sum(header.sampler.generated_counts.values())
-            found.append(Divergence("penalty_counts", f"of {stored} tokens, the log has {sum(counts.values())}"))
+    found += _differing("seed", header.sampler.seed, seed_of(copy.marks))
+    counts = sampled_counts(log_ids, copy.marks)
+    if dict(header.sampler.generated_counts) != counts:
+        stored = sum(header.sampler.generated_counts.values())
+        found.append(Divergence("penalty_counts", f"of {stored} tokens, the log has {sum(counts.values())}"))
     return found
 
 
@@ -177,11 +176,6 @@ def _marks_out_of_order(marks: Sequence[LogMark]) -> list[Divergence]:
             return [Divergence("marks", f"that of version {mark.version} does not follow that of version {version}")]
         version, end = mark.version, mark.num_log_tokens
     return []
-
-
-def _is_sampling_known(marks: Sequence[LogMark]) -> bool:
-    """Older stores did not note what was sampled, and with which seed."""
-    return all(mark.seed is not None for mark in marks if mark.num_log_tokens)
 
 
 async def _tensors_that_differ(

@@ -1,6 +1,6 @@
 """A turn as bytes, for the store: the request, so that any replica can run it again; its tokens; the result.
 
-JSON, because a record outlives a build: what a newer one adds has a default here.
+JSON: a record may be read by another replica.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def encode_result(result: TurnResult) -> bytes:
 def decode_result(raw: bytes) -> TurnResult:
     fields = json.loads(raw)
     counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
-    energy = tuple(EnergyUse(**use) for use in fields.get("energy", ()))  # absent in results of before it was measured
+    energy = tuple(EnergyUse(**use) for use in fields["energy"])
     return TurnResult(
         sampling=_sampling_of(fields["sampling"]),
         framing=fields["framing"],
@@ -140,7 +140,7 @@ def decode_result(raw: bytes) -> TurnResult:
         place=None if fields["place"] is None else Place(**fields["place"]),
         rebuilt=fields["rebuilt"],
         other_numerics=fields["other_numerics"],
-        session_joules=fields.get("session_joules", 0.0),
+        session_joules=fields["session_joules"],
         error=None if fields["error"] is None else _error_of(**fields["error"]),
     )
 

@@ -12,7 +12,7 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
-from service.state.rebuild import sampled_counts, seed_of, seed_or_new
+from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import Continuation, require_version, resume
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 from service.turns.lease import HeldLease
@@ -78,22 +78,21 @@ async def rewind_session(
         marks = await store.log_marks(tenant=tenant, session_id=session_id)
         num_log_tokens = request.num_log_tokens(head, marks)
         log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
-        seed, end = _seed_at(marks, num_log_tokens), None
-        start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+        snapshot, seed, position = None, None, 0
         if log_ids:
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
-            start = dataclasses.replace(start, rounding=rounding)
+            seed, position = _seed_at(marks, num_log_tokens), end.position
+            start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+            snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format)
         return await held.rewind(
             expected_version=head.version,
-            snapshot=None
-            if end is None
-            else await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format),
-            position=0 if end is None else end.position,
+            snapshot=snapshot,
+            position=position,
             model_fingerprint=model.fingerprint,
             num_log_tokens=num_log_tokens,
             num_sampled=_num_sampled_since_mark(marks, num_log_tokens),
-            seed=None if end is None else seed,
+            seed=seed,
         )
 
 
@@ -132,9 +131,9 @@ async def _state_after(
 
 
 def _seed_at(marks: Sequence[LogMark], num_log_tokens: int) -> int:
-    """The seed of the turn that the last token belongs to; a new one where nobody knows it."""
+    """The seed of the turn that the last token belongs to."""
     index = next((i for i, mark in enumerate(marks) if mark.num_log_tokens >= num_log_tokens), len(marks))
-    return seed_or_new(seed_of(marks[: index + 1]))
+    return seed_of(marks[: index + 1])
 
 
 def _num_sampled_since_mark(marks: Sequence[LogMark], num_log_tokens: int) -> int:

@@ -13,7 +13,6 @@ from nsm_core.wire.calls import GenerateCall, StatusCall
 from nsm_core.wire.description import WorkerStatus, decode_status
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton.channel import CallFailed, TritonChannel
-from service.backends.triton.diagnosis import ask_or_explain
 from service.backends.triton.tls import TritonTls
 
 Probe = Literal["startup", "readiness", "liveness"]
@@ -30,7 +29,7 @@ async def ask_worker(kind: Probe, url: str, *, tls: TritonTls | None = None, tim
     """
     channel = TritonChannel(url, tls=tls)
     try:
-        answer = await ask_or_explain(channel, encode_call(StatusCall()), url=url, tls=tls, timeout_s=timeout_s)
+        answer = await channel.ask(encode_call(StatusCall()), timeout_s=timeout_s)
         before = _status_of(answer)
         if kind == "liveness":
             return "the engine's loop runs"

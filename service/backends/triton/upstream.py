@@ -14,7 +14,6 @@ from nsm_core.wire.calls import DescribeCall, InspectCall, StatusCall
 from nsm_core.wire.description import WorkerDescription, WorkerStatus, decode_description, decode_status
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton.channel import CallFailed, ServerStopping, TritonChannel, TritonStream
-from service.backends.triton.diagnosis import ask_or_explain
 from service.backends.triton.tls import TritonTls
 
 logger = logging.getLogger("nsm.triton")
@@ -110,7 +109,7 @@ class Upstream:
 
     async def ask(self, call: DescribeCall | StatusCall | InspectCall, *, timeout_s: float) -> Tensors:
         """The one answer. Raises what `TritonStream.receive` raises."""
-        return await ask_or_explain(self._control, encode_call(call), url=self.url, tls=self._tls, timeout_s=timeout_s)
+        return await self._control.ask(encode_call(call), timeout_s=timeout_s)
 
     def suspect(self) -> None:
         """A stream of it broke: no new request until the next good heartbeat, which is asked for now."""

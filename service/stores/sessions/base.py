@@ -83,7 +83,7 @@ class LogMark:
     """Where the log ended when the session became `version`.
 
     The last `num_sampled` tokens that this version added were sampled, those before them were read: with that, a lost
-    state can be made again with its penalty counts. `seed`: the one it drew with; None when not known.
+    state can be made again with its penalty counts. `seed`: the one it drew with; None at the start of the log alone.
     """
 
     version: int

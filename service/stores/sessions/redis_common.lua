@@ -34,7 +34,7 @@ end
 
 local function read_kept(head)
   local kept = {}
-  for slot, version, position, bytes in string.gmatch(head.kept or '', '(%d+):(%d+):(%d+):(%d+)') do
+  for slot, version, position, bytes in string.gmatch(head.kept, '(%d+):(%d+):(%d+):(%d+)') do
     kept[#kept + 1] = {slot = tonumber(slot), version = version, position = position, bytes = bytes}
   end
   return kept

@@ -126,8 +126,8 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         fields["snapshot_checksum"],
         int(fields["fence"]),
         _seconds(fields["lease_us"]),
-        int(fields.get("turn_bytes", 0)),  # absent from heads of older builds, as the next one
-        tuple(_kept_slot(entry) for entry in fields.get("kept", "").split(",") if entry),
+        int(fields["turn_bytes"]),
+        tuple(_kept_slot(entry) for entry in fields["kept"].split(",") if entry),
     )
 
 

@@ -90,13 +90,6 @@ async def test_marks_that_do_not_fit_are_told() -> None:
     assert "marks" in [found.what for found in (await verify_one(store, backend)).divergences]
 
 
-async def test_what_an_older_store_did_not_note_is_not_held_against_a_session() -> None:
-    store, backend = FaultyStore(), FakeBackend()
-    await tell(store, backend, turns=1)
-    store.marks = (LogMark(version=1, num_log_tokens=5, num_sampled=0, seed=None),)
-    assert (await verify_one(store, backend)).verdict == "same"
-
-
 async def test_sessions_of_other_models_are_told_apart() -> None:
     store, other = MemorySessionStore(), FakeBackend(fingerprint="other")
     stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")

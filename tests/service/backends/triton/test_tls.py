@@ -11,15 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nsm_core.errors import ConfigError, EngineDead
+from nsm_core.errors import ConfigError
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import StatusCall
-from service.backends.triton import diagnosis as triton_diagnosis
 from service.backends.triton import upstream as triton_upstream
 from service.backends.triton.backend import TritonBackend
 from service.backends.triton.channel import TritonChannel, Unreached
-from service.backends.triton.diagnosis import ask_or_explain
 from service.backends.triton.tls import TritonTls
 from tests.certificates import Authority, Certificate
 from tests.nsm_core.engine.harness import Outcome, make_request
@@ -111,55 +109,13 @@ async def test_a_server_that_hangs_up_at_once(
             await generates(server, tls[client])
 
 
-@pytest.mark.parametrize("client", ["without a certificate", "with another CA", "without TLS"])
-async def test_the_reason_is_that_of_the_address_where_somebody_listens(
-    client: str, ours: Authority, theirs: Authority, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not the refusal of `::1`, which gRPC may have tried last."""
-    reasons = {
-        "without a certificate": (TritonTls.read(ca=ours.ca.cert), "hung up at once"),
-        "with another CA": (TritonTls.read(ca=theirs.ca.cert), "was not signed by the CA"),
-        "without TLS": (None, "hung up at once"),
-    }
-    tls, reason = reasons[client]
-    async with served(tiny_tokenizer, ours.issue("server"), ours.ca.cert) as server:
-        port = int(server.url.rpartition(":")[2])
-        nobody = f"ipv4:127.0.0.1:{free_port()}"
-
-        async def addresses(host: str, _: int) -> list[str]:
-            assert host == "localhost"
-            return [f"ipv4:127.0.0.1:{port}", nobody]
-
-        monkeypatch.setattr(triton_diagnosis, "_addresses", addresses)
-        channel = TritonChannel(nobody, tls=tls)  # where gRPC ended
-        try:
-            with pytest.raises(EngineDead, match=reason):
-                await ask_or_explain(
-                    channel, encode_call(StatusCall()), url=f"localhost:{port}", tls=tls, timeout_s=5.0
-                )
-        finally:
-            await channel.close()
-
-
-async def test_where_nobody_listens_the_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-
-    async def addresses(*_: object) -> list[str]:
-        return [f"ipv4:{nobody}"] * 2
-
-    monkeypatch.setattr(triton_diagnosis, "_addresses", addresses)
-    channel = TritonChannel(nobody)
+async def test_an_address_without_listener_is_refused_by_name() -> None:
+    channel = TritonChannel(f"127.0.0.1:{free_port()}")
     try:
         with pytest.raises(Unreached, match="Connection refused"):
-            await ask_or_explain(channel, encode_call(StatusCall()), url=nobody, tls=None, timeout_s=5.0)
+            await channel.ask(encode_call(StatusCall()), timeout_s=5.0)
     finally:
         await channel.close()
-
-
-async def test_addresses_as_grpc_writes_them() -> None:
-    assert await triton_diagnosis._addresses("127.0.0.1", 8001) == ["ipv4:127.0.0.1:8001"]
-    assert await triton_diagnosis._addresses("::1", 8001) == ["ipv6:[::1]:8001"]
-    assert await triton_diagnosis._addresses("", -1) == []
 
 
 async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(ours: Authority, tiny_tokenizer: Tokenizer) -> None:
