@@ -175,7 +175,7 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
     from service.stores.sessions.factory import make_store
 
     configure_logging("warning")
-    settings = Settings(prefix_cache=False, store=store, port=0, log_level="warning", data_dir=Path("unused"))
+    settings = Settings(prefix_cache_mb=0, store=store, port=0, log_level="warning", data_dir=Path("unused"))
     backend: Any = NoBackend(tokenizer, step_ms / 1e3)
     app = create_app(settings, backend, make_store(settings))
     config = uvicorn_config(app)

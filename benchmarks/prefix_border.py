@@ -29,6 +29,7 @@ from service.deps import Arrival, Services
 from service.generate.completions import open_completion
 from service.schemas.completions import CompletionBody
 from service.settings import Settings
+from service.stores.prefixes.keys import MIN_TOKENS
 from service.stores.sessions.memory import MemorySessionStore
 
 LENGTHS = (80, 128, 192, 256, 384, 512)
@@ -66,10 +67,10 @@ def borders(rows: list[dict[str, float]]) -> dict[int, float]:
 
 
 async def run(backend: LocalBackend, kind: str, rounds: int) -> list[dict[str, float]]:
-    settings = Settings(data_dir=Path("unused"), store="memory", prefix_cache_min_tokens=64)
+    settings = Settings(data_dir=Path("unused"), store="memory")
     with tempfile.TemporaryDirectory() as directory:
         async with opened(kind, Path(directory)) as store:
-            app = create_app(settings, backend, MemorySessionStore(), store)
+            app = create_app(settings, backend, MemorySessionStore(), store, prefix_min_tokens=MIN_TOKENS)
             async with app.router.lifespan_context(app):
                 services = app.state.services
                 await measure(services, LENGTHS[0], rounds=3, seed=1)

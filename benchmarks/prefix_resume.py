@@ -91,7 +91,7 @@ async def chat(services: Services, *, num_turns: int) -> list[dict[str, float]]:
 
 
 async def measure_chat(kind: str, backend: LocalBackend, *, num_turns: int) -> list[dict[str, float]]:
-    settings = Settings(data_dir=Path("unused"), store="memory", prefix_cache=kind != "off")
+    settings = Settings(data_dir=Path("unused"), store="memory", prefix_cache_mb=0 if kind == "off" else 512)
     with tempfile.TemporaryDirectory() as directory:
         async with opened("memory" if kind == "off" else kind, Path(directory)) as store:
             app = create_app(settings, backend, MemorySessionStore(), store)

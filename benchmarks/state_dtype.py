@@ -123,7 +123,7 @@ async def measure_sessions(
         return [
             {
                 "dtype": place.form.value,
-                "kept": place.max_retained,
+                "kept": place.max_kept,
                 "store": "redis" if args.redis else "sqlite",
                 "stored_bytes": (await place.store.usage(tenant=KEY["tenant"])).num_bytes,
                 "store_bytes": await place.num_bytes(),

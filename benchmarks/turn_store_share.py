@@ -70,7 +70,7 @@ async def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
         async with opened(kind, Path(directory)) as (store, _):
             await store.close()  # the application opens it
             stopwatch, backend = Stopwatch(store), LocalBackend(load_checkpoint(None), EngineConfig())
-            app = create_app(Settings(data_dir=Path(directory), prefix_cache=False), backend, store)
+            app = create_app(Settings(data_dir=Path(directory), prefix_cache_mb=0), backend, store)
             async with app.router.lifespan_context(app):
                 rows = await take_turns(app, stopwatch, args)
     return {"store": kind, "state_bytes": backend.model.state_bytes, **summary(rows[NUM_WARM_UP:])}

@@ -36,7 +36,7 @@ from service.routes import (
 )
 from service.settings import Settings
 from service.stores.expiry import sweeping
-from service.stores.instrumented import instrumented, traced_prefixes, traced_records
+from service.stores.instrumented import observed, traced_prefixes, traced_records
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
@@ -56,11 +56,13 @@ from service.tenants.tenants import Tenants
 from service.turns.turns import Turns
 from service.web.authentication import Authenticate
 from service.web.errors import handle
+from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import Admission
 from service.web.middleware import Body, CatchErrors, Gate, RequestContext
 from service.web.openapi import add_docs_page
 
 DISTRIBUTION = "nsm-serve"
+PREFIX_MIN_TOKENS = 128  # reading fewer tokens again costs less than storing most states: benchmarks/prefix_border.py
 ROUTES = (completions, chat, responses, conversations, sessions, states, streams, models, tokenize, health, metrics)
 
 
@@ -70,10 +72,14 @@ def create_app(
     store: SessionStore,
     prefixes: PrefixStore | None = None,
     tracing: Tracing | None = None,
+    *,
+    prefix_min_tokens: int = PREFIX_MIN_TOKENS,
+    receive_timeout_s: float = RECEIVE_TIMEOUT_S,
 ) -> FastAPI:
-    """An application that starts and stops what it is given with itself. Its parts are at `app.state.services`.
+    """An application that starts and stops its backend and stores. Its parts are at `app.state.services`.
 
-    `prefixes`: None for some that end with the application. `tracing`: None for no traces.
+    `prefixes`: None for a store in memory. `tracing`: None for no traces. `prefix_min_tokens`: see PrefixResume.
+    `receive_timeout_s`: longest pause between two pieces of a body.
 
     Raises ConfigError when the file of API keys cannot be used.
     """
@@ -86,7 +92,7 @@ def create_app(
     records = records_beside(store)
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
-    store = instrumented(store, collected.sessions, None if tracing is None else tracing.tracer)
+    store = observed(store, collected.sessions, None if tracing is None else tracing.tracer)
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
         records = traced_records(records, tracing.tracer)
@@ -103,10 +109,10 @@ def create_app(
         prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
         prefix_resume=PrefixResume(
             backend,
-            prefixes if settings.prefix_cache else None,
+            prefixes if settings.prefix_cache_mb else None,
             collected,
             state_format=StateFormat(settings.state_dtype),
-            min_tokens=settings.prefix_cache_min_tokens,
+            min_tokens=prefix_min_tokens,
         ),
         turns=Turns(
             backend,
@@ -117,8 +123,7 @@ def create_app(
             lease_s=settings.lease_s,
             tenants=tenants,
             record_ttl_s=settings.turn_ttl_s,
-            max_records=settings.turn_records,
-            max_retained=settings.kept_snapshots,
+            max_kept=settings.kept_snapshots,
             state_format=StateFormat(settings.state_dtype),
         ),
         tenants=tenants,
@@ -135,7 +140,7 @@ def create_app(
         redirect_slashes=False,
         lifespan=_lifespan,
         exception_handlers={NsmError: handle, RequestValidationError: handle, HTTPException: handle},
-        middleware=_middleware(services),
+        middleware=_middleware(services, receive_timeout_s),
         # The metrics are our own; nothing of a request goes to whatever provider the process may have.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -150,11 +155,11 @@ def create_app(
     return app
 
 
-def _middleware(services: Services) -> list[Middleware]:
+def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware]:
     """Outermost first."""
     settings, tracing = services.settings, services.tracing
     return [
-        Middleware(RequestContext, metrics=services.metrics),
+        Middleware(RequestContext, metrics=services.metrics, stream_ping_s=settings.stream_ping_s),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(CatchErrors),
         Middleware(Gate, lifecycle=services.lifecycle),
@@ -163,7 +168,7 @@ def _middleware(services: Services) -> list[Middleware]:
         Middleware(
             Body,
             max_bytes=settings.max_body_bytes,
-            piece_s=settings.receive_timeout_s,
+            piece_s=receive_timeout_s,
             whole_s=settings.request_timeout_s,
         ),
     ]

@@ -19,16 +19,17 @@ from nsm_core.heap import limit_arenas
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
-from service.settings import Settings
+from service.settings import Settings, is_tracing_on, label
 from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
-from service.telemetry.tracing.tracing import Tracing, make_tracing
-from service.web.head_limits import bounded_head
+from service.telemetry.tracing.tracing import make_tracing
+from service.web.head_limits import RECEIVE_TIMEOUT_S, bounded_head
 
 logger = logging.getLogger("nsm.server")
 
 KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
+TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 EXIT_INTERRUPTED = 130
 NUM_ARENAS = 2  # with one for each thread, 130 MB of what turns had freed stayed with the process
@@ -40,7 +41,7 @@ def run(settings: Settings) -> None:
     limit_arenas(NUM_ARENAS)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
-        tracing = traces_of(settings)
+        tracing = make_tracing() if is_tracing_on() else None
         app = create_app(settings, make_backend(settings), make_store(settings), make_prefix_store(settings), tracing)
         config = uvicorn_config(app)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -68,7 +69,7 @@ def start_line(services: Services, host: str, port: int) -> str:
 
 def make_backend(settings: Settings) -> InferenceBackend:
     """The model in this process, or the Triton servers that have it. Raises CheckpointError or ConfigError."""
-    if settings.backend == "triton":
+    if settings.triton_url is not None:
         return make_triton_backend(settings)
     import torch  # a gateway whose models run elsewhere needs none
 
@@ -79,8 +80,11 @@ def make_backend(settings: Settings) -> InferenceBackend:
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     loaded = load_checkpoint(settings.model)
-    meter = meter_of(loaded.model, core_watts=settings.energy_core_watts) if settings.energy else None
-    return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
+    meter = meter_of(loaded.model) if settings.energy else None
+    try:
+        return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
+    except MemoryError as error:
+        raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:
@@ -89,22 +93,15 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
         from service.backends.triton.backend import TritonBackend
         from service.backends.triton.tls import TritonTls
     except ModuleNotFoundError as error:
-        raise ConfigError("NSM_BACKEND=triton needs the extra: pip install 'nsm-serve[triton]'") from error
+        raise ConfigError("NSM_TRITON_URL needs the extra: pip install 'nsm-serve[triton]'") from error
 
     fingerprint = None
     if settings.model is not None:
         from nsm_core.model import storage
 
         fingerprint = storage.fingerprint(settings.model)
-    tls = None
-    if settings.triton_tls_ca is not None:
-        tls = TritonTls.read(
-            ca=settings.triton_tls_ca,
-            cert=settings.triton_tls_cert,
-            key=settings.triton_tls_key,
-            server_name=settings.triton_tls_name,
-        )
-    return TritonBackend(settings.triton_urls(), wait_s=settings.triton_wait_s, fingerprint=fingerprint, tls=tls)
+    tls = None if settings.triton_tls_dir is None else TritonTls.read_directory(settings.triton_tls_dir)
+    return TritonBackend(settings.triton_urls(), wait_s=TRITON_WAIT_S, fingerprint=fingerprint, tls=tls)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -148,10 +145,9 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """uvicorn without its own log, its own environment variables and its own lifespan."""
-    services: Services = app.state.services
     return uvicorn.Config(
         app,
-        http=bounded_head(services.settings.receive_timeout_s),
+        http=bounded_head(RECEIVE_TIMEOUT_S),
         ws="none",
         lifespan="off",  # `serve` runs it
         log_config=None,
@@ -210,10 +206,3 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
         if not stopping.cancelled() and stopping.exception() is not None:
             logger.error("the graceful stop failed", exc_info=stopping.exception())
-
-
-def traces_of(settings: Settings) -> Tracing | None:
-    """None unless they are wanted. Raises ConfigError without the extra."""
-    if settings.otlp_endpoint is None:
-        return None
-    return make_tracing(settings.otlp_endpoint, sample=settings.trace_sample, service_name=settings.trace_service_name)

@@ -1,12 +1,13 @@
-"""Every setting of the server: read once from NSM_* variables and flags, checked, frozen, then passed down."""
+"""The server's settings. Each is defined here once; options, help, docs/settings.md and the chart are made from it."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
@@ -20,21 +21,38 @@ from nsm_core.model.bundled import find_checkpoint
 from service.messages import wish_of
 
 ENV_PREFIX = "NSM_"
+OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
 DATABASE_FILE = "sessions.db"
-TRITON_TLS_FILES = ("triton_tls_ca", "triton_tls_cert", "triton_tls_key")
-# settings of an engine in this process
-LOCAL_ENGINE = (
-    *("executor", "num_threads", "max_slots", "token_budget", "queue_limit", "speculation"),
-    *("energy", "energy_core_watts"),
-)
 
 
-def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """The user data directory by the XDG rule: a relative or empty XDG_DATA_HOME does not count."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """How help and docs show a setting, beside its type, default and description.
+
+    `section`: the heading of the settings from this one on. `default`: words for a default that is not a plain value.
+    `page`: Markdown link to details. `is_engine`: of an engine in this process; refused with Triton servers.
+    """
+
+    section: str | None = None
+    default: str | None = None
+    page: str | None = None
+    is_engine: bool = False
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path | None:
+    """The user data directory by the XDG rule: a relative or empty XDG_DATA_HOME does not count.
+
+    None for a user without a home directory, as in a container that runs with an arbitrary user id.
+    """
     base = Path(environ.get("XDG_DATA_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".local" / "share") / "nsm"
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".local" / "share"
+        except RuntimeError:
+            return None
+    return base / "nsm"
 
 
 class Settings(BaseSettings):
@@ -43,72 +61,125 @@ class Settings(BaseSettings):
     # An empty variable is one that is not set: compose and unit files write them so.
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port
-    data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
-    store: str = Field(default="sqlite", repr=False)  # see STORES; a Redis URL may hold a password
-    model: Path | None = None  # a directory or a bundled name; None: pulse-books, with Triton what it serves
-    backend: Literal["local", "triton"] = "local"  # where the model runs: in this process, or in Triton servers
-    triton_url: str | None = None  # host:port of their gRPC, with commas between several
-    triton_wait_s: PositiveFloat = Field(default=60.0, le=3_600.0)  # for a first of them to be ready at the start
-    triton_tls_ca: Path | None = None  # PEM file of who signs their certificates; None: connections in the clear
-    triton_tls_cert: Path | None = None  # PEM file of this gateway's own certificate, where they ask for one
-    triton_tls_key: Path | None = None  # and its key's
-    triton_tls_name: str | None = Field(default=None, min_length=1)  # in their certificates; None: as in triton_url
-    served_model_name: str | None = Field(default=None, min_length=1)  # None: the checkpoint's own name
-    api_keys_file: Path | None = None  # None: one tenant, no keys
-    allow_anonymous: bool = False  # without keys, serve other hosts too
-    executor: Wish = "auto"  # how the model is computed: nsm_core/execution/choose.py
-    num_threads: int | None = Field(default=None, ge=1, le=1024)  # CPU threads of the model; None: torch decides
+    host: Annotated[str, Shown(section="Network, store and model")] = Field(
+        default="127.0.0.1", description="Address to listen on."
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free port.")
+    data_dir: Annotated[Path | None, Shown(default="the user's data directory")] = Field(
+        default_factory=lambda: default_data_dir(os.environ), description="Directory of the SQLite store."
+    )
+    store: Annotated[str, Shown(page="[Redis](redis.md#choosing-it)")] = Field(
+        default="sqlite",
+        repr=False,  # a Redis URL may hold a password
+        description="Store of the sessions: sqlite, sqlite:///PATH, memory or a Redis URL.",
+    )
+    model: Annotated[Path | None, Shown(default="the bundled model")] = Field(
+        default=None,
+        description="Model directory or the name of a bundled model. With Triton servers: the model they must have.",
+    )
+    triton_url: Annotated[str | None, Shown(default="none", page="[Triton](triton.md#the-gateway)")] = Field(
+        default=None,
+        description="Triton servers that run the model: host:port of their gRPC, with commas. "
+        "Without it the model runs in this process.",
+    )
+    triton_tls_dir: Annotated[Path | None, Shown(default="no TLS", page="[TLS](triton.md#tls)")] = Field(
+        default=None,
+        description="Directory with ca.crt, which signed the Triton servers' certificates, and, for servers that ask "
+        "for one, this side's tls.crt and tls.key.",
+    )
+    served_model_name: Annotated[str | None, Shown(default="the model's own")] = Field(
+        default=None, min_length=1, description="Model name that clients use."
+    )
+    api_keys_file: Annotated[Path | None, Shown(default="no keys", page="[tenants](tenants.md)")] = Field(
+        default=None, description="TOML file of API keys and tenants."
+    )
+    allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
 
-    max_slots: PositiveInt = 16  # requests that run at once
-    # most tokens in one step, at least max_slots. Whatever runs waits for the step: a prompt of 24K tokens read in one
-    # froze another stream for 6.6 s, in steps of 256 for 0.14 s
-    token_budget: PositiveInt = 256
-    queue_limit: int = Field(default=256, ge=0)  # requests that may wait
-    speculation: Literal["off", "lookup"] = "lookup"  # drafts of tokens: docs/performance.md
+    executor: Annotated[Wish, Shown(section="Engine", page="[performance](performance.md)", is_engine=True)] = Field(
+        default="auto",
+        description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, else "
+        "eager. cuda: with bf16 matrices.",
+    )
+    num_threads: Annotated[int | None, Shown(default="torch's default", is_engine=True)] = Field(
+        default=None, ge=1, le=1024, description="CPU threads of the model."
+    )
+    max_slots: Annotated[PositiveInt, Shown(page="[capacity](operations.md#capacity)", is_engine=True)] = Field(
+        default=16, description="Requests that run at once. Each has a slot with its state."
+    )
+    token_budget: Annotated[PositiveInt, Shown(page="[capacity](operations.md#capacity)", is_engine=True)] = Field(
+        default=256,
+        description="Maximum tokens in one step, at least max_slots. A long step delays every stream: a prompt of 24K "
+        "tokens in one step paused another stream for 6.6 s, in steps of 256 tokens for 0.14 s.",
+    )
+    queue_limit: Annotated[int, Shown(is_engine=True)] = Field(default=256, ge=0, description="Requests that may wait.")
+    speculation: Annotated[
+        Literal["off", "lookup"], Shown(page="[drafts](performance.md#drafts-of-tokens)", is_engine=True)
+    ] = Field(default="lookup", description="Drafts of tokens at low load.")
+    energy: Annotated[bool, Shown(page="[energy](energy.md)", is_engine=True)] = Field(
+        default=True, description="Count joules and charge them to requests."
+    )
 
-    max_body_bytes: PositiveInt = 8 * 1024 * 1024
-    max_prompt_tokens: PositiveInt = 131_072
-    max_tokens_limit: PositiveInt = 32_768  # most new tokens a request may ask for
-    request_timeout_s: PositiveFloat = Field(default=600.0, le=86_400.0)  # deadline of a request that names none
-    receive_timeout_s: PositiveFloat = Field(default=30.0, le=3_600.0)  # for a head; between pieces of a body
-    detached_s: float = Field(default=300.0, ge=0, le=86_400.0)  # a session's turn may go on without its client
-    lease_s: float = Field(default=10.0, ge=1.0, le=3_600.0)  # a session stays busy so long after its server is lost
-    turn_ttl_s: float = Field(default=86_400.0, ge=1.0, le=31_536_000.0)  # a turn's result can be had again so long
-    turn_records: int = Field(default=16, ge=1, le=1024)  # of each session: the newest turns, for retries and readers
-    kept_snapshots: int = Field(default=2, ge=0, le=8)  # older ones of each session, for rewinds and forks
-    state_dtype: Literal["fp32", "fp16", "int8"] = "fp32"  # of stored states; those that run are always fp32
-    grace_s: float = Field(default=20.0, ge=0, le=3_600.0)  # running requests may finish when the server stops
+    max_body_bytes: Annotated[PositiveInt, Shown(section="Requests")] = Field(
+        default=8 * 1024 * 1024, description="Largest request body."
+    )
+    max_prompt_tokens: PositiveInt = Field(default=131_072, description="Longest prompt.")
+    max_tokens_limit: PositiveInt = Field(default=32_768, description="Largest max_tokens that a request may set.")
+    request_timeout_s: PositiveFloat = Field(
+        default=600.0, le=86_400.0, description="Deadline of a request that sets no timeout."
+    )
+    stream_ping_s: Annotated[float, Shown(page="[streams](api.md#streams)")] = Field(
+        default=15.0,
+        ge=0,
+        le=3_600.0,
+        description="Silence after which a stream sends a comment, so that proxies keep it open; 0: never.",
+    )
+    grace_s: Annotated[float, Shown(page="[when a server stops](sessions.md#when-a-server-stops)")] = Field(
+        default=20.0, ge=0, le=3_600.0, description="Time for running requests to finish when the server stops."
+    )
 
-    prefix_cache: bool = True  # stateless requests start from stored states of earlier ones
-    prefix_cache_mb: int = Field(default=512, ge=1, le=2**20)  # MiB that these take in all
-    prefix_cache_tenant_mb: int | None = Field(default=None, ge=1)  # MiB of each tenant; None: as much as of all
-    prefix_cache_min_tokens: int = Field(default=128, ge=64, le=2**20)  # what is kept of a prompt must spare
-    prefix_cache_ttl_s: float = Field(default=3_600.0, ge=1.0, le=2_592_000.0)  # since a state was last used
+    detached_s: Annotated[
+        float, Shown(section="Sessions and prefixes", page="[what is kept](sessions.md#what-is-kept-and-when)")
+    ] = Field(default=300.0, ge=0, le=86_400.0, description="Time for a turn to finish after its client left.")
+    lease_s: Annotated[float, Shown(page="[leases](sessions.md#leases)")] = Field(
+        default=10.0, ge=1.0, le=3_600.0, description="Time for which a session stays busy after its server is lost."
+    )
+    turn_ttl_s: Annotated[float, Shown(page="[retries](sessions.md#retries)")] = Field(
+        default=86_400.0, ge=1.0, le=31_536_000.0, description="Time for which the result of a turn is stored."
+    )
+    kept_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
+        default=2, ge=0, le=8, description="Older states of each session, for rewinds and forks."
+    )
+    state_dtype: Annotated[
+        Literal["fp32", "fp16", "int8"], Shown(page="[rounded states](sessions.md#rounded-states)")
+    ] = Field(default="fp32", description="Number format of stored states. States that run are always fp32.")
+    prefix_cache_mb: Annotated[int, Shown(page="[prefixes](prefixes.md)")] = Field(
+        default=512,
+        ge=0,
+        le=2**20,
+        description="Size of the prefix cache, from which stateless requests start; 0: no cache.",
+    )
 
-    playground: bool = True  # the page at /
-
-    energy: bool = True  # count joules, and charge them to requests
-    energy_core_watts: PositiveFloat = Field(default=10.0, le=1_000.0)  # of a busy core, where nothing measures it
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"  # a line for people, or an object a line
-    log_prompts: bool = False  # prompt text in the log; off: never
-
-    otlp_endpoint: str | None = Field(default=None, repr=False)  # base URL of an OTLP receiver for traces; None: none
-    trace_sample: float = Field(default=1.0, ge=0.0, le=1.0)  # share of the traces that begin here
-    trace_service_name: str = Field(default="nsm", min_length=1)
+    playground: Annotated[bool, Shown(section="Playground and logs", page="[playground](playground.md)")] = Field(
+        default=True, description="Serve the playground at /."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Lowest level logged.")
+    log_format: Annotated[Literal["text", "json"], Shown(page="[logs](tracing.md#logs)")] = Field(
+        default="text", description="text: a line for people. json: one object for each line."
+    )
+    log_prompts: bool = Field(default=False, description="Write prompts to the log.")
 
     @field_validator("model", mode="after")
     @classmethod
     def _bundled_by_name(cls, model: Path | None) -> Path | None:
         return model if model is None else find_checkpoint(model)
 
-    @field_validator("data_dir", "model", "api_keys_file", *TRITON_TLS_FILES, mode="after")
+    @field_validator("data_dir", "model", "api_keys_file", "triton_tls_dir", mode="after")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        return path if path is None else path.expanduser().absolute()
+        try:
+            return path if path is None else path.expanduser().absolute()
+        except RuntimeError as error:
+            raise ValueError("has no home directory for ~: write the whole path") from error
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -124,13 +195,6 @@ class Settings(BaseSettings):
             return store  # the store itself reads the rest
         raise ValueError(f"must be one of {', '.join(STORES)}")
 
-    @field_validator("otlp_endpoint", mode="after")
-    @classmethod
-    def _receiver(cls, value: str | None) -> str | None:
-        if value is not None and (urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).hostname):
-            raise ValueError("must be an http or https URL, such as http://127.0.0.1:4318")
-        return value
-
     @field_validator("triton_url", mode="after")
     @classmethod
     def _addresses(cls, value: str | None) -> str | None:
@@ -141,37 +205,31 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _backend_has_what_it_needs(self) -> Settings:
-        if self.backend == "local":
-            for name in ("triton_url", *TRITON_TLS_FILES, "triton_tls_name"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{ENV_PREFIX}{name.upper()} has no effect unless NSM_BACKEND is triton")
-            return self
+    def _triton_or_an_engine_here(self) -> Settings:
         if self.triton_url is None:
-            raise ValueError("NSM_BACKEND=triton needs NSM_TRITON_URL: host:port of the gRPC of a Triton server")
-        for name in LOCAL_ENGINE:
+            if self.triton_tls_dir is not None:
+                raise ValueError(f"{label('triton_tls_dir')} has no effect without NSM_TRITON_URL")
+            return self
+        for name in engine_settings():
             if name in self.model_fields_set:
                 raise ValueError(
-                    f"{ENV_PREFIX}{name.upper()} has no effect with NSM_BACKEND=triton: it is a parameter of the "
-                    "server's config.pbtxt"
+                    f"{label(name)} has no effect with NSM_TRITON_URL: it is a parameter of the server's config.pbtxt"
                 )
         return self
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Settings:
-        if (self.triton_tls_cert is None) != (self.triton_tls_key is None):
-            raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_KEY are of use together only")
-        if self.triton_tls_ca is None and not (self.triton_tls_cert is None and self.triton_tls_name is None):
-            raise ValueError("NSM_TRITON_TLS_CERT and NSM_TRITON_TLS_NAME have no effect without NSM_TRITON_TLS_CA")
+    def _engine_limits_fit(self) -> Settings:
+        if self.token_budget < self.max_slots:  # EngineConfig refuses it too, without the names of the settings
+            raise ValueError(
+                f"{label('token_budget')}: must be at least the {self.max_slots} of {label('max_slots')}, "
+                f"every row decodes one token a step; got '{self.token_budget}'"
+            )
         return self
 
     @model_validator(mode="after")
-    def _engine_limits_fit(self) -> Settings:
-        if self.token_budget < self.max_slots:  # what EngineConfig refuses too, without our names for it
-            raise ValueError(
-                f"{_named('token_budget')}: must be at least the {self.max_slots} of {_named('max_slots')}, "
-                f"every row decodes one token a step; got '{self.token_budget}'"
-            )
+    def _database_has_a_directory(self) -> Settings:
+        if self.store == "sqlite" and self.data_dir is None:
+            raise ValueError(f"{label('data_dir')} is required: this user has no home directory for the SQLite store")
         return self
 
     def engine_config(self) -> EngineConfig:
@@ -184,17 +242,16 @@ class Settings(BaseSettings):
         )
 
     def triton_urls(self) -> tuple[str, ...]:
-        """host:port of each Triton server, in the order given, each once."""
+        """host:port of each Triton server, in the order given, each once. Empty: the model runs in this process."""
         addresses = [] if self.triton_url is None else self.triton_url.split(",")
         return tuple(dict.fromkeys(address.strip() for address in addresses))
 
     def database_path(self) -> Path | None:
         """The file of the SQLite store; None when sessions are kept elsewhere."""
-        if self.store == "memory" or self.is_redis:
-            return None
-        if self.store == "sqlite":
+        if self.store == "sqlite" and self.data_dir is not None:
             return self.data_dir / DATABASE_FILE
-        return Path(self.store.removeprefix("sqlite:///")).expanduser().absolute()
+        path = self.store.removeprefix("sqlite:///")
+        return None if path == self.store else Path(path).expanduser().absolute()
 
     @property
     def is_redis(self) -> bool:
@@ -234,18 +291,45 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
             raise ConfigError(f"unknown setting {name}; {hint}")
 
 
-def _describe(item: ErrorDetails) -> str:
-    if not item["loc"]:
-        return wish_of(item)
-    name = str(item["loc"][0])
-    return f"{_named(name)}: {wish_of(item)}, got {_shown(str(item['input']))}"
+def is_tracing_on() -> bool:
+    """Whether OpenTelemetry's variables name a receiver of traces; it reads them itself. Raises ConfigError."""
+    receivers = [(name, os.environ[name]) for name in OTLP_ENDPOINTS if os.environ.get(name)]
+    for name, url in receivers:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(f"{name} must be an http or https URL, such as http://127.0.0.1:4318, got {_shown(url)}")
+    return bool(receivers) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
 
 
-def _named(name: str) -> str:
+def shown(name: str) -> Shown:
+    """How a setting is shown."""
+    return next((item for item in Settings.model_fields[name].metadata if isinstance(item, Shown)), Shown())
+
+
+def shown_default(name: str) -> str:
+    """A setting's default, in words where it is not a plain value."""
+    default = Settings.model_fields[name].default
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return shown(name).default or (f"{default:.16g}" if isinstance(default, float) else str(default))
+
+
+def engine_settings() -> tuple[str, ...]:
+    """The settings of an engine in this process; Triton servers have their own."""
+    return tuple(name for name in Settings.model_fields if shown(name).is_engine)
+
+
+def label(name: str) -> str:
     """A setting as its variable and as its option."""
     return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')})"
 
 
+def _describe(item: ErrorDetails) -> str:
+    if not item["loc"]:
+        return wish_of(item)
+    name = str(item["loc"][0])
+    return f"{label(name)}: {wish_of(item)}, got {_shown(str(item['input']))}"
+
+
 def _shown(given: str) -> str:
-    """What was given, unless it may hold a password."""
+    """The value given, unless it may hold a password."""
     return "a value with '@' or '?', not shown here" if "@" in given or "?" in given else repr(given)

@@ -35,4 +35,4 @@ def backend_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> di
     """Of a server process: the model in it, or in a Triton server that lives on when it is killed."""
     if request.param == "local":
         return {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
-    return {"BACKEND": "triton", "TRITON_URL": request.getfixturevalue("triton").grpc_url}
+    return {"TRITON_URL": request.getfixturevalue("triton").grpc_url}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,14 @@ class Authority:
         """For a server or a client. `hosts`: as in openssl's subjectAltName."""
         signed = ("-CA", str(self.ca.cert), "-CAkey", str(self.ca.key), "-addext", "basicConstraints=CA:FALSE")
         return _make(self.directory, name, *signed, "-addext", f"subjectAltName={hosts}")
+
+    def tls_directory(self, directory: Path, name: str) -> Path:
+        """A new directory with this CA and a certificate of it, named as in a Kubernetes TLS secret."""
+        own = self.issue(name)
+        directory.mkdir()
+        for file, source in (("ca.crt", self.ca.cert), ("tls.crt", own.cert), ("tls.key", own.key)):
+            shutil.copy(source, directory / file)
+        return directory
 
 
 def _make(directory: Path, name: str, *options: str) -> Certificate:

@@ -24,6 +24,7 @@ from service.stores.prefixes.keys import MIN_TOKENS
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.tracing.tracing import Tracing
+from service.web.head_limits import RECEIVE_TIMEOUT_S
 from tests.live_server import serving
 
 
@@ -54,14 +55,24 @@ async def gateway(
     store: SessionStore | None = None,
     prefixes: PrefixStore | None = None,
     tracing: Tracing | None = None,
+    prefix_min_tokens: int = MIN_TOKENS,
+    receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """`is_live`: behind a real uvicorn. `store`, `prefixes`: None for one in memory. Settings that are not named are
     the defaults, but states of short prompts are kept, so that tests can be short.
     """
-    wanted = Settings(data_dir=Path("unused"), **{"prefix_cache_min_tokens": MIN_TOKENS, **settings})
+    wanted = Settings(data_dir=Path("unused"), **settings)
     store = store or MemorySessionStore()
-    app = create_app(wanted, backend, store, prefixes, tracing)
+    app = create_app(
+        wanted,
+        backend,
+        store,
+        prefixes,
+        tracing,
+        prefix_min_tokens=prefix_min_tokens,
+        receive_timeout_s=receive_timeout_s,
+    )
     async with contextlib.AsyncExitStack() as stack:
         if is_live:
             url = await stack.enter_async_context(serving(app))

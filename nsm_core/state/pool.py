@@ -20,6 +20,8 @@ class StatePool:
     `poison`: free rows are filled with NaN, so that a read of one shows in the output (debugging and tests).
     `held_as`: tensors that lie here in another dtype than the spec's, by name. What comes in is rounded to it, what
     goes out has the spec's dtype; what came out and goes in again is the same to the bit.
+
+    Raises MemoryError when the rows do not fit.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class StatePool:
         self.spec = spec
         self.num_rows = num_rows
         self._dtypes = {tensor.name: tensor.dtype for tensor in spec.tensors}
-        self._storage = spec.zeros(num_rows, device, held_as)
+        self._storage = _allocate(spec, num_rows, device, held_as)
         self._leased: set[int] = set()
         self._poison = poison
         if poison:
@@ -122,3 +124,14 @@ class StatePool:
 def is_contiguous(rows: Sequence[int]) -> bool:
     """Whether the rows are neighbours in rising order, i.e. a slice of the storage."""
     return all(row == rows[0] + offset for offset, row in enumerate(rows))
+
+
+def _allocate(spec: StateSpec, num_rows: int, device: torch.device | str, held_as: Mapping[str, torch.dtype]) -> State:
+    """Raises MemoryError: torch has no type of its own for a failed allocation, save on GPUs."""
+    try:
+        return spec.zeros(num_rows, device, held_as)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        gib = num_rows * spec.num_bytes / 2**30
+        raise MemoryError(f"no memory for the states of {num_rows} slots, about {gib:.1f} GiB") from error

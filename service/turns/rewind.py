@@ -111,7 +111,7 @@ async def _state_after(
         backend,
         store,
         fed,
-        retained=held.retained,
+        kept=held.kept,
         marks=marks,
         tenant=request.tenant,
         session_id=request.session_id,

@@ -9,6 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+RECEIVE_TIMEOUT_S = 30.0  # for a head; between two pieces of a body
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; nginx's own limit is 32 KiB
 
 

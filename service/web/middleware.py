@@ -40,9 +40,10 @@ class RequestContext:
     `send_part` in the scope's state leads past all layers below: for the middle parts of a body, at which none looks.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, stream_ping_s: float) -> None:
         self.app = app
         self.metrics = metrics
+        self._stream_ping_s = stream_ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +52,8 @@ class RequestContext:
         arrival = time.monotonic()
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {}).update(request_id=request_id, arrival=arrival, send_part=send)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, arrival=arrival, send_part=send, stream_ping_s=self._stream_ping_s)
         status = CLIENT_LEFT
 
         async def send_with_headers(message: Message) -> None:

@@ -22,7 +22,6 @@ from service.web.errors import answer, report
 DONE = b"data: [DONE]\n\n"
 # No blank line after it: stock clients take that for an event without data, if an earlier one of the stream had an id.
 PING = b": ping\n"
-PING_INTERVAL_S = 15.0
 PARTS_AT_ONCE = 16  # of a body, when they are there at once
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _MARK = uuid.uuid4().hex  # nothing else in a frame is this string
@@ -63,6 +62,7 @@ class EventStream(Response):
     """Sends the frames of an async generator. Whatever happens, the generator is closed and `on_close` called once.
 
     `on_close` is there because closing a generator that never started runs none of its code.
+    `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state.
     It never calls `receive`: that a client left is known to the middleware, which cancels this task.
     """
 
@@ -73,11 +73,9 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] | None = None,
-        ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         self.frames = frames
         self.on_close = on_close
-        self.ping_interval_s = ping_interval_s
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS)
@@ -88,7 +86,8 @@ class EventStream(Response):
                 stack.callback(self.on_close)
             await stack.enter_async_context(contextlib.aclosing(self.frames))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            pacer = Pacer(scope.get("state", {}).get("send_part", send), self.ping_interval_s)
+            state = scope.get("state", {})
+            pacer = Pacer(state.get("send_part", send), state.get("stream_ping_s", 0.0))
             pinger = asyncio.create_task(pacer.ping_when_idle())
             try:
                 async for data in self.frames:
@@ -116,8 +115,8 @@ class Pacer:
         self.num_sent += 1
 
     async def ping_when_idle(self) -> None:
-        """Runs until cancelled. No ping while a frame waits for a slow reader."""
-        while True:
+        """Runs until cancelled, or not at all without an interval. No ping while a frame waits for a slow reader."""
+        while self._interval_s:
             num_sent = self.num_sent
             await asyncio.sleep(self._interval_s)
             if num_sent == self.num_sent and not self._is_sending:

@@ -14,7 +14,7 @@ from tests.redis_servers import Topology, own_prefix
 from tests.stored_sessions import Clock
 
 REDIS = ("redis_single", "redis_cluster")
-BOUNDS = PrefixBounds(max_bytes=1000, max_tenant_bytes=600, ttl_s=100.0)
+BOUNDS = PrefixBounds(max_bytes=1000, ttl_s=100.0)
 NONE = PrefixUsage(num_entries=0, num_bytes=0)
 Advance = Callable[[float], None]
 
@@ -113,18 +113,18 @@ async def test_what_is_removed_is_gone_and_may_be_removed_again(store: PrefixSto
     assert await store.usage(tenant="a") == PrefixUsage(num_entries=1, num_bytes=100)
 
 
-async def test_a_tenant_above_its_bound_loses_what_it_has_not_used_for_longest(
+async def test_full_store_drops_the_least_recently_used_entry_of_a_lone_tenant(
     store: PrefixStore, advance: Advance
 ) -> None:
-    for number in range(6):
+    for number in range(10):
         await put(store, number)
         advance(1)
     assert await store.load(tenant="a", key=key(0)) is not None
     advance(1)
-    await put(store, 6)
-    await put(store, 7)
-    assert await held(store) == {0, 3, 4, 5, 6, 7}
-    assert await store.usage(tenant="a") == PrefixUsage(num_entries=6, num_bytes=600)
+    await put(store, 10)
+    await put(store, 11)
+    assert await held(store) == {0, *range(3, 12)}
+    assert await store.usage(tenant="a") == PrefixUsage(num_entries=10, num_bytes=1000)
 
 
 async def test_L5_nobody_loses_anything_below_an_equal_share(store: PrefixStore, advance: Advance) -> None:
@@ -145,7 +145,7 @@ async def test_L5_nobody_loses_anything_below_an_equal_share(store: PrefixStore,
 
 async def test_an_entry_larger_than_a_bound_is_not_kept(store: PrefixStore) -> None:
     await put(store, 1)
-    await put(store, 2, size=601)
+    await put(store, 2, size=1001)
     assert await held(store) == {1}
 
 

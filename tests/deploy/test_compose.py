@@ -132,7 +132,7 @@ def test_defaults_make_a_gateway_that_refuses_strangers() -> None:
     values = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items() if value}
     settings = Settings(**values)
     assert settings.is_redis
-    assert settings.backend == "local"
+    assert settings.triton_url is None
     assert not settings.allow_anonymous
     assert settings.api_keys_file is None
 

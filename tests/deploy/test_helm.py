@@ -106,7 +106,7 @@ def test_the_gateway_of_an_example_would_start(example: str) -> None:
     settings = Settings(**given)
     assert settings.is_redis
     assert (settings.api_keys_file is None) == settings.allow_anonymous
-    assert settings.backend == ("triton" if example == "triton-gpu" else "local")
+    assert (settings.triton_url is None) == (example != "triton-gpu")
 
 
 def test_an_engine_has_a_thread_for_each_core_of_its_pod() -> None:
@@ -118,7 +118,7 @@ def test_an_engine_has_a_thread_for_each_core_of_its_pod() -> None:
 def test_large_numbers_arrive_as_they_were_written() -> None:
     assert environment("everything")["NSM_MAX_BODY_BYTES"] == "16777216"
     assert environment("everything")["NSM_PLAYGROUND"] == "false"
-    assert environment("everything")["NSM_TRACE_SAMPLE"] == "0.1"
+    assert environment("everything")["OTEL_TRACES_SAMPLER_ARG"] == "0.1"
 
 
 def test_no_secret_is_in_a_render() -> None:

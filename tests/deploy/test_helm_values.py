@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.helm.write import OF_CHART, SCHEMA, objects, render, schema_text
-from service.settings import ENV_PREFIX, LOCAL_ENGINE, Settings
+from deploy.helm.write import (
+    OF_CHART,
+    SCHEMA,
+    SETTINGS_TEMPLATE,
+    VALUES,
+    objects,
+    render,
+    schema_text,
+    settings_template,
+    values_text,
+)
+from service.settings import ENV_PREFIX, Settings, engine_settings
 
 
 def refused(tmp_path: Path, values: dict[str, Any]) -> str:
@@ -21,14 +31,16 @@ def refused(tmp_path: Path, values: dict[str, Any]) -> str:
     return str(refusal.value.stderr)
 
 
-def test_the_schema_knows_the_settings_and_parameters_of_today() -> None:
-    """Otherwise write it anew: `python -m deploy.helm.write`."""
+def test_generated_parts_of_the_chart_match_the_settings() -> None:
+    """Otherwise write them again: `python -m deploy.helm.write`."""
     assert SCHEMA.read_text() == schema_text()
+    assert VALUES.read_text() == values_text()
+    assert SETTINGS_TEMPLATE.read_text() == settings_template()
 
 
 def test_what_an_engine_of_the_gateway_reads_is_refused_with_triton(tmp_path: Path) -> None:
     kinds = json.loads(SCHEMA.read_text())["definitions"]["settings"]["properties"]
-    for name in LOCAL_ENGINE:
+    for name in engine_settings():
         variable = ENV_PREFIX + name.upper()
         value = {"string": "auto", "boolean": True}.get(kinds[variable]["type"], 4)
         told = refused(tmp_path, {"triton": {"enabled": True}, "gateway": {"settings": {variable: value}}})

@@ -128,16 +128,8 @@ async def test_T2_a_launched_server_is_probed_and_serves_a_gateway_over_tls(
 
 
 async def a_gateway_needs_its_certificates(launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = launched.ours.issue("gateway")
-    for name, value in {
-        "BACKEND": "triton",
-        "TRITON_URL": f"127.0.0.1:{launched.grpc_port}",
-        "TRITON_WAIT_S": "5",
-        "TRITON_TLS_CA": str(launched.ours.ca.cert),
-        "TRITON_TLS_CERT": str(own.cert),
-        "TRITON_TLS_KEY": str(own.key),
-    }.items():
-        monkeypatch.setenv(f"NSM_{name}", value)
+    monkeypatch.setenv("NSM_TRITON_URL", f"127.0.0.1:{launched.grpc_port}")
+    monkeypatch.setenv("NSM_TRITON_TLS_DIR", str(launched.ours.tls_directory(tmp_path / "tls", "gateway")))
     async with gateway(make_backend(load_settings())) as opened:
         assert (await opened.client.get("/health/ready")).status_code == 200
         body = {"prompt": "It was", "max_tokens": 3, "ignore_eos": True}
@@ -145,8 +137,8 @@ async def a_gateway_needs_its_certificates(launched: Launched, tmp_path: Path, m
         assert answer["usage"]["completion_tokens"] == 3
 
     theirs = Authority.create(tmp_path / "theirs")
-    monkeypatch.setenv("NSM_TRITON_WAIT_S", "0.5")
-    monkeypatch.setenv("NSM_TRITON_TLS_CA", str(theirs.ca.cert))
+    monkeypatch.setattr("service.server.TRITON_WAIT_S", 0.5)
+    monkeypatch.setenv("NSM_TRITON_TLS_DIR", str(theirs.tls_directory(tmp_path / "theirs-tls", "gateway")))
     backend = make_backend(load_settings())
     with pytest.raises(ConfigError, match="was not signed by the CA that this side trusts"):
         await backend.start()

@@ -24,13 +24,13 @@ from tests.models import local_backend
 from tests.redis_servers import Topology
 from tests.tenants import make_key, write_keys
 
-BOUNDS = PrefixBounds(max_bytes=2**24, max_tenant_bytes=2**24, ttl_s=60.0)
+BOUNDS = PrefixBounds(max_bytes=2**24, ttl_s=60.0)
 SYSTEM = "You are a clerk who copies letters by hand, all day long and every day of the year. " * 6
 
 
 @pytest.fixture
 async def plain(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
-    async with gateway(make_backend(), prefix_cache=False) as opened:
+    async with gateway(make_backend(), prefix_cache_mb=0) as opened:
         yield opened
 
 
@@ -236,10 +236,10 @@ async def test_R6_any_prompts_get_the_answers_that_they_get_without(
 ) -> None:
     """Prompts from three texts, cut anywhere, with any tail; some go on from the answer before."""
     entry = MIN_TOKENS * 4 + 5_000
-    small = PrefixBounds(max_bytes=6 * entry, max_tenant_bytes=6 * entry, ttl_s=60.0)
+    small = PrefixBounds(max_bytes=6 * entry, ttl_s=60.0)
     async with (
         gateway(make_backend(), prefixes=MemoryPrefixStore(small)) as cached,
-        gateway(make_backend(), prefix_cache=False) as plain,
+        gateway(make_backend(), prefix_cache_mb=0) as plain,
     ):
         before: list[int] = []
         for number, (text, length, tail, goes_on) in enumerate(shapes):

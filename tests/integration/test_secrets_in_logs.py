@@ -39,9 +39,9 @@ def variables(tmp_path: Path, model: Path, store: str) -> dict[str, str]:
         "DATA_DIR": tmp_path,
         "GRACE_S": 1,
         "LOG_LEVEL": "debug",
-        "OTLP_ENDPOINT": f"http://user:{RECEIVER}@127.0.0.1:{free_port()}",  # where nobody listens
     }
-    return {f"NSM_{name}": str(value) for name, value in own.items()}
+    receiver = f"http://user:{RECEIVER}@127.0.0.1:{free_port()}"  # nobody listens there
+    return {f"NSM_{name}": str(value) for name, value in own.items()} | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver}
 
 
 def ask_in_every_way(url: str, key: str) -> list[int]:

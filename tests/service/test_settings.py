@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
-from service.settings import REDIS_SCHEMES, Settings, load_settings
+from service.settings import OTLP_ENDPOINTS, REDIS_SCHEMES, Settings, is_tracing_on, load_settings, shown
 from service.stores.redis import url as redis_url
 from service.stores.sessions.factory import make_store
-from service.stores.sessions.retention import MAX_RETAINED
+from service.stores.sessions.retention import MAX_KEPT
 
 SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
 
@@ -74,36 +74,27 @@ def test_store_choices(store: str, path: str | None) -> None:
     assert settings.database_path() == (None if path is None else Path.cwd() / path)
 
 
-TRITON = {"backend": "triton", "triton_url": "host:8001"}
+ENGINE = [("executor", "eager"), ("num_threads", 1), ("max_slots", 4), ("queue_limit", 1), ("energy", False)]
 
 
 def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSM_BACKEND", "triton")
     monkeypatch.setenv("NSM_TRITON_URL", "one:8001, [::1]:8001,one:8001")
     assert load_settings().triton_urls() == ("one:8001", "[::1]:8001")
-    assert Settings().triton_urls() != Settings(backend="local", triton_url=None).triton_urls() == ()
+    assert Settings(triton_url=None).triton_urls() == ()
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"backend": "triton"}, "needs NSM_TRITON_URL"),
-        ({"triton_url": "host:8001"}, "no effect unless NSM_BACKEND is triton"),
-        ({"backend": "triton", "triton_url": "host"}, "must be host:port"),
-        ({"backend": "triton", "triton_url": "http://host:8001"}, "must be host:port"),
-        ({"backend": "triton", "triton_url": "host:8001,"}, "must be host:port"),
-        ({"backend": "triton", "triton_url": "host:8001", "max_slots": 4}, "NSM_MAX_SLOTS has no effect"),
-        ({"backend": "triton", "triton_url": "host:8001", "num_threads": 1}, "NSM_NUM_THREADS has no effect"),
-        ({"backend": "cloud"}, "NSM_BACKEND"),
-        ({"triton_tls_ca": "ca.pem"}, "NSM_TRITON_TLS_CA has no effect unless NSM_BACKEND is triton"),
-        ({**TRITON, "triton_tls_cert": "a", "triton_tls_ca": "b"}, "are of use together only"),
-        ({**TRITON, "triton_tls_key": "a", "triton_tls_ca": "b"}, "are of use together only"),
-        ({**TRITON, "triton_tls_name": "triton"}, "have no effect without NSM_TRITON_TLS_CA"),
-        ({**TRITON, "triton_tls_cert": "a", "triton_tls_key": "b"}, "have no effect without NSM_TRITON_TLS_CA"),
+        ({"triton_url": "host"}, "must be host:port"),
+        ({"triton_url": "http://host:8001"}, "must be host:port"),
+        ({"triton_url": "host:8001,"}, "must be host:port"),
+        *(({"triton_url": "host:8001", name: value}, f"NSM_{name.upper()} .* has no effect") for name, value in ENGINE),
+        ({"triton_tls_dir": "tls"}, "NSM_TRITON_TLS_DIR .* has no effect without NSM_TRITON_URL"),
     ],
     ids=str,
 )
-def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, object], words: str) -> None:
+def test_setting_without_effect_for_the_backend_is_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_settings(**given)
 
@@ -131,9 +122,9 @@ def test_a_wish_that_the_backend_cannot_follow_is_refused(given: dict[str, objec
         ("NSM_NUM_THREADS", "0", ["NSM_NUM_THREADS", "1", "'0'"]),
         ("NSM_LOG_LEVEL", "loud", ["NSM_LOG_LEVEL", "'debug'", "'loud'"]),
         ("NSM_LOG_FORMAT", "xml", ["NSM_LOG_FORMAT", "'json'", "'xml'"]),
-        ("NSM_OTLP_ENDPOINT", "collector:4318", ["NSM_OTLP_ENDPOINT", "--otlp-endpoint", "http or https URL"]),
-        ("NSM_TRACE_SAMPLE", "2", ["NSM_TRACE_SAMPLE", "1", "'2'"]),
-        ("NSM_ENERGY_CORE_WATTS", "0", ["NSM_ENERGY_CORE_WATTS", "0", "'0'"]),
+        ("NSM_STREAM_PING_S", "-1", ["NSM_STREAM_PING_S (--stream-ping-s)", "0", "'-1'"]),
+        ("NSM_PREFIX_CACHE_MB", "-1", ["NSM_PREFIX_CACHE_MB", "0", "'-1'"]),
+        ("NSM_OTLP_ENDPOINT", "http://collector:4318", ["unknown setting NSM_OTLP_ENDPOINT"]),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(
@@ -145,6 +136,42 @@ def test_bad_settings_are_refused_in_one_line(
     message = str(caught.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+def test_traces_are_on_if_opentelemetry_names_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*OTLP_ENDPOINTS, "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_tracing_on()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    assert is_tracing_on()
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert not is_tracing_on()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "user:secret@collector:4318")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT must be an http or https URL") as caught:
+        is_tracing_on()
+    assert "secret" not in str(caught.value)
+
+
+def test_X9_user_without_a_home_directory_needs_a_data_directory_for_sqlite_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pathlib.Path.home", _no_home)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert load_settings(store="memory").data_dir is None
+    assert load_settings(store="redis://host").database_path() is None
+    assert load_settings(store="sqlite:////srv/x.db").database_path() == Path("/srv/x.db")
+    with pytest.raises(ConfigError, match=r"NSM_DATA_DIR \(--data-dir\) is required"):
+        load_settings()
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_every_setting_has_a_description_and_at_most_one_definition() -> None:
+    for name, field in Settings.model_fields.items():
+        assert (field.description or "").endswith("."), name
+    assert shown(next(iter(Settings.model_fields))).section is not None
 
 
 def test_settings_are_frozen() -> None:
@@ -159,7 +186,7 @@ def test_only_settings_reads_the_environment() -> None:
         for path in SERVICE_DIR.rglob("*.py")
         if "os.environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert readers == {"settings.py", "dev_server.py", "builds.py"}  # two hand it on to the programs they start
+    assert readers == {"settings.py", "dev_server.py"}  # the latter passes it on to the program that it starts
 
 
 def test_nothing_is_read_at_import() -> None:
@@ -189,9 +216,9 @@ def test_a_password_in_a_store_is_never_shown() -> None:
 
 
 def test_a_session_may_keep_as_many_snapshots_as_the_stores_have_room_for() -> None:
-    assert load_settings(kept_snapshots=MAX_RETAINED).kept_snapshots == MAX_RETAINED
+    assert load_settings(kept_snapshots=MAX_KEPT).kept_snapshots == MAX_KEPT
     assert (load_settings().state_dtype, load_settings(state_dtype="int8").state_dtype) == ("fp32", "int8")
     with pytest.raises(ConfigError, match=r"NSM_STATE_DTYPE.*'bf16'"):
         load_settings(state_dtype="bf16")
     with pytest.raises(ConfigError, match="NSM_KEPT_SNAPSHOTS"):
-        load_settings(kept_snapshots=MAX_RETAINED + 1)
+        load_settings(kept_snapshots=MAX_KEPT + 1)

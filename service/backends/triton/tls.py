@@ -45,6 +45,12 @@ class TritonTls:
         check_pair(cert, key)
         return cls(ca=ca.read_bytes(), cert=cert.read_bytes(), key=key.read_bytes(), server_name=server_name)
 
+    @classmethod
+    def read_directory(cls, directory: Path) -> TritonTls:
+        """`ca.crt`, and `tls.crt` with `tls.key` if there: the files of a Kubernetes TLS secret. Errors as `read`."""
+        cert, key = (path if path.exists() else None for path in (directory / "tls.crt", directory / "tls.key"))
+        return cls.read(ca=directory / "ca.crt", cert=cert, key=key)
+
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 

@@ -25,10 +25,9 @@ class PrefixKey:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBounds:
-    """What the entries may take: bytes in all and of each tenant, seconds since an entry was last used."""
+    """Bytes of all entries together, and seconds that an entry stays after its last use."""
 
     max_bytes: int
-    max_tenant_bytes: int
     ttl_s: float
 
 
@@ -43,8 +42,8 @@ class PrefixUsage:
 class PrefixStore(Protocol):
     """Every call names the tenant: another tenant's entries do not exist, and no call takes longer because of them.
 
-    A tenant that has more than its own bound loses what it has not used for longest. When all have too much, the tenant
-    that has most does: nobody loses anything below an equal share.
+    A full store drops the least recently used entry of the tenant with most bytes: no tenant loses anything below an
+    equal share.
 
     Errors: StoreUnavailable, StorageFull. Implementations: `memory`, `redis`.
     """

@@ -9,6 +9,7 @@ from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
 
 MIB = 2**20
+TTL_S = 3600.0  # of an entry since its last use: longer than the pause between two messages of a chat
 
 
 def make_prefix_store(settings: Settings) -> PrefixStore:
@@ -20,10 +21,4 @@ def make_prefix_store(settings: Settings) -> PrefixStore:
 
 
 def bounds_of(settings: Settings) -> PrefixBounds:
-    max_bytes = settings.prefix_cache_mb * MIB
-    tenant_mb = settings.prefix_cache_tenant_mb
-    return PrefixBounds(
-        max_bytes=max_bytes,
-        max_tenant_bytes=max_bytes if tenant_mb is None else min(max_bytes, tenant_mb * MIB),
-        ttl_s=settings.prefix_cache_ttl_s,
-    )
+    return PrefixBounds(max_bytes=settings.prefix_cache_mb * MIB, ttl_s=TTL_S)

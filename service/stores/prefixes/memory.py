@@ -48,13 +48,11 @@ class MemoryPrefixStore:
 
     async def put(self, *, tenant: str, key: PrefixKey, entry: bytes) -> None:
         bounds = self._bounds
-        if len(entry) > min(bounds.max_bytes, bounds.max_tenant_bytes):
+        if len(entry) > bounds.max_bytes:
             return
         self._drop(tenant, (key,))
         self._tenants.setdefault(tenant, OrderedDict())[key] = _Held(entry, self._clock())
         self._num_bytes[tenant] += len(entry)
-        while self._num_bytes[tenant] > bounds.max_tenant_bytes:
-            self._drop_oldest(tenant)
         while self._num_bytes.total() > bounds.max_bytes:
             self._drop_oldest(max(self._num_bytes, key=lambda name: (self._num_bytes[name], name)))
 

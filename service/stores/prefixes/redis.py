@@ -86,12 +86,11 @@ class RedisPrefixStore:
 
     async def put(self, *, tenant: str, key: PrefixKey, entry: bytes) -> None:
         bounds, name = self._bounds, self._entry(tenant, key)
-        if len(entry) > min(bounds.max_bytes, bounds.max_tenant_bytes):
+        if len(entry) > bounds.max_bytes:
             return
         await self._command("SET", name, entry, "PX", self._ttl_us // 1000)
         try:
-            limits = (bounds.max_tenant_bytes, bounds.max_bytes, self._ttl_us)
-            dropped = await self._script(PUT, _name(tenant, key), len(entry), *limits)
+            dropped = await self._script(PUT, _name(tenant, key), len(entry), bounds.max_bytes, self._ttl_us)
         except NsmError:  # without a name it would not be found, and not be counted
             with contextlib.suppress(NsmError):
                 await self._command("UNLINK", name)

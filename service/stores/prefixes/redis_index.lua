@@ -34,11 +34,7 @@ local function total()
   return tonumber(redis.call('HGET', bytes_key, 'total') or '0')
 end
 
-local function size_of(tenant)
-  return tonumber(redis.call('ZSCORE', tenants_key, tenant) or '0')
-end
-
--- What this tenant has not used for longest.
+-- The tenant's least recently used name.
 local function oldest_of(tenant)
   local start = 0
   while true do

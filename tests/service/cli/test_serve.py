@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import signal
@@ -8,30 +7,28 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 import pytest
+from typer.main import get_command
 
-from service.cli.serve import serve
-from service.settings import STORES, Settings
+from service.cli.main import app
+from service.settings import STORES, Settings, shown_default
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
 
 
 def test_every_setting_is_an_option_that_shows_its_default() -> None:
-    hints = get_type_hints(serve, include_extras=True)
-    flags = [name for name in inspect.signature(serve).parameters if name != "ctx"]
-    assert flags == list(Settings.model_fields)
+    options = {option.name: option for option in get_command(app).commands["serve"].params}
+    assert [name for name in options if name != "help"] == list(Settings.model_fields)
     for name, field in Settings.model_fields.items():
-        shown = hints[name].__metadata__[0].show_default
-        if field.default_factory is None and field.default is not None:
-            assert shown == as_shown(field.default)
+        assert options[name].help == field.description
+        assert options[name].show_default == shown_default(name)
 
 
-def as_shown(default: object) -> str:
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return f"{default:.16g}" if isinstance(default, float) else str(default)
+def test_executor_option_lists_every_executor(nsm: Nsm) -> None:
+    result = nsm("serve", "--help", COLUMNS="300")
+    assert "[auto|eager|native|cuda|cuda-fp16|cuda-fp32]" in result.output
 
 
 def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +64,17 @@ def test_a_bad_setting_is_one_line(
     monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value)
     assert_one_line(result, message)
+
+
+def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    result = nsm("serve", "--port", 0, "--max-slots", 10**11, "--token-budget", 10**11)
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"nsm: NSM_MAX_SLOTS \(--max-slots\) is too large: no memory for the states of 100000000000 slots, about "
+        r"[\d.]+ GiB\n",
+        result.stderr,
+    )
 
 
 def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ async def test_R18_what_is_switched_off_says_so(tmp_path: Path) -> None:
         told = await told_of(server)
         assert (told["prefix_cache"], told["kept_snapshots"]) == (True, 2)
         assert 'nsm_prefix_resume_total{outcome="off"} 0.0' in (await server.client.get("/metrics")).text
-    async with gateway(FakeBackend(), prefix_cache=False, kept_snapshots=0) as server:
+    async with gateway(FakeBackend(), prefix_cache_mb=0, kept_snapshots=0) as server:
         told = await told_of(server)
         assert (told["prefix_cache"], told["kept_snapshots"]) == (False, 0)
         await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})

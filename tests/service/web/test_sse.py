@@ -18,6 +18,8 @@ from tests.fakes import FakeBackend
 from tests.gateway import gateway
 from tests.raw_http import connect
 
+PINGING = {"state": {"stream_ping_s": 0.001}}
+
 
 class Wire:
     """What a server does with messages: it takes them when `may_send` is set."""
@@ -81,12 +83,32 @@ async def test_silence_is_filled_with_comments() -> None:
         yield b"two"
 
     wire = Wire()
-    task = asyncio.create_task(EventStream(frames(), ping_interval_s=0.001)({}, wire.receive, wire.send))
+    task = asyncio.create_task(EventStream(frames())(PINGING, wire.receive, wire.send))
     await wire.until_body(sse.PING)
     go_on.set()
     await task
     assert wire.body().startswith(b"one: ping\n")
     assert wire.body().endswith(b"two")
+
+
+async def test_X16_stream_without_an_interval_sends_no_comments() -> None:
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        await asyncio.sleep(0.02)  # a silence of many intervals of the other tests
+        yield b"two"
+
+    for state in ({"stream_ping_s": 0.0}, {}):
+        wire = Wire()
+        await EventStream(frames())({"state": state}, wire.receive, wire.send)
+        assert wire.body() == b"onetwo"
+
+
+async def test_X16_silent_stream_gets_comments_at_the_interval_of_the_settings() -> None:
+    backend = FakeBackend(hold=True)
+    async with gateway(backend, is_live=True, stream_ping_s=0.01) as server:
+        body = {"prompt": "x", "max_tokens": 4, "stream": True}
+        async with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert await anext(answer.aiter_text()) == ": ping\n"
 
 
 async def test_a_stock_client_ignores_comments_between_numbered_events() -> None:
@@ -98,7 +120,7 @@ async def test_a_stock_client_ignores_comments_between_numbered_events() -> None
         yield frame({"n": 2}, event="x", event_id=2)
 
     wire = Wire()
-    task = asyncio.create_task(EventStream(frames(), ping_interval_s=0.001)({}, wire.receive, wire.send))
+    task = asyncio.create_task(EventStream(frames())(PINGING, wire.receive, wire.send))
     await wire.until_body(sse.PING)
     go_on.set()
     await task
@@ -111,7 +133,7 @@ async def test_no_comment_waits_behind_a_slow_reader() -> None:
         yield b"two"
 
     wire = Wire()
-    task = asyncio.create_task(EventStream(frames(), ping_interval_s=0.001)({}, wire.receive, wire.send))
+    task = asyncio.create_task(EventStream(frames())(PINGING, wire.receive, wire.send))
     await wire.until_body(b"")
     wire.may_send.clear()
     await asyncio.sleep(0.02)  # many silences, all of them the reader's

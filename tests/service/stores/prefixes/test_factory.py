@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,27 +29,12 @@ def test_prefix_store_is_redis_only_beside_sessions_in_redis(store: str, kind: t
     assert isinstance(make_prefix_store(Settings(data_dir=tmp_path, store=store)), kind)
 
 
-@pytest.mark.parametrize(
-    ("fields", "bounds"),
-    [
-        ({}, PrefixBounds(max_bytes=512 * MIB, max_tenant_bytes=512 * MIB, ttl_s=3600.0)),
-        (
-            {"prefix_cache_mb": 10, "prefix_cache_tenant_mb": 3, "prefix_cache_ttl_s": 5.0},
-            PrefixBounds(max_bytes=10 * MIB, max_tenant_bytes=3 * MIB, ttl_s=5.0),
-        ),
-        ({"prefix_cache_mb": 2, "prefix_cache_tenant_mb": 3}, PrefixBounds(
-            max_bytes=2 * MIB, max_tenant_bytes=2 * MIB, ttl_s=3600.0
-        )),
-    ],
-)  # fmt: skip
-def test_bounds_come_from_the_settings(fields: dict[str, Any], bounds: PrefixBounds) -> None:
-    assert bounds_of(Settings(**fields)) == bounds
+def test_prefix_bounds_come_from_the_setting() -> None:
+    assert bounds_of(Settings()) == PrefixBounds(max_bytes=512 * MIB, ttl_s=3600.0)
+    assert bounds_of(Settings(prefix_cache_mb=10)).max_bytes == 10 * MIB
 
 
-def test_the_switch_reads_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, is_on in (("on", True), ("off", False)):
-        monkeypatch.setenv("NSM_PREFIX_CACHE", text)
-        assert load_settings().prefix_cache is is_on
-    monkeypatch.setenv("NSM_PREFIX_CACHE", "maybe")
-    with pytest.raises(ConfigError, match="NSM_PREFIX_CACHE"):
-        load_settings()
+def test_prefix_cache_is_off_without_a_size() -> None:
+    with pytest.raises(ConfigError, match="NSM_PREFIX_CACHE_MB"):
+        load_settings(prefix_cache_mb=-1)
+    assert load_settings(prefix_cache_mb=0).prefix_cache_mb == 0

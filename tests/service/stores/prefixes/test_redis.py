@@ -14,7 +14,7 @@ from tests.integration.test_redis_access import documented_acl_rules
 from tests.redis_servers import Topology, own_prefix, start_single
 
 pytestmark = pytest.mark.redis
-BOUNDS = PrefixBounds(max_bytes=2**30, max_tenant_bytes=2**30, ttl_s=60.0)
+BOUNDS = PrefixBounds(max_bytes=2**30, ttl_s=60.0)
 KIB = 2**10
 
 

@@ -15,7 +15,7 @@ from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, gateway
 from tests.tenants import StillClock
 
-BOUNDS = PrefixBounds(max_bytes=2**20, max_tenant_bytes=2**20, ttl_s=60.0)
+BOUNDS = PrefixBounds(max_bytes=2**20, ttl_s=60.0)
 
 
 class Unreliable(MemoryPrefixStore):
@@ -140,7 +140,7 @@ async def test_R1_short_prompts_are_left_alone() -> None:
 
 async def test_what_is_cheaper_to_read_again_than_to_keep_is_not_kept() -> None:
     backend = FakeBackend()
-    async with gateway(backend, prefix_cache_min_tokens=128) as server:
+    async with gateway(backend, prefix_min_tokens=128) as server:
         assert await ask(server, ids(120)) == 0
         assert await ask(server, ids(140, seed=1)) == 0
         assert await ask(server, ids(140, seed=1)[:127] + ids(50, seed=2)) == 0
@@ -149,7 +149,7 @@ async def test_what_is_cheaper_to_read_again_than_to_keep_is_not_kept() -> None:
 
 
 async def test_an_answer_that_makes_a_prompt_long_enough_is_kept() -> None:
-    async with gateway(FakeBackend("a" * 200), prefix_cache_min_tokens=128) as server:
+    async with gateway(FakeBackend("a" * 200), prefix_min_tokens=128) as server:
         await ask(server, ids(100), max_tokens=20)
         assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
         await ask(server, ids(100, seed=1), max_tokens=40)
@@ -159,7 +159,7 @@ async def test_an_answer_that_makes_a_prompt_long_enough_is_kept() -> None:
 async def test_short_beginnings_that_come_back_are_kept_whatever_a_new_prompt_must_spare() -> None:
     """A system prompt of 70 tokens is shared by prompts of 90, and a chat that was resumed goes on in short steps."""
     backend = FakeBackend()
-    async with gateway(backend, prefix_cache_min_tokens=1000) as server:
+    async with gateway(backend, prefix_min_tokens=1000) as server:
         found = [await ask(server, ids(70) + ids(20, seed=1 + number)) for number in range(4)]
         assert found == [0, 0, 64, 64]
         chat = ids(70) + ids(90, seed=9)

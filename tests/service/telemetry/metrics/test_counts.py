@@ -49,7 +49,7 @@ def ended(server: Gateway) -> float:
 async def test_M1_every_request_ends_once_in_every_count(tiny_tokenizer: Tokenizer) -> None:
     choice = random.Random(7)
     backend = local_backend(tiny_tokenizer, max_slots=3, queue_limit=64)
-    async with gateway(backend, is_live=True, prefix_cache=False) as server:
+    async with gateway(backend, is_live=True, prefix_cache_mb=0) as server:
         server.client.timeout = httpx.Timeout(60)
         num_requests = sum(await asyncio.gather(*(ask(server, number, choice) for number in range(NUM_BODIES))))
         async with asyncio.timeout(20):

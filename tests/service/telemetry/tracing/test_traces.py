@@ -264,9 +264,11 @@ async def test_without_an_endpoint_nothing_is_traced() -> None:
         assert (await server.client.post(PATH, json={"prompt": "x"})).status_code == 200
 
 
-async def test_spans_reach_a_receiver_by_otlp() -> None:
+async def test_spans_reach_a_receiver_by_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as receiver:
-        tracing = make_tracing(receiver.url + "/", sample=1.0, service_name="front")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url + "/")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "front")
+        tracing = make_tracing()
         async with gateway(FakeBackend(), tracing=tracing, is_live=True) as server:
             headers = {"traceparent": TRACEPARENT}
             await server.client.post(PATH, json={"prompt": "x", "max_tokens": 3}, headers=headers)
@@ -277,16 +279,20 @@ async def test_spans_reach_a_receiver_by_otlp() -> None:
     assert inner.parent_span_id == outer.span_id
 
 
-async def test_what_is_not_sampled_is_not_sent() -> None:
+async def test_unsampled_trace_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as receiver:
-        tracing = make_tracing(receiver.url, sample=0.0, service_name="front")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", receiver.url + "/v1/traces")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        tracing = make_tracing()
         async with gateway(FakeBackend(), tracing=tracing) as server:
             assert (await server.client.post(PATH, json={"prompt": "x"})).status_code == 200
             await server.client.post(PATH, json={"prompt": "x"}, headers={"traceparent": TRACEPARENT})
         assert {span.trace_id.hex() for span in receiver.spans} == {TRACE_ID}  # a client's own decision holds
+        assert receiver.resources[0]["service.name"] == "nsm"
 
 
 def test_traces_without_the_extra_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(ConfigError, match=r"NSM_OTLP_ENDPOINT needs the extra: pip install 'nsm-serve\[tracing\]'"):
-        make_tracing("http://127.0.0.1:4318", sample=1.0, service_name="front")
+    with pytest.raises(ConfigError, match=r"OTEL_\w+ need the extra: pip install 'nsm-serve\[tracing\]'"):
+        make_tracing()
