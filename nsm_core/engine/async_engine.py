@@ -17,7 +17,7 @@ from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
-from nsm_core.inspection.routing import MAX_WATCHED
+from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS
 from nsm_core.stats import EngineStats
 
 logger = logging.getLogger("nsm.engine")
@@ -167,8 +167,8 @@ class AsyncEngine:
         if not request.include_routing:
             return
         num_watched = sum(handle.request.include_routing for handle in self._handles.values())
-        if num_watched >= MAX_WATCHED:
-            message = f"at most {MAX_WATCHED} requests with include_routing may run at a time"
+        if num_watched >= MAX_ROUTED_REQUESTS:
+            message = f"at most {MAX_ROUTED_REQUESTS} requests with include_routing may run at a time"
             raise Overloaded(message, param="include_routing")
 
     def is_ready(self) -> bool:

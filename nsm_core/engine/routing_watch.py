@@ -91,7 +91,7 @@ class WatchedRequests:
         try:
             if self._probe is not None:
                 slots = sorted(ids)
-                layers = self._probe.look(pool.gather(slots), [ids[slot] for slot in slots])
+                layers = self._probe.capture(pool.gather(slots), [ids[slot] for slot in slots])
                 found = _told(slots, layers, running)
         except Exception as error:  # the step itself does without: nobody's tokens are lost for a look at them
             logger.error("what the states do could not be told", exc_info=error)

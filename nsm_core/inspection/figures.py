@@ -1,4 +1,4 @@
-"""What a layer's activity over a text comes to, state by state and token by token."""
+"""Figures of a layer's activity over a text, by state and by token."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TokenFigures:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateFigures:
-    """Of each state's part in each head, [H,M].
+    """Of each state in each head, [H,M].
 
     `importance`: mean over tokens of its write weight and its read weight; `utilisation`: share of tokens that use it;
-    `half_life`: tokens until a half of what it holds is replaced, at its mean decay, inf where nothing was written;
-    `specialisation`: 1 - entropy of its writes over the tokens / the most there can be: 0 where all tokens write alike,
-    1 where one alone writes.
+    `half_life`: tokens until half of its content is replaced, at its mean decay, inf if nothing was written;
+    `specialisation`: 1 - entropy of its writes over the tokens / the maximum: 0 if all tokens write alike,
+    1 if one token alone writes.
     """
 
     importance: Tensor
@@ -87,8 +87,9 @@ def state_figures(layer: LayerActivity) -> StateFigures:
 def smoothness(layer: LayerActivity) -> Tensor:
     """[H,M] in [-1, 1]: mean cosine between a state's changes at neighbouring tokens; NaN where it never changed twice.
 
-    1: it goes straight on, 0: every token sends it elsewhere. Raises InvalidRequest for a layer without states.
+    1: it moves straight on, 0: every token moves it in a new direction. Raises InvalidRequest for a layer that has no
+    states.
     """
-    if layer.lives is None:
+    if layer.trajectory is None:
         raise InvalidRequest(f"layer {layer.name} ({layer.kind}) has no states to follow", param="layer")
-    return layer.lives.turn.nanmean(dim=0)
+    return layer.trajectory.turn.nanmean(dim=0)

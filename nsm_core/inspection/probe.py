@@ -1,4 +1,4 @@
-"""Tells what a token does to the states of a running text, by reading it once more beside the engine's own step."""
+"""Captures the routing of a running text's token by reading the token once more, beside the engine's own step."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.inspection.looks import Look, has_states, look
+from nsm_core.inspection.layer_hooks import clear_hooked, hookable_layers, hooked
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
-from nsm_core.inspection.watching import forget, layers_of, watching
+from nsm_core.inspection.routing_capture import Capture, capture, has_states
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
 
 
 class RoutingProbe:
-    """Of one model, as it is written: whichever executor serves it, what is told are the figures of these operations.
+    """Reads tokens with the eager model, whichever executor serves it. The figures are those of the eager operations.
 
     Not thread-safe.
     """
 
     def __init__(self, model: NsmModel) -> None:
         self._model = model
-        self._layers = [layer for layer in layers_of(model) if has_states(layer)]
+        self._layers = [layer for layer in hookable_layers(model) if has_states(layer)]
 
     @torch.inference_mode()
-    def look(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
-        """What the last token of ids[i] (at least one) does on top of the others and row i of `state` [B, *shape].
+    def capture(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
+        """The routing of the last token of ids[i] (at least one), read on top of the others and row i of `state`.
 
-        Layers without routed states are left out. The state stays as it is.
+        `state` [B, *shape] is not modified. Layers without routed states are left out.
         """
         device = state[POSITION].device
         for row, tokens in enumerate(ids):
             if len(tokens) > 1:
                 state = self._read(state, row, torch.tensor([list(tokens[:-1])], device=device))
-        forget(self._layers)
-        with watching(self._layers):
+        clear_hooked(self._layers)
+        with hooked(self._layers):
             self._model.peek(torch.tensor([tokens[-1] for tokens in ids], device=device), state)
-        found = [(layer.name, look(layer, layer.state_of(state), state[POSITION])) for layer in self._layers]
-        forget(self._layers)
-        shown = [(name, seen) for name, seen in found if seen is not None]
-        return [tuple(_describe(name, seen, row) for name, seen in shown) for row in range(len(ids))]
+        captured = [(layer.name, capture(layer, layer.state_of(state), state[POSITION])) for layer in self._layers]
+        clear_hooked(self._layers)
+        known = [(name, seen) for name, seen in captured if seen is not None]
+        return [tuple(_describe(name, seen, row) for name, seen in known) for row in range(len(ids))]
 
     def _read(self, state: State, row: int, ids: Tensor) -> State:
         _, after = self._model.forward(ids, {name: value[row : row + 1] for name, value in state.items()})
@@ -51,7 +51,7 @@ class RoutingProbe:
         return joined
 
 
-def _describe(name: str, seen: Look, row: int) -> LayerRouting:
+def _describe(name: str, seen: Capture, row: int) -> LayerRouting:
     if seen.write is None or seen.read is None:
         raise ValueError(f"layer {name} has no routed states")
     write, read = seen.write[row].cpu(), seen.read[row].cpu()
@@ -78,12 +78,12 @@ def write_entropy(write: Tensor) -> Tensor:
 
 
 def states_written(write: Tensor) -> Tensor:
-    """write [..., M] -> [...]: to how many states that amounts, exp of the entropy; 0 where nothing is written."""
+    """write [..., M] -> effective number of states written to [...]: exp of the entropy, 0 if nothing is written."""
     return write_entropy(write).exp() * (write.sum(dim=-1) > 0)
 
 
 def _largest(weights: Tensor) -> tuple[tuple[int, float], ...]:
-    """Of weights [M], without those that round to nothing; the lower number first among equals."""
+    """(state, weight) of the largest of weights [M]. Weights that round to 0 are left out; ties go by number."""
     largest, states = weights.sort(descending=True, stable=True)
     pairs = zip(states[:TOP_STATES].tolist(), map(_rounded, largest[:TOP_STATES].tolist()), strict=True)
     return tuple(pair for pair in pairs if pair[1] > 0)

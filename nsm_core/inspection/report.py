@@ -1,4 +1,4 @@
-"""What the states of a model did with a text, as plain values for an answer. No torch here."""
+"""The use of a model's states over a text, as plain values for an answer. No torch here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class StateActivity:
     """One state, its parts in all heads together. None where a figure is not defined.
 
     `importance`: mean over tokens of its write and read weights, summed over heads; `utilisation`: share of tokens that
-    replace a thousandth of it or more, mean over heads; `half_life`: median over heads of the tokens until a half of it
-    is replaced, None: never; `specialisation`: 0 where all tokens write to it alike, 1 where one alone does.
+    replace a thousandth of it or more, mean over heads; `half_life`: median over heads of the tokens until half of it
+    is replaced, None: never; `specialisation`: 0 if all tokens write to it alike, 1 if one token alone does.
     """
 
     importance: float

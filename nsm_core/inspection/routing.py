@@ -1,12 +1,12 @@
-"""What a token did to the states of each layer, as plain values for an answer (docs/inspection.md). No torch here."""
+"""The routing of a token in each layer, as plain values for an answer (docs/inspection.md). No torch here."""
 
 from __future__ import annotations
 
 import dataclasses
 
 TOP_STATES = 16  # of each list: an answer stays small
-MAX_WATCHED = 8  # requests of one engine whose routing is told at a time
-MAX_ROUTED_TOKENS = 1024  # of all choices of a request: a turn keeps what was told until it has ended
+MAX_ROUTED_REQUESTS = 8  # requests with include_routing that one engine runs at a time
+MAX_ROUTED_TOKENS = 1024  # of all choices of a request: a turn holds its routing in memory until it ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,26 +1,26 @@
-"""An inspection's figures, head by head and token by token, as one report."""
+"""The figures of an inspection as one report for each layer, means over heads and tokens."""
 
 from __future__ import annotations
 
 import math
 
 from nsm_core.inspection.figures import smoothness, state_figures, token_figures
-from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection, LayerActivity
 from nsm_core.inspection.report import LayerReport, StateActivity
+from nsm_core.inspection.routing_capture import STATES
 
 
 def summarise(inspection: Inspection) -> tuple[LayerReport, ...]:
-    """Of its layers with routed states."""
+    """Reports of the layers with routed states."""
     return tuple(_summarise(layer) for layer in inspection.layers if layer.kind in STATES)
 
 
-def untold_words(inspection: Inspection) -> str | None:
-    """Which layers nothing is said of, and why; None: there are none."""
-    if not inspection.untold:
+def skipped_layers_note(inspection: Inspection) -> str | None:
+    """A sentence that names the layers without a report, and the reason. None if all have one."""
+    if not inspection.skipped:
         return None
-    names = ", ".join(inspection.untold)
-    return f"not looked into: layers {names}, baselines whose state is one whole that tokens are not routed within"
+    names = ", ".join(inspection.skipped)
+    return f"no figures for layers {names}: baseline layers have no memory slots, so routing does not apply to them"
 
 
 def _summarise(layer: LayerActivity) -> LayerReport:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.chunk_alignment import Frame, make_frame, open_chunk
+from nsm_core.model.chunk_alignment import ChunkAlignment, align_chunks, open_chunk
 from nsm_core.model.gates import GATES
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.pulse import ShortConv
@@ -65,54 +65,54 @@ class GatedMixer(Mixer):
         q, k, v, tail = self.conv(qkv, state["conv_tail"], reset=segments.reset, lengths=segments.lengths)
         # scaled before the masks: the gradient of a scale that meets -inf is not a number
         q = q * self.scale[:, None].to(q.dtype)
-        frame = make_frame(x.shape[1], self.chunk, segments)
-        weights = frame.place(-self.router(x, segments.valid))
-        recent = self._columns(torch.cat((k, v), dim=-1).to(state["recent"].dtype), state["recent"], frame)
-        placed = frame.place(q)
-        local = self._local_scores(placed, recent, frame, segments)
-        read, changed = self._walk(q=placed, local=local, recent=recent, weights=weights, frame=frame,
+        alignment = align_chunks(x.shape[1], self.chunk, segments)
+        weights = alignment.to_chunks(-self.router(x, segments.valid))
+        recent = self._columns(torch.cat((k, v), dim=-1).to(state["recent"].dtype), state["recent"], alignment)
+        chunked = alignment.to_chunks(q)
+        local = self._local_scores(chunked, recent, alignment, segments)
+        read, changed = self._walk(q=chunked, local=local, recent=recent, weights=weights, alignment=alignment,
                                    state=state, reset=segments.reset)  # fmt: skip
-        read = frame.take(read, x.shape[1])
-        changed |= {"recent": self._as_ring(recent, frame), "conv_tail": tail}
+        read = alignment.from_chunks(read, x.shape[1])
+        changed |= {"recent": self._as_ring(recent, alignment), "conv_tail": tail}
         return self._output(read, z), {name: changed[name].to(state[name].dtype) for name in state}
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         out, new_state = self.forward(x[:, None], state, Segments(positions[:, None]))
         return out[:, 0], new_state
 
-    def _columns(self, kv: Tensor, ring: Tensor, frame: Frame) -> Tensor:
-        """Keys and values [B, (n + 1) * C, H, 2K]: the chunk before the frame, then its columns.
+    def _columns(self, kv: Tensor, ring: Tensor, alignment: ChunkAlignment) -> Tensor:
+        """Keys and values [B, (n + 1) * C, H, 2K]: the chunk before the call's first one, then all columns.
 
-        The ring has position p at place p % C, so its places are the columns of either chunk: those before `offset`
-        belong to the frame's first chunk, the others to the one before.
+        The ring has position p at index p % C. Indices before `offset` belong to the call's first chunk, the others to
+        the chunk before it.
         """
-        placed = frame.place(kv)
-        is_before = torch.arange(self.chunk, device=ring.device) < frame.offset[:, None]
-        first = torch.where(is_before[..., None, None], ring, placed[:, : self.chunk])
-        return torch.cat((ring, first, placed[:, self.chunk :]), dim=1)
+        chunked = alignment.to_chunks(kv)
+        is_before = torch.arange(self.chunk, device=ring.device) < alignment.offset[:, None]
+        first = torch.where(is_before[..., None, None], ring, chunked[:, : self.chunk])
+        return torch.cat((ring, first, chunked[:, self.chunk :]), dim=1)
 
-    def _as_ring(self, recent: Tensor, frame: Frame) -> Tensor:
+    def _as_ring(self, recent: Tensor, alignment: ChunkAlignment) -> Tensor:
         place = torch.arange(self.chunk, device=recent.device)
-        column = frame.end[:, None] - 1 - (frame.end[:, None] - 1 - place) % self.chunk
+        column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - place) % self.chunk
         return torch.take_along_dim(recent, (column + self.chunk)[..., None, None], dim=1)
 
-    def _local_scores(self, q: Tensor, recent: Tensor, frame: Frame, segments: Segments) -> Tensor:
+    def _local_scores(self, q: Tensor, recent: Tensor, alignment: ChunkAlignment, segments: Segments) -> Tensor:
         """Read logits [B,n,H,C,2C] of a chunk's tokens for those of it and the chunk before; -inf: not seen."""
-        chunk, n = self.chunk, frame.num_chunks
+        chunk, n = self.chunk, alignment.num_chunks
         keys = recent[..., : self.head_dim].unfold(1, 2 * chunk, chunk)  # [B,n,H,K,2C]
         queries = torch.unflatten(q, 1, (n, chunk)).transpose(2, 3)
         distance = torch.arange(chunk, device=q.device)[:, None] + chunk - torch.arange(2 * chunk, device=q.device)
-        positions = frame.place(segments.positions)
+        positions = alignment.to_chunks(segments.positions)
         near = (distance >= 0) & (distance < chunk)
         seen = near & (distance <= torch.unflatten(positions, 1, (n, chunk))[..., None])
         return (queries.to(keys.dtype) @ keys).masked_fill(~seen[:, :, None], -torch.inf)
 
     def _walk(
-        self, *, q: Tensor, local: Tensor, recent: Tensor, weights: Tensor, frame: Frame, state: State,
+        self, *, q: Tensor, local: Tensor, recent: Tensor, weights: Tensor, alignment: ChunkAlignment, state: State,
         reset: Tensor | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Chunk after chunk: the reads [B, n * C, H, K], and slots, cells and sums after each row's last token."""
-        chunk, n = self.chunk, frame.num_chunks
+        chunk, n = self.chunk, alignment.num_chunks
         values = recent[..., self.head_dim :].unfold(1, 2 * chunk, chunk).transpose(-1, -2)  # [B,n,H,2C,K]
         routed = torch.unflatten(weights.to(recent.dtype), 1, (n, chunk)).permute(0, 1, 3, 4, 2)  # [B,n,H,M,C]
         sums, totals = routed @ values[..., chunk:, :], routed.sum(dim=-1)
@@ -126,12 +126,12 @@ class GatedMixer(Mixer):
                 if reset is not None:
                     slots, cells = self._restart(slots, cells, reset, index)
                 reads.append(self._read(queries[:, index], local[:, index], values[:, index], slots))
-                is_whole = (frame.end >= (index + 1) * chunk)[:, None, None, None]
+                is_whole = (alignment.end >= (index + 1) * chunk)[:, None, None, None]
                 update = sums[:, index] / (totals[:, index, ..., None] + 1e-6)
                 coverage = -torch.expm1(-totals[:, index, ..., None])
                 changed, new_cells = self.gate(update, coverage, slots, cells)
                 slots, cells = torch.where(is_whole, changed, slots), torch.where(is_whole, new_cells, cells)
-        last = {"sums": open_chunk(sums, frame.end // chunk), "weights": open_chunk(totals, frame.end // chunk)}
+        last = {"sums": open_chunk(sums, alignment.end // chunk), "weights": open_chunk(totals, alignment.end // chunk)}
         return torch.stack(reads, dim=1).flatten(1, 2), {"gated": slots, "cells": cells, **last}
 
     def _restart(self, slots: Tensor, cells: Tensor, reset: Tensor, index: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.chunk_alignment import Frame, make_frame, open_chunk
+from nsm_core.model.chunk_alignment import ChunkAlignment, align_chunks, open_chunk
 from nsm_core.model.mixer import Mixer, init_projections
 from nsm_core.model.segments import Segments
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
@@ -86,10 +86,10 @@ def cosine(queries: Tensor, memory: Tensor) -> Tensor:
 
 
 class MemoryMixer(Mixer):
-    """Tokens read the rows as they were at the last boundary; a boundary writes what the tokens since it were about.
+    """Tokens read the rows as of the last boundary. A boundary writes a summary of the tokens since the one before.
 
     Boundaries are multiples of `gate_chunk` in the text, wherever calls begin and end. The state: memory and usage, and
-    the sums since the boundary of what the tokens say to each write head [P,N], and of how much they count [P].
+    the sums since the boundary of the tokens' content for each write head [P,N], and of their counts [P].
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -98,7 +98,7 @@ class MemoryMixer(Mixer):
         self.write_heads, self.eps, self.chunk = config.memory_heads, config.norm_eps, config.gate_chunk
         read_width = self.heads * self.width
         self.parts = [read_width, self.write_heads * self.width, read_width]
-        self.project = nn.Linear(d, sum(self.parts), bias=False)  # queries, what is said to write heads, output gate
+        self.project = nn.Linear(d, sum(self.parts), bias=False)  # queries, content for the write heads, output gate
         self.count = nn.Linear(d, self.write_heads)  # how much a token counts in a summary
         self.write = WriteHeads(config)
         self.log_strength = nn.Parameter(torch.full((self.heads,), math.log(READ_STRENGTH)))
@@ -125,22 +125,22 @@ class MemoryMixer(Mixer):
         return Rows(memory, torch.zeros_like(memory[:, 0]))
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        queries, said, gate = self.project(x).split(self.parts, dim=-1)
-        frame = make_frame(x.shape[1], self.chunk, segments)
-        sums, weights = self._summed(x, said, state, frame, segments)
-        placed = frame.place(torch.unflatten(queries, -1, (self.heads, self.width)).to(sums.dtype))
-        numbers = self._numbers(frame, segments.positions)
+        queries, content, gate = self.project(x).split(self.parts, dim=-1)
+        alignment = align_chunks(x.shape[1], self.chunk, segments)
+        sums, weights = self._summed(x, content, state, alignment, segments)
+        chunked = alignment.to_chunks(torch.unflatten(queries, -1, (self.heads, self.width)).to(sums.dtype))
+        numbers = self._numbers(alignment, segments.positions)
         rows, reads = Rows(state["memory"], state["usage"]), []
         with torch.autocast(x.device.type, enabled=False):
-            for index, part in enumerate(torch.split(placed, self.chunk, dim=1)):
+            for index, part in enumerate(torch.split(chunked, self.chunk, dim=1)):
                 rows = self._restarted(rows, segments.reset, index)
                 reads.append(self._read(part, rows.memory))
                 total = weights[:, index]
                 after = self.write(sums[:, index] / (total[..., None] + 1e-6), total, numbers[:, index], rows)
-                is_whole = frame.end >= (index + 1) * self.chunk
+                is_whole = alignment.end >= (index + 1) * self.chunk
                 rows = _choose(is_whole, after, rows)
-        read = frame.take(torch.cat(reads, dim=1), x.shape[1])
-        end = frame.end // self.chunk
+        read = alignment.from_chunks(torch.cat(reads, dim=1), x.shape[1])
+        end = alignment.end // self.chunk
         last = {"sums": open_chunk(sums, end), "weights": open_chunk(weights, end), **rows._asdict()}
         return self._output(read, gate), {name: last[name].to(state[name].dtype) for name in state}
 
@@ -148,18 +148,20 @@ class MemoryMixer(Mixer):
         out, new_state = self.forward(x[:, None], state, Segments(positions[:, None]))
         return out[:, 0], new_state
 
-    def _summed(self, x: Tensor, said: Tensor, state: State, frame: Frame, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Of each chunk of the frame, with what its tokens before this call left: [B,n,P,N] and [B,n,P]."""
+    def _summed(
+        self, x: Tensor, content: Tensor, state: State, alignment: ChunkAlignment, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of content [B,n,P,N] and of counts [B,n,P] in each chunk, with those of its tokens before this call."""
         dtype = state["sums"].dtype
         with torch.autocast(x.device.type, enabled=False):
             counts = torch.sigmoid(self.count(x.to(self.count.weight.dtype))).to(dtype)
             if segments.valid is not None:
                 counts = torch.where(segments.valid[..., None], counts, 0.0)
-            chunks = (frame.num_chunks, self.chunk)
-            counts = torch.unflatten(frame.place(counts), 1, chunks)
-            said = torch.unflatten(frame.place(said.to(dtype)), 1, chunks)
-            said = torch.unflatten(said, -1, (self.write_heads, self.width))
-            sums, weights = torch.einsum("bncp,bncpw->bnpw", counts, said), counts.sum(dim=2)
+            chunks = (alignment.num_chunks, self.chunk)
+            counts = torch.unflatten(alignment.to_chunks(counts), 1, chunks)
+            content = torch.unflatten(alignment.to_chunks(content.to(dtype)), 1, chunks)
+            content = torch.unflatten(content, -1, (self.write_heads, self.width))
+            sums, weights = torch.einsum("bncp,bncpw->bnpw", counts, content), counts.sum(dim=2)
         before = {name: state[name] for name in ("sums", "weights")}
         if segments.reset is not None:  # of another text
             begins = segments.reset[:, 0]
@@ -168,9 +170,9 @@ class MemoryMixer(Mixer):
         weights[:, 0] += before["weights"]
         return sums, weights
 
-    def _numbers(self, frame: Frame, positions: Tensor) -> Tensor:
-        """[B,n] int64: which chunk of its text each whole chunk of the frame is."""
-        last = frame.source[:, self.chunk - 1 :: self.chunk].clamp(0, positions.shape[1] - 1)
+    def _numbers(self, alignment: ChunkAlignment, positions: Tensor) -> Tensor:
+        """[B,n] int64: the number of each complete chunk in its text."""
+        last = alignment.source[:, self.chunk - 1 :: self.chunk].clamp(0, positions.shape[1] - 1)
         return positions.gather(1, last) // self.chunk
 
     def _restarted(self, rows: Rows, reset: Tensor | None, index: int) -> Rows:

@@ -1,4 +1,4 @@
-"""What the layers of the literature have in common here: the same seam as our own, states of zeros, one form."""
+"""The base of the baseline layers: the seam of our own layers, zero initial states, one form for all calls."""
 
 from __future__ import annotations
 

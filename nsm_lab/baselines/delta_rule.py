@@ -35,9 +35,9 @@ def delta_rule(
     a_near, r_near = a * (total - log_w - middle).exp(), r * (total - middle).exp()
     b_near, k_near = b * growth, k * growth
     among = (a_near @ b_near.transpose(-1, -2)).tril(-1)
-    given = torch.cat((a * decayed, (a_near @ k_near.transpose(-1, -2)).tril(-1) @ v), dim=-1)
+    known = torch.cat((a * decayed, (a_near @ k_near.transpose(-1, -2)).tril(-1) @ v), dim=-1)
     identity = torch.eye(chunk, dtype=r.dtype, device=r.device)
-    solved = torch.linalg.solve_triangular(identity - among, given, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(identity - among, known, upper=False, unitriangular=True)
     of_state, own = solved.split((r.shape[-1], v.shape[-1]), dim=-1)  # u = of_state @ S + own
     late = (end - total).exp()
     b_late, k_late = (b * late).transpose(-1, -2), (k * late).transpose(-1, -2)

@@ -137,17 +137,17 @@ class S5(DiagonalSsm):
         super().__init__(config, eigenvalues)
         self.project = linear(d, 2 * size)
         self.readout = linear(2 * size, d)
-        given, said = torch.randn(2 * size, d, device="cpu"), torch.randn(d, 2 * size, device="cpu")
-        inward = vectors.conj().T @ given.to(vectors.dtype) * d**-0.5
-        outward = said.to(vectors.dtype) @ vectors * (2 * size) ** -0.5
+        inward_weight, outward_weight = torch.randn(2 * size, d, device="cpu"), torch.randn(d, 2 * size, device="cpu")
+        inward = vectors.conj().T @ inward_weight.to(vectors.dtype) * d**-0.5
+        outward = outward_weight.to(vectors.dtype) @ vectors * (2 * size) ** -0.5
         with torch.no_grad():
             self.project.weight.copy_(torch.cat((inward.real, inward.imag)))
             self.readout.weight.copy_(2.0 * torch.cat((outward.real, -outward.imag), dim=1))
 
     def _ssm(self, u: Tensor, modes: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         exponent, inflow = self._discretised(u.dtype)  # [P]
-        (given,) = silenced(valid_tokens(u.shape[1], segments), F.linear(u, self.project.weight.to(u.dtype)))
-        update = torch.complex(*given.chunk(2, dim=-1)) * inflow
+        (inputs,) = silenced(valid_tokens(u.shape[1], segments), F.linear(u, self.project.weight.to(u.dtype)))
+        update = torch.complex(*inputs.chunk(2, dim=-1)) * inflow
         decay = exponent.exp().expand_as(update)
         valid = valid_tokens(u.shape[1], segments)
         if valid is not None:

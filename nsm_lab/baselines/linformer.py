@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import rotary, rotate
-from nsm_core.model.chunk_alignment import Frame, make_frame
+from nsm_core.model.chunk_alignment import ChunkAlignment, align_chunks
 from nsm_core.model.segments import Segments, documents_of
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
@@ -48,15 +48,17 @@ class Linformer(Baseline):
         projected = self.project(x)
         with torch.autocast(x.device.type, enabled=False):
             q, kv = self._heads(projected.to(ring.dtype), segments)
-            frame = make_frame(x.shape[1], BLOCK_LEN, segments)
-            columns = self._columns(kv, ring, frame)
-            placed = torch.unflatten(columns[:, BLOCK_LEN:], 1, (frame.num_chunks, BLOCK_LEN))  # [B,n,C,H,2K]
-            rows = self._compressed(placed)
-            read = self._attend(frame.place(q), placed, torch.cat((state["blocks"], rows), dim=1), frame, segments)
-            read = frame.take(read, x.shape[1]).flatten(-2)
+            alignment = align_chunks(x.shape[1], BLOCK_LEN, segments)
+            columns = self._columns(kv, ring, alignment)
+            chunked = torch.unflatten(columns[:, BLOCK_LEN:], 1, (alignment.num_chunks, BLOCK_LEN))  # [B,n,C,H,2K]
+            rows = self._compressed(chunked)
+            read = self._attend(
+                alignment.to_chunks(q), chunked, torch.cat((state["blocks"], rows), dim=1), alignment, segments
+            )
+            read = alignment.from_chunks(read, x.shape[1]).flatten(-2)
             new_state = {
-                "blocks": self._next_blocks(state["blocks"], rows, frame, segments),
-                "recent": _next_recent(columns, frame),
+                "blocks": self._next_blocks(state["blocks"], rows, alignment, segments),
+                "recent": _next_recent(columns, alignment),
             }
         return self.out(read.to(projected.dtype)), new_state
 
@@ -67,42 +69,44 @@ class Linformer(Baseline):
         q, k = (rotate(F.rms_norm(part, (self.head_dim,), eps=self.eps), *angles) for part in (q, k))
         return q * (self.log_scale.exp() / math.sqrt(self.head_dim))[:, None], torch.cat((k, v), dim=-1)
 
-    def _columns(self, kv: Tensor, ring: Tensor, frame: Frame) -> Tensor:
+    def _columns(self, kv: Tensor, ring: Tensor, alignment: ChunkAlignment) -> Tensor:
         """[B, (n + 1) * C, H, 2K]: the ring, then the blocks of the call, the first filled up from the ring."""
-        placed = frame.place(kv)
-        is_before = torch.arange(BLOCK_LEN, device=ring.device) < frame.offset[:, None]
-        first = torch.where(is_before[..., None, None], ring, placed[:, :BLOCK_LEN])
-        return torch.cat((ring, first, placed[:, BLOCK_LEN:]), dim=1)
+        chunked = alignment.to_chunks(kv)
+        is_before = torch.arange(BLOCK_LEN, device=ring.device) < alignment.offset[:, None]
+        first = torch.where(is_before[..., None, None], ring, chunked[:, :BLOCK_LEN])
+        return torch.cat((ring, first, chunked[:, BLOCK_LEN:]), dim=1)
 
-    def _compressed(self, placed: Tensor) -> Tensor:
+    def _compressed(self, chunked: Tensor) -> Tensor:
         """[B,n,C,H,2K] -> [B,n,rows,H,2K]."""
-        weights = self.compress.to(placed.dtype)
-        parts = zip(placed.chunk(2, dim=-1), weights, strict=True)
+        weights = self.compress.to(chunked.dtype)
+        parts = zip(chunked.chunk(2, dim=-1), weights, strict=True)
         return torch.cat([torch.einsum("rc,bnchk->bnrhk", weight, part) for part, weight in parts], dim=-1)
 
-    def _attend(self, q: Tensor, placed: Tensor, rows: Tensor, frame: Frame, segments: Segments) -> Tensor:
+    def _attend(
+        self, q: Tensor, chunked: Tensor, rows: Tensor, alignment: ChunkAlignment, segments: Segments
+    ) -> Tensor:
         """One softmax over a block's tokens and the rows of blocks before it: q [B, n * C, H, K] -> the same shape."""
-        n = frame.num_chunks
+        n = alignment.num_chunks
         queries = torch.unflatten(q, 1, (n, BLOCK_LEN)).transpose(2, 3)  # [B,n,H,C,K]
-        keys, values = placed.transpose(2, 3).chunk(2, dim=-1)
+        keys, values = chunked.transpose(2, 3).chunk(2, dim=-1)
         row_keys, row_values = (x.transpose(1, 2)[:, None] for x in rows.flatten(1, 2).chunk(2, dim=-1))  # [B,1,H,R,K]
         is_later = torch.ones(BLOCK_LEN, BLOCK_LEN, dtype=torch.bool, device=q.device).triu(1)
         near = (queries @ keys.transpose(-1, -2)).masked_fill(is_later, -torch.inf)
-        seen = self._seen_blocks(frame, segments).repeat_interleave(BLOCK_ROWS, dim=2)[:, :, None, None]
+        seen = self._seen_blocks(alignment, segments).repeat_interleave(BLOCK_ROWS, dim=2)[:, :, None, None]
         far = (queries @ row_keys.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
         weights = torch.cat((near, far), dim=-1).softmax(dim=-1)
         read = weights[..., :BLOCK_LEN] @ values + weights[..., BLOCK_LEN:] @ row_values
         return read.transpose(2, 3).flatten(1, 2)
 
-    def _seen_blocks(self, frame: Frame, segments: Segments) -> Tensor:
+    def _seen_blocks(self, alignment: ChunkAlignment, segments: Segments) -> Tensor:
         """[B, n, blocks + n]: which blocks, of the ring and of the call, a block of the call sees."""
-        n, device = frame.num_chunks, segments.positions.device
+        n, device = alignment.num_chunks, segments.positions.device
         first = (segments.positions[:, 0] // BLOCK_LEN)[:, None]
         kept = _latest(first - 1, self.num_blocks)  # [B, blocks]: the numbers of the ring's blocks
-        here = torch.arange(n, device=device)
-        age = first[..., None] + here[:, None] - kept[:, None]
+        block = torch.arange(n, device=device)
+        age = first[..., None] + block[:, None] - kept[:, None]
         of_ring = (kept >= 0)[:, None] & (age <= self.num_blocks)
-        lag = here[:, None] - here
+        lag = block[:, None] - block
         of_call = ((lag > 0) & (lag <= self.num_blocks)).expand(first.shape[0], n, n)
         if segments.reset is not None:
             document = documents_of(segments.reset)[:, ::BLOCK_LEN]
@@ -110,11 +114,11 @@ class Linformer(Baseline):
             of_call = of_call & (document[:, :, None] == document[:, None, :])
         return torch.cat((of_ring, of_call), dim=2)
 
-    def _next_blocks(self, blocks: Tensor, rows: Tensor, frame: Frame, segments: Segments) -> Tensor:
+    def _next_blocks(self, blocks: Tensor, rows: Tensor, alignment: ChunkAlignment, segments: Segments) -> Tensor:
         """The ring after each row's last token: completed blocks of the call, older ones, zero before the text."""
         num_complete = (segments.end // BLOCK_LEN)[:, None]
         number = _latest(num_complete - 1, self.num_blocks)
-        column = number - num_complete + (frame.end // BLOCK_LEN)[:, None]
+        column = number - num_complete + (alignment.end // BLOCK_LEN)[:, None]
         new = torch.take_along_dim(rows, column.clamp(0, rows.shape[1] - 1)[..., None, None, None], dim=1)
         kept = torch.where((column >= 0)[..., None, None, None], new, blocks)
         return torch.where((number >= 0)[..., None, None, None], kept, 0.0)
@@ -125,7 +129,7 @@ def _latest(last: Tensor, size: int) -> Tensor:
     return last - (last - torch.arange(size, device=last.device)) % size
 
 
-def _next_recent(columns: Tensor, frame: Frame) -> Tensor:
+def _next_recent(columns: Tensor, alignment: ChunkAlignment) -> Tensor:
     place = torch.arange(BLOCK_LEN, device=columns.device)
-    column = frame.end[:, None] - 1 - (frame.end[:, None] - 1 - place) % BLOCK_LEN
+    column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - place) % BLOCK_LEN
     return torch.take_along_dim(columns, (column + BLOCK_LEN)[..., None, None], dim=1)

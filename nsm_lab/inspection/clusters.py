@@ -33,10 +33,10 @@ def cluster_states(layer: LayerActivity, num_clusters: int, *, by: Literal["cont
     """
     if by == "use":
         profiles = write_of(layer).sum(dim=1).T  # [M,T]
-    elif layer.lives is None:
+    elif layer.trajectory is None:
         raise InvalidRequest(f"layer {layer.name} ({layer.kind}) has no states to group", param="layer")
     else:
-        profiles = layer.lives.end.transpose(0, 1).flatten(1)  # [M, H * D]
+        profiles = layer.trajectory.end.transpose(0, 1).flatten(1)  # [M, H * D]
     return cluster(torch.nn.functional.normalize(profiles, dim=-1), num_clusters)
 
 

@@ -1,4 +1,4 @@
-"""An inspection as one HTML page: no script, nothing from elsewhere, and no text of anybody is taken for HTML."""
+"""An inspection as one HTML page. The page has no script, loads nothing, and shows all text as text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nsm_core.inspection.figures import state_figures, write_of
-from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection, LayerActivity
-from nsm_core.inspection.summary import summarise, untold_words
+from nsm_core.inspection.routing_capture import STATES
+from nsm_core.inspection.summary import skipped_layers_note, summarise
 from nsm_lab.inspection.clusters import cluster_states
 from nsm_lab.inspection.heatmap import data_uri, heatmap_png
 from nsm_lab.inspection.trace import LayerTrace, trace
@@ -22,7 +22,7 @@ NUM_TRACED_STATES = 3
 NUM_CLUSTERS = 4
 CELL_PX = 8
 MAX_WIDTH_PX = 1600
-# A page that loads nothing and runs nothing, whatever a browser would do otherwise
+# The browser loads nothing and runs nothing
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
@@ -60,24 +60,24 @@ def inspection_page(inspection: Inspection, labels: Sequence[str], *, title: str
 
 
 def _trace_section(traces: Sequence[LayerTrace], labels: Sequence[str], token: int) -> Iterator[str]:
-    yield "<h2>What the token rests on</h2>"
+    yield "<h2>Trace of the token</h2>"
     yield (
-        '<p class="note">The darker a token, the more of what the layers read at the outlined one it had written; mean '
-        "over layers and heads. A pointer on a token shows each layer's share.</p>"
+        '<p class="note">Darker tokens wrote more of the content that the layers read at the outlined token; mean over '
+        "layers and heads. A pointer on a token shows each layer's share.</p>"
     )
     shares = torch.stack([one.tokens for one in traces]).mean(dim=0) if traces else torch.zeros(token + 1)
     top = float(shares.max()) or 1.0
     spans = []
     for index, label in enumerate(labels):
         share = 0.0 if index > token else float(shares[index])
-        told = ", ".join(f"layer {one.layer}: {float(one.tokens[index]):.1%}" for one in traces if index <= token)
+        by_layer = ", ".join(f"layer {one.layer}: {float(one.tokens[index]):.1%}" for one in traces if index <= token)
         name = ' class="here"' if index == token else ""
         style = f"background: rgba(0, 114, 178, {share / top * 0.8:.3f})" if share else ""
-        title = html.escape(f"{index}: {told}")
+        title = html.escape(f"{index}: {by_layer}")
         spans.append(f'<span{name} style="{style}" title="{title}">{_text(label)}</span>')
     yield f'<div class="tokens">{"".join(spans)}</div>'
     yield "<table><tr><th>layer</th><th class=text>kind</th><th>before the text</th><th class=text>tokens</th>"
-    yield "<th class=text>states that it read, and the tokens that had written to them</th></tr>"
+    yield "<th class=text>states that it read, and the tokens that wrote to them</th></tr>"
     for one in traces:
         kind = one.kind if one.is_exact else f"{one.kind} (by what was routed)"
         yield f"<tr><td>{one.layer}</td><td class=text>{kind}</td><td>{float(one.before.mean()):.1%}</td>"
@@ -106,9 +106,9 @@ def _layer_table(inspection: Inspection) -> Iterator[str]:
         numbers = (layer.entropy, layer.states_per_token, layer.sparsity, layer.strength, layer.smoothness)
         yield f"<tr><td>{layer.layer}</td>" + "".join(f"<td>{_number(value)}</td>" for value in numbers) + "</tr>"
     yield "</table>"
-    words = untold_words(inspection)
-    if words is not None:
-        yield f'<p class="note">{html.escape(words.capitalize())}.</p>'
+    skipped = skipped_layers_note(inspection)
+    if skipped is not None:
+        yield f'<p class="note">{html.escape(skipped.capitalize())}.</p>'
 
 
 def _layer_section(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]:
@@ -119,10 +119,14 @@ def _layer_section(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]
         yield from _map("Read: how much each state gives to what is read after a token", layer.read.sum(dim=1).T)
     if layer.usage is not None:
         yield from _map("Usage: how fully and how lately each row was written", layer.usage.T)
-    if layer.lives is not None:
-        yield from _map("Moved: how far a state is from its learned start", layer.lives.moved.mean(dim=1).T)
+    if layer.trajectory is not None:
+        yield from _map("Moved: distance of each state from its learned start", layer.trajectory.moved.mean(dim=1).T)
     for token, mix in layer.exchanges.items():
-        yield from _map(f"Exchange after token {token}: what each state (row) is made of then", mix.mean(dim=0), cell=4)
+        yield from _map(
+            f"Exchange after token {token}: shares of old states in each new one (row)",
+            mix.mean(dim=0),
+            cell=4,
+        )
     yield from _state_table(layer, labels)
 
 
@@ -140,7 +144,7 @@ def _state_table(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]:
     figures, by_token = state_figures(layer), write_of(layer).sum(dim=1)
     importance = figures.importance.sum(dim=0)
     groups = cluster_states(layer, min(NUM_CLUSTERS, len(importance)))
-    yield f"<h3>The states that matter most (grouped by what they hold; silhouette {groups.silhouette:.2f})</h3><table>"
+    yield f"<h3>The most important states (grouped by content; silhouette {groups.silhouette:.2f})</h3><table>"
     names = ("state", "importance", "utilisation", "half-life", "specialisation", "group")
     yield "<tr>" + "".join(f"<th>{name}</th>" for name in names) + "<th class=text>written most by</th></tr>"
     for state, weight in _largest(importance, NUM_SHOWN_STATES):
@@ -158,18 +162,18 @@ def _state_table(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]:
 
 
 def _largest(values: Tensor, count: int = NUM_SHOWN_TOKENS) -> list[tuple[int, float]]:
-    """Of values [N]: their places, largest first, and nothing that is 0."""
+    """(index, value) of the largest of values [N], largest first. Zeros are left out."""
     order = values.argsort(descending=True, stable=True)[:count].tolist()
     return [(index, float(values[index])) for index in order if float(values[index]) > 0]
 
 
 def _code(label: str) -> str:
-    """A token among words: where its text begins and ends is seen."""
+    """A token with visible borders."""
     return f"<code>{_text(label)}</code>"
 
 
 def _text(label: str) -> str:
-    """Text of anybody, as text: control characters, which a page may not hold, as U+FFFD."""
+    """Escaped text. Control characters, which HTML forbids, become U+FFFD."""
     return html.escape("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in label))
 
 

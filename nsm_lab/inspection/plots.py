@@ -10,11 +10,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from nsm_core.inspection.figures import write_of
-from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import Inspection
+from nsm_core.inspection.routing_capture import STATES
 from nsm_lab.inspection.trace import trace
 
-MAX_LABELS = 60  # token texts under the picture; of longer texts every few
+MAX_LABELS = 60  # token texts under the picture; longer texts show every n-th
 INCHES_PER_LAYER = 2.2
 DPI = 110
 
@@ -38,26 +38,26 @@ def draw_inspection(
         written = write_of(layer).sum(dim=1).T.numpy()
         left.imshow(written, aspect="auto", interpolation="nearest", origin="lower")
         left.set(title=f"layer {layer.name}: written", ylabel="state")
-        if layer.lives is not None:
-            moved = layer.lives.moved.mean(dim=1).T.numpy()
+        if layer.trajectory is not None:
+            moved = layer.trajectory.moved.mean(dim=1).T.numpy()
             right.imshow(moved, aspect="auto", interpolation="nearest", origin="lower")
             right.set(title=f"layer {layer.name}: distance from the start")
     figure.savefig(path, dpi=DPI, format="png")
 
 
 def draw_trace(axes: Axes, inspection: Inspection, labels: Sequence[str], token: int) -> None:
-    """What each token gave to what each layer reads at the traced one."""
+    """Draws the share of each token in the content that each layer reads at the traced token."""
     for one in trace(inspection, token):
         axes.plot(range(token + 1), one.tokens.numpy(), marker=".", linewidth=0.8, label=f"{one.layer} {one.kind}")
     step = -(-len(labels) // MAX_LABELS)
-    places = range(0, len(labels), step)
-    axes.set_xticks(list(places), [_plain(labels[place]) for place in places], rotation=90, fontsize=7)
-    axes.set_title("share of each token in what the layers read at the traced one")
+    ticks = range(0, len(labels), step)
+    axes.set_xticks(list(ticks), [_plain(labels[tick]) for tick in ticks], rotation=90, fontsize=7)
+    axes.set_title("share of each token in the content that layers read at the traced token")
     axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside: inside it would lie on points
 
 
 def _plain(text: str) -> str:
-    """A label that matplotlib takes as it is: no formulas, and nothing that its font has no sign for."""
+    """A label without formulas and without characters that matplotlib's font lacks."""
     shown = "".join(
         char if char.isprintable() and ord(char) < 0x250 else "·" if char.isspace() else "?" for char in text
     )

@@ -1,9 +1,9 @@
-"""From a token back through what it read: the states, and the tokens that had written what was in them.
+"""Traces what a token reads back to the states, and to the earlier tokens that wrote them.
 
-What a layer reads is a sum over states of what they hold, and a state of the linear gate is a sum over the tokens of
-what they wrote, less what later ones replaced. So for the weights as they were, read and write, the share of every
-earlier token in what is read is exact: the derivative by the value that it wrote. Exchanges between states are linear
-too. The gates of gated layers are not: there it is the bookkeeping of what was routed, as if gates let all of it in.
+A layer reads a weighted sum of its states. A state of the linear gate is a sum over tokens of the values they wrote,
+less the parts that later tokens replaced. With the read and write weights held fixed, the share of every earlier token
+is exact: it is the derivative by the value that the token wrote. Exchanges between states are linear too. The gates of
+gated layers are not: there the trace follows the routed amounts, as if the gates let all of them in.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.inspection.looks import Kind
 from nsm_core.inspection.reading import Inspection, LayerActivity
+from nsm_core.inspection.routing_capture import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTrace:
-    """Where what one layer reads at a token comes from; a head's shares sum to 1.
+    """The origin of the content that one layer reads at a token. The shares of a head sum to 1.
 
     `heads` [H,t+1]: the share of each token up to it, and `before` [H] that of all before the text: the learned start,
     or the state that the text was read on top of. `states` [M]: the share of each state in what is read, mean over
@@ -42,8 +42,9 @@ class LayerTrace:
 
 
 def trace(inspection: Inspection, token: int) -> tuple[LayerTrace, ...]:
-    """Of each layer, at the token with this index in the text: what the model says next rests on it. Memories are left
-    out: each number of a row is erased by a share of its own, and what is written is of a chunk as a whole.
+    """Traces each layer at the token with this index in the text.
+
+    Memories are left out: each number of a row is erased by its own share, and a write belongs to a whole chunk.
 
     Raises InvalidRequest.
     """
@@ -56,11 +57,11 @@ def trace(inspection: Inspection, token: int) -> tuple[LayerTrace, ...]:
 
 def _trace_layer(layer: LayerActivity, token: int, position: int) -> LayerTrace:
     if layer.kind == "attention":
-        heads, before = _by_token(_there(layer.seen)[token], token)
+        heads, before = _by_token(_required(layer.seen)[token], token)
         return LayerTrace(layer=layer.name, kind=layer.kind, is_exact=True, heads=heads, before=before)
     if layer.kind == "gated":
         return _trace_gated(layer, token, position)
-    write = _there(layer.write)
+    write = _required(layer.write)
     shares = torch.full_like(write[0], 1 / write.shape[-1]) if layer.read is None else layer.read[token]
     written, rest = _back(layer, shares, token)
     return LayerTrace(
@@ -75,15 +76,15 @@ def _trace_layer(layer: LayerActivity, token: int, position: int) -> LayerTrace:
 
 
 def _back(layer: LayerActivity, shares: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """shares [H,M] of the states as they are read at the token -> those of the tokens [H,M,t+1], and what is left [H].
+    """shares [H,M] of the states that the token reads -> shares of the tokens [H,M,t+1], and the rest [H].
 
-    What the token itself wrote is part of what it reads, what happened to the states after it is not.
+    The token's own write is included; later changes of the states are not.
     """
-    write, lives = _there(layer.write), layer.lives
+    write, trajectory = _required(layer.write), layer.trajectory
     written, rest = write.new_zeros(*shares.shape, token + 1), write.new_zeros(len(shares))
     for index in range(token, -1, -1):
-        if index < token and lives is not None:
-            fresh = lives.at_start[index]  # put back to the learned start, or never written
+        if index < token and trajectory is not None:
+            fresh = trajectory.at_start[index]  # reset to the learned start, or never written
             rest += torch.where(fresh, shares, 0.0).sum(dim=-1)
             shares = torch.where(fresh, 0.0, shares)
         if index < token and index in layer.exchanges:
@@ -94,15 +95,15 @@ def _back(layer: LayerActivity, shares: Tensor, token: int) -> tuple[Tensor, Ten
 
 
 def _trace_gated(layer: LayerActivity, token: int, position: int) -> LayerTrace:
-    """Tokens in view are read themselves; states as they were at the last boundary, and so chunk by chunk back."""
-    chunk, read = layer.chunk, _there(layer.read)
+    """Tokens in view are read directly, states as of the last boundary. So the trace goes back chunk by chunk."""
+    chunk, read = layer.chunk, _required(layer.read)
     if chunk is None:
         raise ValueError(f"layer {layer.name} has no boundaries")
-    heads, before = _by_token(_there(layer.seen)[token], token)
-    routed = -torch.log1p(-_there(layer.write).clamp(max=1 - 1e-7))
+    heads, before = _by_token(_required(layer.seen)[token], token)
+    routed = -torch.log1p(-_required(layer.write).clamp(max=1 - 1e-7))
     by_state = read.new_zeros(*read.shape[1:], token + 1)
     shares = read[token]
-    end = (position + token) // chunk * chunk - position  # of the last whole chunk, in tokens of the text
+    end = (position + token) // chunk * chunk - position  # of the last complete chunk, in tokens of the text
     while end > 0:
         start = max(0, end - chunk)
         own = routed[start:end]
@@ -125,14 +126,14 @@ def _trace_gated(layer: LayerActivity, token: int, position: int) -> LayerTrace:
 
 
 def _by_token(seen: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """seen [H,W] by age -> the same by token [H,t+1], and what lies before the text [H]."""
+    """seen [H,W] by age -> the same by token [H,t+1], and the sum of those before the text [H]."""
     num_seen = min(seen.shape[1], token + 1)
     heads = seen.new_zeros(len(seen), token + 1)
     heads[:, token + 1 - num_seen :] = seen[:, :num_seen].flip(1)
     return heads, seen[:, num_seen:].sum(dim=-1)
 
 
-def _there(part: Tensor | None) -> Tensor:
+def _required(part: Tensor | None) -> Tensor:
     if part is None:
         raise ValueError("the layer's kind has no such weights")
     return part

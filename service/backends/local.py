@@ -17,8 +17,8 @@ from nsm_core.heap import trim_heap
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.report import LayerReport
+from nsm_core.inspection.shared_copy import shared_copy
 from nsm_core.inspection.summary import summarise
-from nsm_core.inspection.twin import twin_of
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.observer import ModelObserver
@@ -113,8 +113,8 @@ class LocalBackend:
 
 
 def _inspect_text(model: NsmModel, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-    """By a twin of the model: the engine's thread runs the model itself meanwhile."""
+    """With a shared copy of the model: the engine's thread runs the model itself at the same time."""
     start = None if state is None else model.state_spec.unpack(state)
     if start is not None:
         start = {name: value.to(model.embedding.weight.device) for name, value in start.items()}
-    return summarise(inspect(twin_of(model), ids, start))
+    return summarise(inspect(shared_copy(model), ids, start))

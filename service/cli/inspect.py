@@ -144,11 +144,11 @@ def _write(
 
 
 def _print(inspection: Inspection, *, as_json: bool) -> None:
-    from nsm_core.inspection.summary import summarise, untold_words
+    from nsm_core.inspection.summary import skipped_layers_note, summarise
 
-    layers, words = summarise(inspection), untold_words(inspection)
-    if words is not None:
-        note(words)
+    layers, skipped = summarise(inspection), skipped_layers_note(inspection)
+    if skipped is not None:
+        note(skipped)
     if as_json:
         fields: dict[str, Any] = {"position": inspection.position, "num_tokens": len(inspection.ids)}
         print_json({**fields, "layers": [dataclasses.asdict(layer) for layer in layers]})
@@ -165,8 +165,8 @@ def _print(inspection: Inspection, *, as_json: bool) -> None:
 
 
 def _figures(layer: LayerReport) -> tuple[float | None, ...]:
-    lives = sorted(state.half_life for state in layer.states if state.half_life is not None)
-    median = lives[len(lives) // 2] if lives else None
+    trajectory = sorted(state.half_life for state in layer.states if state.half_life is not None)
+    median = trajectory[len(trajectory) // 2] if trajectory else None
     return layer.entropy, layer.states_per_token, layer.sparsity, layer.strength, layer.smoothness, median
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.inspection.routing import MAX_ROUTED_TOKENS, MAX_WATCHED
+from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS
 from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
@@ -189,8 +189,8 @@ class RoutingFields(RequestBody):
         """Whether the wish may be granted, if there is one. Raises InvalidRequest."""
         if not self.include_routing:
             return
-        if num_choices > MAX_WATCHED:
-            message = f"include_routing is for at most {MAX_WATCHED} choices, got {num_choices}"
+        if num_choices > MAX_ROUTED_REQUESTS:
+            message = f"include_routing is for at most {MAX_ROUTED_REQUESTS} choices, got {num_choices}"
             raise InvalidRequest(message, param="include_routing")
         if max_tokens * num_choices > MAX_ROUTED_TOKENS:
             limit = MAX_ROUTED_TOKENS // num_choices

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.inspection.routing import MAX_ROUTED_TOKENS, MAX_WATCHED, TOP_STATES
+from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS, TOP_STATES
 from nsm_core.tokenizer import Tokenizer
 from tests.backends import triton_backend
 from tests.gateway import Gateway, error_of, frames_of, gateway
@@ -115,7 +115,7 @@ async def test_P10_wishes_above_the_limits_are_refused_by_name(server: Gateway) 
     for body, param in (
         ({"max_tokens": MAX_ROUTED_TOKENS + 1}, "max_tokens"),
         ({"max_tokens": MAX_ROUTED_TOKENS // 2 + 1, "n": 2}, "max_tokens"),
-        ({"max_tokens": 1, "n": MAX_WATCHED + 1}, "include_routing"),
+        ({"max_tokens": 1, "n": MAX_ROUTED_REQUESTS + 1}, "include_routing"),
     ):
         response = await server.client.post(path, json={**wish, **body, "include_routing": True})
         assert (response.status_code, error_of(response)["param"]) == (400, param)
@@ -125,7 +125,7 @@ async def test_more_requests_than_may_be_watched_at_a_time_are_turned_away(tiny_
     backend = local_backend(tiny_tokenizer)
     async with gateway(backend, is_live=True) as server:
         path, wish = COMPLETION
-        body = {**SAMPLED, **wish, "include_routing": True, "n": MAX_WATCHED, "max_tokens": 100, "stream": True}
+        body = {**SAMPLED, **wish, "include_routing": True, "n": MAX_ROUTED_REQUESTS, "max_tokens": 100, "stream": True}
         async with server.client.stream("POST", path, json=body):
             refused = await server.client.post(path, json={**wish, "include_routing": True})
             assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")

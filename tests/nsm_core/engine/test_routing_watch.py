@@ -70,7 +70,7 @@ def test_what_is_told_is_what_the_text_read_step_by_step_does(model: NsmModel, t
         for number, layers in enumerate(told(outcome.tokens)):
             fed = [*prompt, *outcome.ids[:number]]
             _, state = model(torch.tensor([fed[:-1]]), start)
-            (wanted,) = probe.look(state, [fed[-1:]])
+            (wanted,) = probe.capture(state, [fed[-1:]])
             for one, other in zip(layers, wanted, strict=True):
                 assert dict(one.write) == pytest.approx(dict(other.write), abs=2e-4)
                 assert dict(one.read) == pytest.approx(dict(other.read), abs=2e-4)
@@ -120,7 +120,7 @@ def test_a_look_that_fails_costs_no_token(
     def fail(*_given: object) -> None:
         raise MemoryError("no room to look")
 
-    monkeypatch.setattr(RoutingProbe, "look", fail)
+    monkeypatch.setattr(RoutingProbe, "capture", fail)
     outcome = run_one(engine_of(model, tiny_tokenizer), watched(make_request("a", random_ids(1, 9))))
     assert outcome.ids == wanted.ids
     assert told(outcome.tokens) == []
@@ -138,10 +138,10 @@ class SlowProbe(RoutingProbe):
         self.now = 0.0
         self.num_looked_at: list[int] = []
 
-    def look(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
+    def capture(self, state: State, ids: Sequence[Sequence[int]]) -> list[tuple[LayerRouting, ...]]:
         self.num_looked_at.append(len(ids))
         self.now += 1.0
-        return super().look(state, ids)
+        return super().capture(state, ids)
 
     def tick(self) -> float:
         return self.now

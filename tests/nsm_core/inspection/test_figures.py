@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.figures import routing_of, smoothness, state_figures, token_figures
-from nsm_core.inspection.reading import LayerActivity, StateLives, inspect
+from nsm_core.inspection.reading import LayerActivity, StateTrajectory, inspect
 from tests.models import random_model, small_config
 
 
@@ -21,16 +21,16 @@ def layer_of(write: list[list[float]], read: list[list[float]] | None = None) ->
         write=torch.tensor(write)[:, None],
         read=None if read is None else torch.tensor(read)[:, None],
         seen=None,
-        lives=None,
+        trajectory=None,
         exchanges={},
         chunk=None,
         carried=None,
     )
 
 
-def lives_with(turn: Tensor) -> StateLives:
+def lives_with(turn: Tensor) -> StateTrajectory:
     nothing = torch.zeros(0)
-    return StateLives(begin=nothing, end=nothing, moved=nothing, change=nothing, turn=turn, at_start=nothing)
+    return StateTrajectory(begin=nothing, end=nothing, moved=nothing, change=nothing, turn=turn, at_start=nothing)
 
 
 def test_routing_is_the_shares_of_what_a_token_writes() -> None:
@@ -58,7 +58,7 @@ def test_states_by_what_they_get_and_give() -> None:
 
 def test_a_state_that_goes_straight_on_is_smooth() -> None:
     turn = torch.tensor([[math.nan, math.nan, math.nan], [1.0, -1.0, math.nan], [1.0, 1.0, math.nan]])[:, None]
-    found = smoothness(dataclasses.replace(layer_of([[0.0]]), lives=lives_with(turn)))
+    found = smoothness(dataclasses.replace(layer_of([[0.0]]), trajectory=lives_with(turn)))
     assert found[0, :2].tolist() == [1, 0]
     assert math.isnan(found[0, 2])
 

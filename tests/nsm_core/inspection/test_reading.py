@@ -6,8 +6,8 @@ from torch import Tensor
 
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.figures import token_figures
-from nsm_core.inspection.looks import STATES
 from nsm_core.inspection.reading import MAX_TOKENS, inspect
+from nsm_core.inspection.routing_capture import STATES
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import State
 from tests.models import random_model, small_config
@@ -36,12 +36,12 @@ def test_every_kind_of_layer_tells_what_it_has(pattern: str) -> None:
     letters = [letter for letter in pattern if letter.isalpha()]
     assert [layer.kind for layer in inspection.layers[: len(letters)]] == [kinds[letter] for letter in letters]
     for layer in inspection.layers:
-        has = {name: getattr(layer, name) is not None for name in ("write", "read", "seen", "lives", "usage")}
+        has = {name: getattr(layer, name) is not None for name in ("write", "read", "seen", "trajectory", "usage")}
         assert has == {
             "write": layer.kind != "attention",
             "read": layer.kind in STATES,
             "seen": layer.kind in ("attention", "gated"),
-            "lives": layer.kind in STATES,
+            "trajectory": layer.kind in STATES,
             "usage": layer.kind == "memory",
         }
 
@@ -53,19 +53,19 @@ def test_the_end_is_the_state_of_one_run_and_the_path_leads_there(pattern: str) 
     first, second = inspect(model, IDS, paths_of=["1"]).layers
     wanted = state_after(model, IDS)
     for layer in (first, second):
-        torch.testing.assert_close(layer.lives.end, wanted[f"layers.{layer.name}.{name}"][0], rtol=1e-4, atol=1e-5)
-    assert first.lives.path is None
-    lives, path = second.lives, second.lives.path
-    assert torch.equal(path[-1], lives.end)
+        torch.testing.assert_close(layer.trajectory.end, wanted[f"layers.{layer.name}.{name}"][0], rtol=1e-4, atol=1e-5)
+    assert first.trajectory.path is None
+    trajectory, path = second.trajectory, second.trajectory.path
+    assert torch.equal(path[-1], trajectory.end)
     start = model.initial_state(1)[f"layers.1.{name}"][0]
-    assert torch.equal(lives.begin, start)
-    torch.testing.assert_close(lives.moved, (path - start).norm(dim=-1) / start.norm(dim=-1))
+    assert torch.equal(trajectory.begin, start)
+    torch.testing.assert_close(trajectory.moved, (path - start).norm(dim=-1) / start.norm(dim=-1))
     changes = torch.diff(torch.cat((start[None], path)), dim=0)
-    torch.testing.assert_close(lives.change, changes.norm(dim=-1) / start.norm(dim=-1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trajectory.change, changes.norm(dim=-1) / start.norm(dim=-1), rtol=1e-4, atol=1e-6)
     cosine = torch.cosine_similarity(changes[1:], changes[:-1], dim=-1)
     is_change = (changes[1:].norm(dim=-1) > 0) & (changes[:-1].norm(dim=-1) > 0)
-    torch.testing.assert_close(lives.turn[1:][is_change], cosine[is_change], rtol=1e-3, atol=1e-4)
-    assert bool(lives.turn[1:][~is_change].isnan().all())
+    torch.testing.assert_close(trajectory.turn[1:][is_change], cosine[is_change], rtol=1e-3, atol=1e-4)
+    assert bool(trajectory.turn[1:][~is_change].isnan().all())
 
 
 def test_a_text_on_top_of_a_state_goes_on_as_the_whole_text() -> None:
@@ -84,14 +84,14 @@ def test_a_text_on_top_of_a_state_goes_on_as_the_whole_text() -> None:
 
 def test_an_exchange_is_told_as_what_states_are_made_of_then() -> None:
     model = random_model(small_config(64, layer_pattern="C", num_layers=1, communication_interval=64))
-    given: list[Tensor] = []
-    handle = model.layers[0].mixer.communication.register_forward_hook(lambda _m, args, _out: given.append(args[0][0]))
+    inputs: list[Tensor] = []
+    handle = model.layers[0].mixer.communication.register_forward_hook(lambda _m, args, _out: inputs.append(args[0][0]))
     (layer,) = inspect(model, IDS, paths_of=["0"]).layers
     handle.remove()
     ((token, mix),) = layer.exchanges.items()
     assert token == 63
     torch.testing.assert_close(mix.sum(-1), torch.ones(2, 8))
-    torch.testing.assert_close(mix @ given[0], layer.lives.path[63])
+    torch.testing.assert_close(mix @ inputs[0], layer.trajectory.path[63])
 
 
 def test_a_memory_is_written_when_a_chunk_is_whole_wherever_the_text_was_cut() -> None:
@@ -110,8 +110,8 @@ def test_figures_of_an_untouched_state_are_nothing() -> None:
     model = random_model(small_config(64, layer_pattern="N", num_layers=1, write_top_k=1))
     (layer,) = inspect(model, IDS[:1]).layers
     assert int((layer.write[0] > 0).sum()) == 2  # one in each head
-    assert torch.equal(layer.lives.at_start[0], layer.write[0] == 0)
-    assert bool((layer.lives.moved[0][layer.write[0] == 0] == 0).all())
+    assert torch.equal(layer.trajectory.at_start[0], layer.write[0] == 0)
+    assert bool((layer.trajectory.moved[0][layer.write[0] == 0] == 0).all())
 
 
 @pytest.mark.parametrize("num_tokens", [0, MAX_TOKENS + 1])

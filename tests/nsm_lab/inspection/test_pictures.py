@@ -146,7 +146,7 @@ def test_a_memory_shows_its_usage_and_baselines_are_named() -> None:
     reader.feed(inspection_page(inspection, ["a"] * 20, title="t"))
     assert "Layer 0.1 (memory)" in reader.text
     assert "Usage: how fully" in reader.text
-    assert "Not looked into: layers 1, 2" in reader.text
+    assert "No figures for layers 1, 2" in reader.text
     assert [one.layer for one in trace(inspection, 19)] == ["0.0"]
 
 

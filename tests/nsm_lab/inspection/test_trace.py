@@ -24,7 +24,7 @@ def read_of(model: NsmModel, ids: list[int], token: int) -> Tensor:
     handle = model.layers[0].mixer.conv.register_forward_hook(lambda _m, _g, made: values.append(made[2][0, 0]))
     (layer,) = inspect(model, ids[: token + 1], paths_of=["0"]).layers
     handle.remove()
-    before = layer.lives.path[token - 1] if token else layer.lives.begin
+    before = layer.trajectory.path[token - 1] if token else layer.trajectory.begin
     held = torch.lerp(
         before[..., HEAD_DIM:], values[token][:, None].expand(2, 8, HEAD_DIM), layer.write[token][..., None]
     )

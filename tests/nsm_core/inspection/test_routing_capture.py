@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
-from nsm_core.inspection.looks import Look, look
-from nsm_core.inspection.watching import WatchedLayer, layers_of, watching
+from nsm_core.inspection.layer_hooks import HookedLayer, hookable_layers, hooked
+from nsm_core.inspection.routing_capture import Capture, capture
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
 from tests.models import random_model, small_config
@@ -23,8 +23,8 @@ WINDOW = 24
 class Step:
     """One token of two rows, in the first layer."""
 
-    layer: WatchedLayer
-    look: Look
+    layer: HookedLayer
+    capture: Capture
     before: State
     after: State
     given_to_out: Tensor
@@ -33,18 +33,18 @@ class Step:
 def step_after(model: NsmModel, num_tokens: int) -> Step:
     """The token after `num_tokens` random ones."""
     ids = torch.randint(64, (2, num_tokens + 1), generator=torch.Generator().manual_seed(3))
-    (layer, *_) = layers = layers_of(model)
+    (layer, *_) = layers = hookable_layers(model)
     caught: list[Tensor] = []
     with torch.inference_mode():
         state = model.initial_state(2)
         if num_tokens:
             _, state = model(ids[:, :-1], state)
-        handle = layer.mixer.out.register_forward_hook(lambda _module, given, _made: caught.append(given[0]))
-        with watching(layers):
+        handle = layer.mixer.out.register_forward_hook(lambda _module, inputs, _made: caught.append(inputs[0]))
+        with hooked(layers):
             _, after = model.step(ids[:, -1], state)
         handle.remove()
         before = layer.state_of(state)
-        seen = look(layer, before, state[POSITION])
+        seen = capture(layer, before, state[POSITION])
     assert seen is not None
     return Step(layer, seen, before, layer.state_of(after), caught[0].reshape(2, -1))
 
@@ -52,7 +52,7 @@ def step_after(model: NsmModel, num_tokens: int) -> Step:
 def gated_output(step: Step, read: Tensor) -> Tensor:
     """What goes into a mixer's last projection for read [B,H,K]."""
     mixer = step.layer.mixer
-    gate = step.layer.made["project"].reshape(2, -1)[:, -read.shape[1] * read.shape[2] :]
+    gate = step.layer.outputs["project"].reshape(2, -1)[:, -read.shape[1] * read.shape[2] :]
     return F.rms_norm(read, read.shape[-1:], eps=mixer.eps).flatten(1) * mixer.out_norm * F.silu(gate)
 
 
@@ -72,10 +72,10 @@ def gated_output(step: Step, read: Tensor) -> Tensor:
 )
 def test_weights_of_slots_give_the_layers_output(changes: dict[str, object], num_tokens: int) -> None:
     step = step_after(random_model(small_config(64, **changes)), num_tokens)
-    write, read = step.look.write, step.look.read
-    assert step.look.kind == "slots"
+    write, read = step.capture.write, step.capture.read
+    assert step.capture.kind == "slots"
     torch.testing.assert_close(read.sum(-1), torch.ones(2, 2))
-    value = step.layer.made["conv"][-2][:, 0]
+    value = step.layer.outputs["conv"][-2][:, 0]
     values = torch.lerp(step.before["slots"][..., -16:], value[:, :, None].expand(2, 2, 8, 16), write[..., None])
     torch.testing.assert_close(values, step.after["slots"][..., -16:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gated_output(step, torch.einsum("bhm,bhmk->bhk", read, values)), step.given_to_out)
@@ -85,7 +85,7 @@ def test_weights_of_slots_give_the_layers_output(changes: dict[str, object], num
 @pytest.mark.parametrize("gate", ["gru", "lstm", "free"])
 def test_weights_of_gated_slots_and_of_tokens_give_the_layers_output(gate: str, num_tokens: int) -> None:
     step = step_after(random_model(small_config(64, layer_pattern="G", gate=gate, gate_chunk=8)), num_tokens)
-    read, seen = step.look.read, step.look.seen
+    read, seen = step.capture.read, step.capture.seen
     torch.testing.assert_close(read.sum(-1) + seen.sum(-1), torch.ones(2, 2))
     recent = step.after["recent"][..., 16:]  # the ring with the token in it, [B,C,H,K]
     place = (num_tokens - torch.arange(8)) % 8
@@ -97,13 +97,13 @@ def test_weights_of_gated_slots_and_of_tokens_give_the_layers_output(gate: str, 
 @pytest.mark.parametrize("num_tokens", [0, 5, 24, 60])
 def test_weights_of_attention_give_the_layers_output(num_tokens: int) -> None:
     step = step_after(random_model(small_config(64, layer_pattern="W", window=WINDOW)), num_tokens)
-    assert step.look.write is None
-    assert step.look.read is None
+    assert step.capture.write is None
+    assert step.capture.read is None
     ages = torch.arange(WINDOW)
     ring = step.after["kv"][:, :, 1, (num_tokens - ages) % WINDOW]  # values by age
     oldest = step.before["kv"][:, :, 1, num_tokens % WINDOW]  # the token has taken its place
     values = torch.cat((ring, oldest[:, :, None]), dim=2).repeat_interleave(2, dim=1)
-    out = torch.einsum("bhw,bhwk->bhk", step.look.seen, values).flatten(1)
+    out = torch.einsum("bhw,bhwk->bhk", step.capture.seen, values).flatten(1)
     torch.testing.assert_close(out, step.given_to_out, rtol=1e-4, atol=1e-5)
 
 
@@ -111,22 +111,22 @@ def test_weights_of_attention_give_the_layers_output(num_tokens: int) -> None:
 def test_weights_of_a_memory_give_the_layers_output_and_what_it_writes(num_tokens: int) -> None:
     """Tokens 7 and 23 complete a chunk: with what the write heads erase and add there, the new rows are made again."""
     step = step_after(random_model(memory_config()), num_tokens)
-    look, mixer = step.look, step.layer.mixer
-    assert look.kind == "memory"
-    torch.testing.assert_close(look.read.sum(-1), torch.ones(2, 2))
-    assert torch.equal(look.write[:, 0], look.write[:, 1])
-    torch.testing.assert_close(look.usage, step.after["usage"])
-    out = torch.einsum("bhr,brn->bhn", look.read, step.before["memory"])
+    capture, mixer = step.capture, step.layer.mixer
+    assert capture.kind == "memory"
+    torch.testing.assert_close(capture.read.sum(-1), torch.ones(2, 2))
+    assert torch.equal(capture.write[:, 0], capture.write[:, 1])
+    torch.testing.assert_close(capture.usage, step.after["usage"])
+    out = torch.einsum("bhr,brn->bhn", capture.read, step.before["memory"])
     torch.testing.assert_close(gated_output(step, out), step.given_to_out, rtol=1e-4, atol=1e-5)
     if (num_tokens + 1) % 8:
-        assert not look.write.any()
+        assert not capture.write.any()
         return
-    (summary,), (weight, _, _) = (step.layer.given["write"],), step.layer.others["write"]
+    (summary,), (weight, _, _) = (step.layer.inputs["write"],), step.layer.extra_inputs["write"]
     normed = F.rms_norm(summary, (16,), eps=mixer.eps)
     controls = torch.einsum("bpn,pnc->bpc", normed, mixer.write.controls) + mixer.write.bias
     erase, candidate = controls[:, 0, 16:32].sigmoid(), controls[:, 0, 32:48].tanh()
-    moved = look.write[:, 0, :, None] * erase[:, None] * (candidate[:, None] - step.before["memory"])
-    assert float(look.write.max()) > 0.01
+    moved = capture.write[:, 0, :, None] * erase[:, None] * (candidate[:, None] - step.before["memory"])
+    assert float(capture.write.max()) > 0.01
     assert bool((weight > 0).all())
     torch.testing.assert_close(step.before["memory"] + moved, step.after["memory"], rtol=1e-4, atol=1e-5)
 
@@ -141,15 +141,15 @@ def test_several_write_heads_are_told_as_one() -> None:
     config = dataclasses.replace(memory_config(), memory_heads=3)
     step = step_after(random_model(config), 15)
     moved = (step.after["memory"] - step.before["memory"]).norm(dim=-1)
-    bound = step.look.write[:, 0] * (step.before["memory"].norm(dim=-1) + 16**0.5)
+    bound = step.capture.write[:, 0] * (step.before["memory"].norm(dim=-1) + 16**0.5)
     assert bool((moved <= bound + 1e-5).all())
-    assert bool((step.look.write > 0).any())
+    assert bool((step.capture.write > 0).any())
 
 
 def test_a_recurrence_tells_how_far_each_channel_moved() -> None:
     step = step_after(random_model(small_config(64, layer_pattern="L")), 5)
-    move = step.look.write[:, 0]
-    candidate = step.layer.made["project"].reshape(2, -1)[:, :32]
+    move = step.capture.write[:, 0]
+    candidate = step.layer.outputs["project"].reshape(2, -1)[:, :32]
     torch.testing.assert_close((1 - move) * step.before["hidden"] + move * candidate, step.after["hidden"])
 
 
@@ -162,4 +162,4 @@ def test_a_step_that_was_watched_leaves_no_hooks() -> None:
 @pytest.mark.parametrize("pattern", ["(NW)", "[NW]"])
 def test_mixers_in_one_layer_have_numbers_of_their_own(pattern: str) -> None:
     model = random_model(small_config(64, layer_pattern=pattern))
-    assert [layer.name for layer in layers_of(model)] == ["0.0", "0.1", "1.0", "1.1"]
+    assert [layer.name for layer in hookable_layers(model)] == ["0.0", "0.1", "1.0", "1.1"]

@@ -1,4 +1,4 @@
-"""A model beside a model: the same weights, watched by somebody else."""
+"""A copy of a model that shares its weights, for hooks of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nsm_core.model.nsm import NsmModel
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def twin_of(model: NsmModel) -> NsmModel:
-    """Modules of its own, so that who watches it sees nothing of what others do with `model`; all else is shared."""
+def shared_copy(model: NsmModel) -> NsmModel:
+    """New modules with the same tensors: hooks on the copy see no call of `model`, and the other way round."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         shared |= {id(value): value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}

@@ -9,7 +9,7 @@ from nsm_core.execution.native.unpacked import unpacked
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
-from nsm_core.inspection.twin import twin_of
+from nsm_core.inspection.shared_copy import shared_copy
 from nsm_core.model.nsm import NsmModel
 from tests.models import random_model, small_config
 
@@ -18,7 +18,7 @@ IDS = torch.randint(64, (20,), generator=torch.Generator().manual_seed(8)).tolis
 
 def test_a_twin_computes_the_same_from_the_same_weights() -> None:
     model = random_model(small_config(64, layer_pattern="(NW)"))
-    twin = twin_of(model)
+    twin = shared_copy(model)
     assert all(one is other for one, other in zip(model.parameters(), twin.parameters(), strict=True))
     assert not set(model.modules()) & set(twin.modules())
     with torch.inference_mode():
@@ -29,13 +29,13 @@ def test_a_twin_computes_the_same_from_the_same_weights() -> None:
 def test_who_watches_a_twin_sees_nothing_of_the_models_own_steps() -> None:
     """The engine's thread makes steps of the model while another thread looks at the twin."""
     model = random_model(small_config(64))
-    alone, twin = inspect(model, IDS), twin_of(model)
+    alone, twin = inspect(model, IDS), shared_copy(model)
     stopped = threading.Event()
 
     def serve() -> None:
         probe = RoutingProbe(model)
         while not stopped.is_set():
-            probe.look(model.initial_state(1), [[5]])
+            probe.capture(model.initial_state(1), [[5]])
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -54,5 +54,5 @@ def test_a_model_on_packed_weights_has_a_twin_on_the_same() -> None:
     weights = NativeWeights(model)
     packed: NsmModel = unpacked(model, weights)
     NativeExecutor(model, num_rows=1, weights=weights)
-    (one, _), (other, _) = inspect(packed, IDS).layers, inspect(twin_of(packed), IDS).layers
+    (one, _), (other, _) = inspect(packed, IDS).layers, inspect(shared_copy(packed), IDS).layers
     assert torch.equal(one.write, other.write)
