@@ -5,8 +5,8 @@ The bundled model (or `--model`), text of data/books-sample, for each dtype of s
 - a snapshot: its bytes against those of the raw state; the time to encode and to decode it, the checksum included;
 - a session of `--turns` turns with its log and `--kept` older snapshots: what it stores, and what that takes in SQLite
   (file size) or Redis (MEMORY USAGE of its keys), against the raw state;
-- divergence: the next `--next` tokens of the text, read on from a state that was parked once after `--turn-tokens`
-  tokens, and from one that was parked after each of `--parks` turns, against the run that never was. Differences of
+- divergence: the next `--next` tokens of the text, read on from a state that was stored once after `--turn-tokens`
+  tokens, and from one that was stored after each of `--saves` turns, against the run that never was. Differences of
   logits, KL divergence of the next token's distribution (nats), share of tokens whose likeliest next token is another.
 """
 
@@ -37,8 +37,8 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.state.spec import State
-from nsm_lab.evaluation.parking import parked_state
 from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.evaluation.stored_state_quality import stored_state
 from service.backends.local import LocalBackend
 
 NUM_TIMED = 20
@@ -85,12 +85,12 @@ def measure_snapshots(
     with torch.inference_mode():
         _, state = loaded.model(torch.tensor([ids[:num_tokens]]), loaded.model.initial_state(1))
     raw, rows = loaded.model.state_spec.pack(state), []
-    for form in StateFormat:
-        snapshot = snapshot_of(backend, raw, position=num_tokens, version=1, form=form)
+    for state_format in StateFormat:
+        snapshot = snapshot_of(backend, raw, position=num_tokens, version=1, state_format=state_format)
         stored = snapshot.encode()
         rows.append(
             {
-                "dtype": form.value,
+                "dtype": state_format.value,
                 "bytes": len(stored),
                 "encode_ms": median_ms(snapshot.encode),
                 "decode_ms": median_ms(functools.partial(Snapshot.decode, stored)),
@@ -115,14 +115,14 @@ async def measure_sessions(
     open_place = redis_place if args.redis else file_place
     async with contextlib.AsyncExitStack() as stack:
         places = [
-            await stack.enter_async_context(open_place(directory / form.value, kept, form))
-            for form in StateFormat
+            await stack.enter_async_context(open_place(directory / state_format.value, kept, state_format))
+            for state_format in StateFormat
             for kept in args.kept
         ]
         await tell(backend, places, ids, args)
         return [
             {
-                "dtype": place.form.value,
+                "dtype": place.state_format.value,
                 "kept": place.max_kept,
                 "store": "redis" if args.redis else "sqlite",
                 "stored_bytes": (await place.store.usage(tenant=KEY["tenant"])).num_bytes,
@@ -138,34 +138,34 @@ def measure_divergence(model: NsmModel, ids: tuple[int, ...], args: argparse.Nam
     for number in range(args.texts):
         text = torch.tensor([ids[number * text_len(args) : (number + 1) * text_len(args)]])
         with torch.inference_mode():
-            for parks, form, exact, parked in parked_runs(model, text, args):
-                found.setdefault((parks, form), []).append(differences(exact, parked))
+            for saves, state_format, exact, stored in stored_runs(model, text, args):
+                found.setdefault((saves, state_format), []).append(differences(exact, stored))
     return [
-        {"dtype": form.value, "parks": parks, "tokens": args.texts * args.next}
+        {"dtype": state_format.value, "saves": saves, "tokens": args.texts * args.next}
         | {name: (max if name.startswith("max") else statistics.fmean)(row[name] for row in rows) for name in rows[0]}
-        for (parks, form), rows in found.items()
+        for (saves, state_format), rows in found.items()
     ]
 
 
-def parked_runs(
+def stored_runs(
     model: NsmModel, text: Tensor, args: argparse.Namespace
 ) -> Iterator[tuple[int, StateFormat, Tensor, Tensor]]:
-    """After the first park and after the last: how many there were, and the logits [N, V] of what follows, of the run
-    that was never parked and of the one that was.
+    """After the first save and after the last: the number of saves, the dtype, and the logits [N, V] of the tokens that
+    follow, from the exact state and from the stored one.
     """
     state = model.initial_state(1)
-    parked = {form: state for form in StateFormat if form is not StateFormat.FP32}
-    for turn in range(1, args.parks + 1):
+    stored = {state_format: state for state_format in StateFormat if state_format is not StateFormat.FP32}
+    for turn in range(1, args.saves + 1):
         part = text[:, (turn - 1) * args.turn_tokens : turn * args.turn_tokens]
         _, state = model(part, state)
-        for form, before in parked.items():
+        for state_format, before in stored.items():
             _, after = model(part, before)
-            parked[form] = parked_state(model.state_spec, after, form)
-        if turn in (1, args.parks):
+            stored[state_format] = stored_state(model.state_spec, after, state_format)
+        if turn in (1, args.saves):
             following = text[:, turn * args.turn_tokens :][:, : args.next]
             exact = logits_of(model, following, state)
-            for form, after in parked.items():
-                yield turn, form, exact, logits_of(model, following, after)
+            for state_format, after in stored.items():
+                yield turn, state_format, exact, logits_of(model, following, after)
 
 
 def logits_of(model: NsmModel, ids: Tensor, state: State) -> Tensor:
@@ -173,21 +173,21 @@ def logits_of(model: NsmModel, ids: Tensor, state: State) -> Tensor:
     return model.logits(hidden)[0].double()
 
 
-def differences(exact: Tensor, parked: Tensor) -> dict[str, float]:
-    apart = (exact - parked).abs()
-    kl = F.kl_div(parked.log_softmax(-1), exact.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+def differences(exact: Tensor, stored: Tensor) -> dict[str, float]:
+    apart = (exact - stored).abs()
+    kl = F.kl_div(stored.log_softmax(-1), exact.log_softmax(-1), reduction="none", log_target=True).sum(-1)
     return {
         "max_logit": float(apart.max()),
         "mean_logit": float(apart.mean()),
         "kl": float(kl.mean()),
         "max_kl": float(kl.max()),
-        "other_greedy": float((exact.argmax(-1) != parked.argmax(-1)).double().mean()),
+        "other_greedy": float((exact.argmax(-1) != stored.argmax(-1)).double().mean()),
     }
 
 
 def text_len(args: argparse.Namespace) -> int:
     """Tokens of one text: all turns, and those that follow."""
-    return int(args.parks * args.turn_tokens + args.next)
+    return int(args.saves * args.turn_tokens + args.next)
 
 
 def show(
@@ -205,11 +205,11 @@ def show(
     for row in sessions:
         shares = " ".join(f"{row[name] / state_bytes:>8.2f}" for name in ("stored_bytes", "store_bytes"))
         print(f"{row['dtype']:<12} {row['kept']:>8} {shares}")
-    print(f"\n{'divergence':<12} {'parks':>8} {'max, mean |logit|':>20} {'mean, max KL':>20} {'other token':>12}")
+    print(f"\n{'divergence':<12} {'saves':>8} {'max, mean |logit|':>20} {'mean, max KL':>20} {'other token':>12}")
     for row in divergence:
         logits = f"{row['max_logit']:>12.4f} {row['mean_logit']:>7.4f}"
         kl = f"{row['kl']:>11.2e} {row['max_kl']:>8.2e}"
-        print(f"{row['dtype']:<12} {row['parks']:>8} {logits} {kl} {row['other_greedy']:>12.4f}")
+        print(f"{row['dtype']:<12} {row['saves']:>8} {logits} {kl} {row['other_greedy']:>12.4f}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -220,7 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--turn-tokens", type=int, default=80)
     parser.add_argument("--kept", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--parks", type=int, default=50)
+    parser.add_argument("--saves", type=int, default=50)
     parser.add_argument("--next", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(

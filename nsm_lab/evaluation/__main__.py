@@ -16,16 +16,16 @@ from nsm_lab.training.data_files import SPLITS
 HELP = {
     "data": "directory with *-val.jsonl.zst or *-test.jsonl.zst",
     "model": "model directory (default: the bundled model)",
-    "max_documents": "read the first so many documents only (default: all)",
-    "max_tokens_per_document": "read no further than this in any document (default: to the end)",
+    "max_documents": "read only the first documents (default: all)",
+    "max_tokens_per_document": "read each document up to this token (default: to the end)",
     "segment_len": "tokens a forward call; speed and memory only (default %(default)s)",
     "batch_documents": "documents side by side; speed and memory only (default %(default)s)",
     "device": "auto, cpu, cuda, cuda:1 (default %(default)s)",
     "precision": "auto, bf16 or fp32; auto is bf16 on a GPU (default %(default)s)",
     "sample_tokens": "most tokens of a sample (default %(default)s)",
     "passkey_examples": "prompts for each length and depth (default %(default)s)",
-    "parking_prefix": "tokens read before each parking of a state (default %(default)s)",
-    "parking_count": "most parkings of a document (default %(default)s)",
+    "stored_state_prefix": "tokens read before each time a state is stored (default %(default)s)",
+    "stored_state_count": "most times that a document's state is stored (default %(default)s)",
     "split_tokens": "tokens read whole and in pieces (default %(default)s)",
     "history_passages": "repeated passages of a document (default %(default)s)",
     "history_prompts": "prompts with a key of a document, for each context (default %(default)s)",
@@ -40,9 +40,9 @@ HISTORY_HELP = {
     "history_contexts": "tokens of a prompt with a key",
     "history_distances": "tokens from a key to the end of its prompt",
 }
-WORDS = ("device", "precision")
+TEXTS = ("device", "precision")
 SEVERAL = ("buckets", "prompts", "suite", "passkey_lengths", "passkey_depths", *HISTORY_HELP)
-SHORT = {"checkpoint": "--model", "max_tokens_per_document": "--max-tokens", "output": "--out"}  # as other commands say
+SHORT = {"max_tokens_per_document": "--max-tokens", "output": "--out"}  # the names of other commands
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         "nsm eval", description="Quality of a model on the documents of a corpus: loss by position, recall, state."
     )
     for name, text in HELP.items():
-        kind = Path if name in PATHS else str if name in WORDS else int
+        kind = Path if name in PATHS else str if name in TEXTS else int
         is_required = defaults[name] is dataclasses.MISSING
         default = None if is_required else defaults[name]
         flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
@@ -64,14 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--suite",
         type=lambda text: tuple(text.split(",")),
         default=defaults["suite"],
-        help=f"what to measure, by commas: {', '.join(PARTS)} (default %(default)s)",
+        help=f"measurements, separated by commas: {', '.join(PARTS)} (default %(default)s)",
     )
-    for name, number, what in (
+    for name, number, unit in (
         ("passkey_lengths", int, "tokens of a prompt"),
         ("passkey_depths", float, "from 0 to 1"),
     ):
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=number, nargs="+", default=defaults[name], help=f"{what} (default %(default)s)")
+        parser.add_argument(flag, type=number, nargs="+", default=defaults[name], help=f"{unit} (default %(default)s)")
     for name, text in HISTORY_HELP.items():
         flag, explained = "--" + name.replace("_", "-"), f"{text}; none: not measured (default %(default)s)"
         parser.add_argument(flag, type=int, nargs="*", default=defaults[name], help=explained)
@@ -79,22 +79,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> EvalConfig:
-    """The evaluation that `argv` asks for. Raises ConfigError for values that cannot be used."""
+    """The evaluation of the options `argv`. Raises ConfigError for invalid values."""
     options = vars(build_parser().parse_args(argv))
     options["prompts"] = options.pop("prompt")
     options.update({name: tuple(options[name]) for name in SEVERAL})
     return EvalConfig(**options)
 
 
-def tell(line: str) -> None:
-    """How far it has come, to standard error: standard output is the report alone."""
+def log_line(line: str) -> None:
+    """Prints progress to standard error: standard output is for the report alone."""
     print(f"nsm eval: {line}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; exit status 0, or 1 after one line on stderr."""
     try:
-        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv), tell=tell)
+        report = run_evaluation(parse(sys.argv[1:] if argv is None else argv), log=log_line)
     except NsmError as error:
         print(f"nsm eval: {error}", file=sys.stderr)
         return 1

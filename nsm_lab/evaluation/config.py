@@ -1,4 +1,4 @@
-"""Everything an evaluation depends on, in one frozen value."""
+"""The configuration of an evaluation, one frozen value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsm_lab.evaluation.losses import DEFAULT_BUCKETS, check_edges
 from nsm_lab.evaluation.passkey import DEFAULT_DEPTHS, DEFAULT_LENGTHS
 from nsm_lab.training.data_files import SPLITS, Split
 
-Part = Literal["loss", "history", "passkey", "parking", "split", "slots", "samples"]
+Part = Literal["loss", "history", "passkey", "stored_states", "split", "slots", "samples"]
 PARTS: tuple[Part, ...] = get_args(Part)
 COUNTS = (
     "max_documents",
@@ -21,8 +21,8 @@ COUNTS = (
     "batch_documents",
     "sample_tokens",
     "passkey_examples",
-    "parking_prefix",
-    "parking_count",
+    "stored_state_prefix",
+    "stored_state_count",
     "split_tokens",
     "history_passages",
     "history_prompts",
@@ -51,8 +51,8 @@ class EvalConfig:
     passkey_lengths: tuple[int, ...] = DEFAULT_LENGTHS
     passkey_depths: tuple[float, ...] = DEFAULT_DEPTHS
     passkey_examples: int = 10  # for each length and depth
-    parking_prefix: int = 1024  # tokens before each parking
-    parking_count: int = 4  # most parkings of a document
+    stored_state_prefix: int = 1024  # tokens before each time a state is stored
+    stored_state_count: int = 4  # most times in a document
     split_tokens: int = 256
     history_starts: tuple[int, ...] = fresh_starts.DEFAULT_STARTS
     history_spans: tuple[int, ...] = fresh_starts.DEFAULT_SPANS
@@ -78,6 +78,6 @@ class EvalConfig:
         self._require(is_share, "passkey_depths", "in [0, 1]")
         self._require(bool(self.passkey_lengths), "passkey_lengths", "at least one length")
 
-    def _require(self, condition: bool, name: str, wish: str) -> None:
+    def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
-            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")
+            raise ConfigError(f"{name} must be {allowed}, got {getattr(self, name)!r}")

@@ -14,12 +14,12 @@ from nsm_lab.evaluation.history.measure import HistoryResult
 from nsm_lab.evaluation.history.section import history_lines
 from nsm_lab.evaluation.losses import SUMMARY_EDGES, BucketLoss, PositionLosses
 from nsm_lab.evaluation.model_facts import ModelFacts
-from nsm_lab.evaluation.parking import ParkingResult
 from nsm_lab.evaluation.passkey import PasskeyResult
 from nsm_lab.evaluation.provenance import Provenance
 from nsm_lab.evaluation.samples import Sample
 from nsm_lab.evaluation.slots import SlotUsage
 from nsm_lab.evaluation.splits import SplitResult
+from nsm_lab.evaluation.stored_state_quality import StoredStateResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Report:
     losses: PositionLosses | None = None
     history: HistoryResult | None = None
     passkey: PasskeyResult | None = None
-    parking: ParkingResult | None = None
+    stored_states: StoredStateResult | None = None
     splits: SplitResult | None = None
     slots: SlotUsage | None = None
     samples: tuple[Sample, ...] = ()
@@ -54,7 +54,7 @@ class Report:
             sections.loss_tables(self.losses) if self.losses else "",
             history_lines(self.history) if self.history else "",
             sections.passkey_lines(self.passkey) if self.passkey else "",
-            sections.parking_lines(self.parking) if self.parking else "",
+            sections.stored_state_lines(self.stored_states) if self.stored_states else "",
             sections.split_lines(self.splits) if self.splits else "",
             sections.slot_lines(self.slots) if self.slots else "",
             sections.sample_lines(self.samples) if self.samples else "",

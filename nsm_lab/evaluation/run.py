@@ -20,7 +20,6 @@ from nsm_lab.evaluation.history.measure import HistoryResult, HistorySettings, m
 from nsm_lab.evaluation.history.reach import attention_reach
 from nsm_lab.evaluation.losses import PositionLosses
 from nsm_lab.evaluation.model_facts import model_facts
-from nsm_lab.evaluation.parking import ParkingResult, measure_parking
 from nsm_lab.evaluation.passkey import PasskeyResult, measure_passkey
 from nsm_lab.evaluation.perplexity import EncodedDocument, encode_documents, evaluate
 from nsm_lab.evaluation.provenance import Provenance, command_line, source_commit, utc_now, versions
@@ -28,6 +27,7 @@ from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.samples import Sample, write_samples
 from nsm_lab.evaluation.slots import SlotUsage, measure_slot_usage
 from nsm_lab.evaluation.splits import SplitResult, measure_splits
+from nsm_lab.evaluation.stored_state_quality import StoredStateResult, measure_stored_states
 from nsm_lab.training.data_files import read_documents
 
 Result = TypeVar("Result")
@@ -36,17 +36,17 @@ _SLOT_DOCUMENTS = 4
 _SLOT_TOKENS = 2048
 
 
-def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda line: None) -> Report:
+def run_evaluation(config: EvalConfig, *, log: Callable[[str], None] = lambda line: None) -> Report:
     """Runs `config`, with progress bars on a terminal. Raises ConfigError or CheckpointError.
 
-    `tell` gets a line about what is to be done, and one after each part of it: it may take hours.
+    `log` gets a line at the start and one after each part. A run may take hours.
     """
     register_baselines()
     device = resolve_device(config.device)
     loaded = load_checkpoint(config.model, device)
     documents = itertools.islice(read_documents(config.data, config.split), config.max_documents)
-    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), tell)
-    tell(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
+    subject = _Subject(config, loaded, device, encode_documents(loaded.tokenizer, documents), log)
+    log(f"{loaded.name} on {config.split}, {subject.size()}, on {device}: {', '.join(config.suite)}")
     report = Report(
         provenance=_provenance(loaded, device),
         settings=_settings(config, subject.precision),
@@ -54,7 +54,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
         losses=subject.measured("loss", subject.losses),
         history=subject.measured("history", subject.history),
         passkey=subject.measured("passkey", subject.passkey),
-        parking=subject.measured("parking", subject.parking),
+        stored_states=subject.measured("stored_states", subject.stored_states),
         splits=subject.measured("split", subject.splits),
         slots=subject.measured("slots", subject.slots),
         samples=subject.measured("samples", subject.samples) or (),
@@ -65,7 +65,7 @@ def run_evaluation(config: EvalConfig, *, tell: Callable[[str], None] = lambda l
 
 
 class _Subject:
-    """A loaded model and the encoded documents: what every part of the suite measures."""
+    """A loaded model and the encoded documents, which every part of the suite measures."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class _Subject:
         loaded: LoadedModel,
         device: str,
         documents: list[EncodedDocument],
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         if not documents:
             raise ConfigError("there are no documents to evaluate on")
-        self._tell = tell
+        self._log = log
         self._config, self._model, self._tokenizer = config, loaded.model, loaded.tokenizer
         self._documents = documents
         self.precision = resolve_precision(config.precision, device)
@@ -91,12 +91,12 @@ class _Subject:
         return f"{len(documents):,} documents of {sum(map(len, documents)):,} tokens"
 
     def measured(self, part: Part, measure: Callable[[], Result]) -> Result | None:
-        """None for a part that was not asked for."""
+        """Runs `measure`, or returns None for a part outside of the suite."""
         if part not in self._config.suite:
             return None
         started = time.monotonic()
         result = measure()
-        self._tell(f"{part}: {time.monotonic() - started:.1f} s")
+        self._log(f"{part}: {time.monotonic() - started:.1f} s")
         return result
 
     def _cut_documents(self) -> list[EncodedDocument]:
@@ -146,13 +146,13 @@ class _Subject:
             autocast=self._autocast,
         )
 
-    def parking(self) -> ParkingResult:
+    def stored_states(self) -> StoredStateResult:
         config = self._config
-        return measure_parking(
+        return measure_stored_states(
             self._model,
             self._documents,
-            prefix_len=config.parking_prefix,
-            max_parks=config.parking_count,
+            prefix_len=config.stored_state_prefix,
+            max_saves=config.stored_state_count,
             seed=config.seed,
         )
 
@@ -189,12 +189,12 @@ def _provenance(loaded: LoadedModel, device: str) -> Provenance:
 
 
 def _settings(config: EvalConfig, precision: str) -> dict[str, object]:
-    """What the numbers depend on."""
+    """The settings that the figures depend on."""
     names = ["split", "max_documents", "max_tokens_per_document", "segment_len", "batch_documents"]
     if "history" in config.suite:
         names += [*HISTORY_LISTS, "history_passages", "history_prompts", "seed"]
     if "passkey" in config.suite:
         names += ["passkey_lengths", "passkey_depths", "passkey_examples", "seed"]
-    if "parking" in config.suite:
-        names += ["parking_prefix", "parking_count"]
+    if "stored_states" in config.suite:
+        names += ["stored_state_prefix", "stored_state_count"]
     return {"precision": precision, **{name: getattr(config, name) for name in names}}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from nsm_lab.evaluation.losses import SUMMARY_EDGES, BucketLoss, PositionLosses
 from nsm_lab.evaluation.markdown import position_range, rate, short, table
-from nsm_lab.evaluation.parking import EDGES, ParkedFormat, ParkingBucket, ParkingResult
 from nsm_lab.evaluation.passkey import PasskeyCell, PasskeyResult
 from nsm_lab.evaluation.samples import Sample
 from nsm_lab.evaluation.slots import LayerSlots, SlotUsage
 from nsm_lab.evaluation.splits import SplitResult
+from nsm_lab.evaluation.stored_state_quality import EDGES, StoredFormat, StoredStateBucket, StoredStateResult
 
 
 def documents_read(count: int) -> str:
@@ -70,7 +70,7 @@ def _passkey_means(cells: Sequence[PasskeyCell]) -> list[str]:
     return [f"{rank:.2f}", f"{margin:+.2f}"]
 
 
-def parking_lines(result: ParkingResult) -> str:
+def stored_state_lines(result: StoredStateResult) -> str:
     heads = (
         "stored as",
         "bytes",
@@ -78,18 +78,18 @@ def parking_lines(result: ParkingResult) -> str:
         f"all {EDGES[-1]:,}",
     )
     return (
-        f"## Parked and resumed\n\nPerplexity of the tokens after a resume, against the run that was never parked "
-        f"(95 % interval over documents). {result.num_documents} documents, parked {result.num_parks} times each, "
+        f"## Stored and resumed\n\nPerplexity of the tokens after a resume, against a run with the exact state "
+        f"(95 % interval over documents). {result.num_documents} documents, stored {result.num_saves} times each, "
         f"every {result.prefix_len:,} tokens; in fp32.\n\n"
-        + table(heads, [_parking_row(form) for form in result.formats])
+        + table(heads, [_stored_row(stored) for stored in result.formats])
     )
 
 
-def _parking_row(form: ParkedFormat) -> list[str]:
-    return [form.format, f"{form.state_bytes:,}", *(_change(bucket) for bucket in form.buckets)]
+def _stored_row(stored: StoredFormat) -> list[str]:
+    return [stored.format, f"{stored.state_bytes:,}", *(_change(bucket) for bucket in stored.buckets)]
 
 
-def _change(bucket: ParkingBucket) -> str:
+def _change(bucket: StoredStateBucket) -> str:
     return f"{bucket.change:+.4%} ({bucket.low:+.4%} … {bucket.high:+.4%})"
 
 

@@ -10,11 +10,11 @@ from service.cli.lab import lab_command
 @lab_command()
 def evaluate(ctx: typer.Context) -> None:
     """Measure a model on a corpus: bits per byte and word perplexity."""
-    from nsm_lab.evaluation.__main__ import parse, tell
+    from nsm_lab.evaluation.__main__ import log_line, parse
     from nsm_lab.evaluation.run import run_evaluation
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 
     model = load_settings().model
     defaults = [] if model is None else ["--model", str(model)]
-    print(run_evaluation(parsed(parse, [*defaults, *ctx.args]), tell=tell).to_markdown(), end="")
+    print(run_evaluation(parsed(parse, [*defaults, *ctx.args]), log=log_line).to_markdown(), end="")

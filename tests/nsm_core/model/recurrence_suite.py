@@ -143,18 +143,20 @@ def test_R10_resume_from_packed_bytes_goes_on_exactly(model: NsmModel) -> None:
     assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
 
 
-@pytest.mark.parametrize(("form", "tolerance"), [(StateFormat.FP16, 0.002), (StateFormat.INT8, 0.1)])
-def test_a_state_that_was_parked_goes_on_about_as_before(model: NsmModel, form: StateFormat, tolerance: float) -> None:
+@pytest.mark.parametrize(("state_format", "tolerance"), [(StateFormat.FP16, 0.002), (StateFormat.INT8, 0.1)])
+def test_a_state_that_was_stored_goes_on_about_as_before(
+    model: NsmModel, state_format: StateFormat, tolerance: float
+) -> None:
     """Half precision and int8 are for states at rest: rounded once, and not again by being stored again."""
     ids = random_ids(1, 90)
     _, state = model(ids[:, :60], model.initial_state(1))
     spec = model.state_spec
     layout = [TensorLayout(one.name, one.shape, str(one.dtype).removeprefix("torch.")) for one in spec.tensors]
     raw = spec.pack(state)
-    parked = rounded_state(layout, raw, form)
-    assert rounded_state(layout, parked, form) == parked
+    stored = rounded_state(layout, raw, state_format)
+    assert rounded_state(layout, stored, state_format) == stored
     want, _ = model(ids[:, 60:], state)
-    got, after = model(ids[:, 60:], spec.unpack(parked))
+    got, after = model(ids[:, 60:], spec.unpack(stored))
     assert after["position"].tolist() == [90]
     assert (got - want).norm() < tolerance * want.norm()
 

@@ -8,13 +8,13 @@ import pytest
 
 from nsm_lab.evaluation.losses import BucketLoss, PositionLosses
 from nsm_lab.evaluation.model_facts import ModelFacts
-from nsm_lab.evaluation.parking import ParkedFormat, ParkingBucket, ParkingResult
 from nsm_lab.evaluation.passkey import PasskeyCell, PasskeyResult
 from nsm_lab.evaluation.provenance import Provenance
 from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.samples import Sample
 from nsm_lab.evaluation.slots import LayerSlots, SlotUsage
 from nsm_lab.evaluation.splits import SplitDifference, SplitResult
+from nsm_lab.evaluation.stored_state_quality import StoredFormat, StoredStateBucket, StoredStateResult
 
 
 def passkey_cell(length: int, depth: float, num_chosen: int) -> PasskeyCell:
@@ -30,9 +30,9 @@ def passkey_cell(length: int, depth: float, num_chosen: int) -> PasskeyCell:
     )
 
 
-def parking_bucket(start: int, stop: int, change: float) -> ParkingBucket:
-    return ParkingBucket(
-        start=start, stop=stop, num_tokens=64, nats=2.0, unparked_nats=2.0, change=change, low=0.0, high=2 * change
+def stored_bucket(start: int, stop: int, change: float) -> StoredStateBucket:
+    return StoredStateBucket(
+        start=start, stop=stop, num_tokens=64, nats=2.0, exact_nats=2.0, change=change, low=0.0, high=2 * change
     )
 
 
@@ -75,15 +75,15 @@ def report() -> Report:
         passkey=PasskeyResult(
             num_choices=10, cells=(passkey_cell(256, 0.0, 1), passkey_cell(256, 1.0, 4), passkey_cell(2048, 0.0, 0))
         ),
-        parking=ParkingResult(
+        stored_states=StoredStateResult(
             num_documents=3,
-            num_parks=2,
+            num_saves=2,
             prefix_len=1024,
             formats=(
-                ParkedFormat(
+                StoredFormat(
                     format="int8",
                     state_bytes=1234,
-                    buckets=(parking_bucket(0, 16, 0.002), parking_bucket(0, 1024, 0.0001)),
+                    buckets=(stored_bucket(0, 16, 0.002), stored_bucket(0, 1024, 0.0001)),
                 ),
             ),
         ),
@@ -124,7 +124,7 @@ def test_json_holds_sums_and_rates(report: Report) -> None:
     assert fields["samples"][0]["text"] == " was\n\ncalm"
     assert fields["settings"]["split"] == "val"
     assert fields["model"]["state_bytes"] == [[1024, 1_000_000], [8192, 2_100_000]]
-    assert fields["parking"]["formats"][0]["buckets"][0]["change"] == 0.002
+    assert fields["stored_states"]["formats"][0]["buckets"][0]["change"] == 0.002
     assert fields["passkey"]["cells"][1]["num_chosen"] == 4
     assert fields["splits"]["splits"][1]["is_same_continuation"] is False
     assert fields["slots"]["layers"][1]["half_life_p90"] is None

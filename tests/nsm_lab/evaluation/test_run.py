@@ -57,8 +57,8 @@ def test_every_part_of_the_suite_is_in_the_report(checkpoint: Path) -> None:
         passkey_lengths=(128,),
         passkey_depths=(0.0, 1.0),
         passkey_examples=1,
-        parking_prefix=64,
-        parking_count=1,
+        stored_state_prefix=64,
+        stored_state_count=1,
         split_tokens=20,
         history_starts=(64,),
         history_spans=(128,),
@@ -69,7 +69,7 @@ def test_every_part_of_the_suite_is_in_the_report(checkpoint: Path) -> None:
     )
     report = run_evaluation(config)
     fields = json.loads(report.to_json())
-    for part in ("losses", "history", "passkey", "parking", "splits", "slots", "samples"):
+    for part in ("losses", "history", "passkey", "stored_states", "splits", "slots", "samples"):
         assert fields[part]
     assert report.to_markdown().count("\n## ") == 7  # the losses stand under the title
     assert fields["model"]["config"]["d_model"] == 32
@@ -81,7 +81,13 @@ def test_only_what_is_asked_for_is_measured(checkpoint: Path) -> None:
         EvalConfig(data=BOOKS_DIR, model=checkpoint, suite=("split",), max_documents=1, device="cpu", split_tokens=10)
     )
     assert report.splits is not None
-    assert (report.losses, report.passkey, report.parking, report.slots, report.samples) == (None, None, None, None, ())
+    assert (report.losses, report.passkey, report.stored_states, report.slots, report.samples) == (
+        None,
+        None,
+        None,
+        None,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
