@@ -110,6 +110,7 @@ class NoBackend:
 
     def __init__(self, tokenizer: Path, step_s: float) -> None:
         from nsm_core.engine.async_engine import AsyncEngine
+        from nsm_core.state.layout import TensorLayout
         from nsm_core.tokenizer import Tokenizer
         from service.backends.base import ModelInfo
 
@@ -119,6 +120,9 @@ class NoBackend:
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
         self.require_room = getattr(self.engine, "require_room", None)  # which older checkouts do not ask for
         self.max_requests = 512
+        tensor: Any = {"name": "nothing", "shape": [1], "dtype": "int64"}  # as older checkouts have it
+        if "TensorLayout" in str(ModelInfo.__annotations__["state_layout"]):
+            tensor = TensorLayout("nothing", (1,), "int64")
         self.model = ModelInfo(
             name="none",
             fingerprint="none",
@@ -127,7 +131,7 @@ class NoBackend:
             vocab_size=self.tokenizer.vocab_size,
             num_parameters=0,
             state_bytes=8,
-            state_layout=({"name": "nothing", "shape": [1], "dtype": "int64"},),
+            state_layout=(tensor,),
             chat_template="plain-v1",
         )
 

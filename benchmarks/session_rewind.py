@@ -33,7 +33,7 @@ from nsm_core.engine.request import Finished, GenerationRequest, PromptState, Re
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_lab.evaluation.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 from service.backends.local import LocalBackend
@@ -208,7 +208,7 @@ def snapshot_of(
         model_fingerprint=backend.model.fingerprint,
         numerics=backend.model.numerics,
         tokenizer_fingerprint=backend.tokenizer.fingerprint,
-        layout=parse_layout(backend.model.state_layout),
+        layout=backend.model.state_layout,
         stored_dtype=form.dtype,
         rounded_to=form.dtype,
         position=position,

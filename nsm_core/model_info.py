@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+
+from nsm_core.state.layout import TensorLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,5 +23,5 @@ class ModelInfo:
     vocab_size: int
     num_parameters: int
     state_bytes: int
-    state_layout: tuple[Mapping[str, object], ...]
+    state_layout: tuple[TensorLayout, ...]
     chat_template: str

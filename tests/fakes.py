@@ -22,15 +22,13 @@ from nsm_core.engine.request import (
 from nsm_core.errors import NsmError, Overloaded, SnapshotCorrupt, StateMismatch
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
+from nsm_core.state.layout import TensorLayout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
 
 DEFAULT_SCRIPT = "It was the best of times, it was the worst of times."
-STATE_LAYOUT: tuple[dict[str, object], ...] = (
-    {"name": "digest", "shape": [4], "dtype": "int64"},
-    {"name": "position", "shape": [], "dtype": "int64"},
-)
+STATE_LAYOUT = (TensorLayout("digest", (4,), "int64"), TensorLayout("position", (), "int64"))
 STATE_BYTES = 40
 
 

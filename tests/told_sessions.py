@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from service.state.rebuild import sampled_counts
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 from tests.fakes import FakeBackend, state_after
@@ -20,7 +20,7 @@ def told_snapshot(backend: FakeBackend, head: SessionHead, log_ids: tuple[int, .
         "model_fingerprint": backend.model.fingerprint,
         "numerics": backend.model.numerics,
         "tokenizer_fingerprint": backend.tokenizer.fingerprint,
-        "layout": parse_layout(backend.model.state_layout),
+        "layout": backend.model.state_layout,
         "position": len(log_ids) - 1,
         "pending_id": log_ids[-1],
         "sampler": SamplerState(seed=SEED, generated_counts={}),

@@ -46,7 +46,7 @@ class LoadedModel:
             vocab_size=self.tokenizer.vocab_size,
             num_parameters=self.num_parameters,
             state_bytes=spec.num_bytes,
-            state_layout=tuple(spec.layout()),
+            state_layout=spec.layout(),
             chat_template=self.config.chat_template,
         )
 

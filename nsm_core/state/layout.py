@@ -63,7 +63,7 @@ class StateLayout:
 
 
 def parse_layout(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorLayout, ...]:
-    """`StateSpec.layout()` as comparable values; raises SnapshotCorrupt for anything else."""
+    """Tensors from their JSON objects {name, shape, dtype}. Raises SnapshotCorrupt."""
     return tuple(_parse_tensor(tensor) for tensor in tensors)
 
 

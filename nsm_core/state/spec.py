@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.layout import POSITION as POSITION  # part of this contract, defined where there is no torch
+from nsm_core.state.layout import TensorLayout
 
 # One sequence's state is a flat dict of these tensors; everywhere in the model with a leading batch (or row) dimension.
 State = dict[str, Tensor]
@@ -45,11 +46,9 @@ class StateSpec:
         """Bytes of one state; the same for every sequence, however long."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    def layout(self) -> list[dict[str, object]]:
-        """The layout as plain JSON values, for a snapshot's header."""
-        return [
-            {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in self.tensors
-        ]
+    def layout(self) -> tuple[TensorLayout, ...]:
+        """The tensors as a snapshot's header names them."""
+        return tuple(TensorLayout(t.name, t.shape, str(t.dtype).removeprefix("torch.")) for t in self.tensors)
 
     def zeros(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsm_core.model_info import ModelInfo
+from nsm_core.state.layout import parse_layout
 from nsm_core.state.report import LayerUse, SlotFigures, SlotUse, StateReport
 from nsm_core.stats import EngineStats, StateCacheStats
 from nsm_core.wire.errors import reading_answer
@@ -58,7 +59,7 @@ def decode_description(tensors: Tensors) -> WorkerDescription:
         if contract != CONTRACT_VERSION:
             refuse("contract", str(CONTRACT_VERSION), contract)
         model = details["model"]
-        info = ModelInfo(**{**model, "state_layout": tuple(model["state_layout"])})
+        info = ModelInfo(**{**model, "state_layout": parse_layout(model["state_layout"])})
         return WorkerDescription(**{**details, "model": info})
 
 

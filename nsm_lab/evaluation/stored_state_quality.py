@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution.base import SequenceModel
-from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, decode_state, encode_state, stored_bytes
 from nsm_core.state.spec import State, StateSpec
 from nsm_lab.evaluation.losses import FloatArray
@@ -104,7 +103,7 @@ def measure_stored_states(
         formats=tuple(
             StoredFormat(
                 format=state_format.value,
-                state_bytes=stored_bytes(parse_layout(model.state_spec.layout()), state_format),
+                state_bytes=stored_bytes(model.state_spec.layout(), state_format),
                 buckets=_buckets(np.concatenate(stored[state_format]), base, seed),
             )
             for state_format in formats
@@ -114,7 +113,7 @@ def measure_stored_states(
 
 def stored_state(spec: StateSpec, state: State, state_format: StateFormat) -> State:
     """`state` [B, *shape], stored in `state_format` and read again. Raises NumericalError if a value does not fit."""
-    layout, device = parse_layout(spec.layout()), next(iter(state.values())).device
+    layout, device = spec.layout(), next(iter(state.values())).device
     rows = []
     for row in range(len(next(iter(state.values())))):
         stored = encode_state(layout, spec.pack(state, row), state_format)

@@ -87,7 +87,7 @@ def manifest(loaded: LoadedModel, functions: list[Function], form: Format, *, is
 
 def _described(loaded: LoadedModel, function: Function, form: Format) -> dict[str, Any]:
     layout = loaded.model.state_spec.layout()
-    state = [{**tensor, "shape": ["batch", *_list(tensor["shape"])]} for tensor in layout]
+    state = [{"name": tensor.name, "shape": ["batch", *tensor.shape], "dtype": tensor.dtype} for tensor in layout]
     ids = {"name": IDS, "shape": ["batch", *function.ids_shape], "dtype": "int64"}
     logits = {"name": LOGITS, "shape": ["batch", loaded.config.vocab_size], "dtype": "float32"}
     return {
@@ -96,10 +96,6 @@ def _described(loaded: LoadedModel, function: Function, form: Format) -> dict[st
         "inputs": [ids, *state],
         "outputs": [logits, *({**tensor, "name": f"{NEW}{tensor['name']}"} for tensor in state)],
     }
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _write_function(loaded: LoadedModel, function: Function, directory: Path, form: Format, is_int8: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         "chat_template": loaded.config.chat_template,
         "state_bytes": spec.num_bytes,
         "num_states": loaded.config.num_memory_slots if has_slots(loaded.config) else None,
-        "state_layout": spec.layout(),
+        "state_layout": [dataclasses.asdict(tensor) for tensor in spec.layout()],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "data_dir": str(settings.data_dir),

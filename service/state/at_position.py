@@ -14,7 +14,7 @@ from nsm_core.engine.request import EndState, Finished, FinishReason, Resume
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import Snapshot, parse_layout
+from nsm_core.state.snapshot import Snapshot
 from service.backends.base import Generation, InferenceBackend
 from service.state.prefill import read_again
 from service.stores.sessions.base import LogMark, SessionStore
@@ -91,7 +91,7 @@ def _decode(backend: InferenceBackend, raw: bytes, expected: tuple[str, str, int
     header, model = snapshot.header, backend.model
     is_own = (header.tenant, header.session_id, header.version, header.position) == expected
     is_of_model = (header.model_fingerprint, header.numerics) == (model.fingerprint, model.numerics)
-    is_usable = is_own and is_of_model and header.layout == parse_layout(model.state_layout)
+    is_usable = is_own and is_of_model and header.layout == model.state_layout
     return snapshot if is_usable and implausible_tensor(header.layout, snapshot.state) is None else None
 
 

@@ -18,7 +18,7 @@ from nsm_core.model_info import ModelInfo
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat, coarsest
-from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_core.tokenizer import Tokenizer
 from service.state.rebuild import LostState, RebuildReason, Replay
 from service.stores.sessions.base import SessionHead, StoredSession
@@ -165,7 +165,7 @@ class Continuation:
             model_fingerprint=self.model.fingerprint,
             numerics=self.model.numerics,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
-            layout=parse_layout(self.model.state_layout),
+            layout=self.model.state_layout,
             stored_dtype=form.dtype,
             rounded_to=coarsest(form, self.rounding).dtype,
             position=end.position,
@@ -209,7 +209,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
     _require_tokenizer(header, model, tokenizer)
     if header.model_fingerprint != model.fingerprint:
         return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
-    if header.layout != parse_layout(model.state_layout):
+    if header.layout != model.state_layout:
         raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
     if implausible_tensor(header.layout, snapshot.state) is not None:  # the log is as good as ever
         return LostState(reason="corrupt", sampler=header.sampler)

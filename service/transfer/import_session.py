@@ -12,7 +12,7 @@ from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import Snapshot, parse_layout
+from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
 from service.stores.sessions.base import SessionHead, SessionStore
@@ -98,7 +98,7 @@ def _require_known(ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
-    layout = parse_layout(model.state_layout)
+    layout = model.state_layout
     if snapshot.header.layout != layout:
         raise InvalidRequest("the file's state has another layout than its model's", code="invalid_session_file")
     position = StateLayout(layout).read_position(snapshot.state)
@@ -125,7 +125,7 @@ async def _rebuild(
         snapshot.header,
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
-        layout=parse_layout(model.state_layout),
+        layout=model.state_layout,
         stored_dtype=request.state_format.dtype,
         rounded_to=request.state_format.dtype,
         created_at=time.time(),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsm_core.errors import EngineDead, NotFound, NsmError, NumericalError, SessionBusy, SnapshotCorrupt
-from nsm_core.state.layout import FLOAT, TensorLayout, parse_layout
+from nsm_core.state.layout import FLOAT, TensorLayout
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
@@ -113,7 +113,7 @@ async def _verify_copy(
     snapshot = await asyncio.to_thread(Snapshot.decode, copy.snapshot)
     divergences, difference, rounding = _fields_that_differ(copy, snapshot), 0.0, None
     foreign = _model_of(snapshot, backend)
-    is_fitting = snapshot.header.layout == parse_layout(backend.model.state_layout)
+    is_fitting = snapshot.header.layout == backend.model.state_layout
     if foreign is None and not is_fitting:
         divergences.append(Divergence("layout", "is not that of the model's states"))
     if foreign is None and is_fitting and snapshot.header.position <= len(copy.log_ids):

@@ -10,7 +10,7 @@ from nsm_core.engine.request_check import AdmissionCheck
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
-from nsm_core.state.layout import StateLayout, parse_layout
+from nsm_core.state.layout import StateLayout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats, add_energy
 from nsm_core.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class TritonBackend:
         self._model = description.model
         self._admission = AdmissionCheck(
             vocab_size=tokenizer.vocab_size,
-            spec=StateLayout(parse_layout(self._model.state_layout)),
+            spec=StateLayout(self._model.state_layout),
             fingerprint=self._model.fingerprint,
         )
         self._end = None

@@ -14,7 +14,7 @@ from nsm_core.engine.request import Resume
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, parse_layout
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_core.tokenizer import Tokenizer
 from service.stores.prefixes.base import PrefixKey
 from service.stores.prefixes.keys import ID_BYTES
@@ -39,7 +39,7 @@ def encode_entry(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        layout=parse_layout(model.state_layout),
+        layout=model.state_layout,
         stored_dtype=form.dtype,
         rounded_to=form.dtype,
         position=key.position,
@@ -76,7 +76,7 @@ def decode_entry(
         "model_fingerprint": model.fingerprint,
         "numerics": model.numerics,
         "tokenizer_fingerprint": tokenizer.fingerprint,
-        "layout": parse_layout(model.state_layout),
+        "layout": model.state_layout,
         "pending_id": None,
     }
     for name, value in expected.items():

@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.request import EndState, GenerationRequest, PromptState, Resume
 from nsm_core.errors import NsmError, SnapshotCorrupt
-from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, rounded_state
 from service.backends.base import InferenceBackend
 from service.stores.prefixes.base import PrefixStore
@@ -190,7 +189,7 @@ class PrefixResume:
         model, tokenizer = self._backend.model, self._backend.tokenizer
         waiting = pending.get(key)
         if waiting is not None and waiting.digests.raw[: len(raw_ids)] == raw_ids:
-            layout = parse_layout(model.state_layout)
+            layout = model.state_layout
             state = await asyncio.to_thread(rounded_state, layout, waiting.state, self._state_format)
             # as it will be read when it is stored
             found = Resume(state=state, position=key.position, fingerprint=model.fingerprint, generated_counts={})

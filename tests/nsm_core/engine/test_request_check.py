@@ -8,7 +8,7 @@ import pytest
 
 from nsm_core.engine.request import GenerationRequest, Resume
 from nsm_core.errors import InvalidRequest, NsmError, SnapshotCorrupt, StateMismatch
-from nsm_core.state.layout import StateLayout, parse_layout
+from nsm_core.state.layout import StateLayout
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import FINGERPRINT, make_engine, make_request, small_model
 
@@ -91,7 +91,7 @@ def test_the_position_is_read_where_the_layout_has_it() -> None:
 
 
 def test_without_torch_a_state_is_checked_alike() -> None:
-    layout = StateLayout(parse_layout(SPEC.layout()))
+    layout = StateLayout(SPEC.layout())
     assert layout.num_bytes == SPEC.num_bytes
     assert layout.read_position(STATE) == SPEC.read_position(STATE)
     with pytest.raises(SnapshotCorrupt, match="bytes"):

@@ -16,7 +16,6 @@ from nsm_core.model.allocation import DECAY, AllocationRule, SlotUse, Tokens, fo
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.segments import Segments
 from nsm_core.state.quantize import StateFormat, rounded_state
-from nsm_core.state.snapshot import parse_layout
 from tests.counts import scaled
 
 SHAPE: dict[str, Any] = {
@@ -136,7 +135,7 @@ def test_a_state_that_was_rounded_at_rest_has_the_same_slots_in_use(form: StateF
     torch.manual_seed(0)
     model = NsmModel(ModelConfig(**SHAPE)).requires_grad_(False)
     _, state = model(torch.randint(64, (1, 200)), model.initial_state(1))
-    layout = parse_layout(model.state_spec.layout())
+    layout = model.state_spec.layout()
     rounded = model.state_spec.unpack(rounded_state(layout, model.state_spec.pack(state), form))
     for layer in range(2):
         use, was = (

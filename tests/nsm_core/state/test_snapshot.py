@@ -21,7 +21,6 @@ from nsm_core.state.snapshot import (
     Snapshot,
     SnapshotHeader,
     TensorLayout,
-    parse_layout,
 )
 
 LAYOUT = (TensorLayout("layers.0.slots", (1, 2, 2), "float32"), TensorLayout("position", (), "int64"))
@@ -204,7 +203,7 @@ def test_parse_layout_reads_what_a_state_spec_says() -> None:
     from nsm_core.state.spec import StateSpec, TensorSpec
 
     spec = StateSpec((TensorSpec("layers.0.slots", (1, 2, 2), torch.float32), TensorSpec("position", (), torch.int64)))
-    assert parse_layout(spec.layout()) == LAYOUT
+    assert spec.layout() == LAYOUT
     assert make_header().state_bytes == spec.num_bytes
 
 

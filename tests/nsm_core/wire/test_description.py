@@ -8,6 +8,7 @@ import pytest
 
 from nsm_core.errors import EngineDead
 from nsm_core.model_info import ModelInfo
+from nsm_core.state.layout import TensorLayout
 from nsm_core.state.report import LayerUse, SlotFigures, SlotUse, StateReport
 from nsm_core.stats import EngineStats, StateCacheStats
 from nsm_core.wire.description import (
@@ -31,7 +32,7 @@ DESCRIPTION = WorkerDescription(
         vocab_size=512,
         num_parameters=99,
         state_bytes=8,
-        state_layout=({"name": "position", "shape": [], "dtype": "int64"},),
+        state_layout=(TensorLayout("position", (), "int64"),),
         chat_template="plain-v1",
     ),
     tokenizer='{"é": 1}',

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.nsm import NsmModel
-from nsm_core.state.layout import parse_layout
 from nsm_core.state.quantize import StateFormat, stored_bytes
 from nsm_lab.evaluation.perplexity import EncodedDocument
 from nsm_lab.evaluation.stored_state_quality import measure_stored_states, stored_state
@@ -36,7 +35,7 @@ def test_unrounded_states_cost_nothing_and_coarser_ones_more(any_model: NsmModel
     spread = [max(abs(b.nats - b.exact_nats) for b in stored.buckets) for stored in result.formats]
     assert spread[0] == 0.0 < spread[1] < spread[2]
     for stored in result.formats:
-        layout = parse_layout(any_model.state_spec.layout())
+        layout = any_model.state_spec.layout()
         assert stored.state_bytes == stored_bytes(layout, StateFormat(stored.format))
         assert all(bucket.low <= bucket.change <= bucket.high for bucket in stored.buckets)
 

@@ -26,7 +26,7 @@ def test_the_folder_says_what_its_files_are(nsm: Nsm, model_dir: Path, tmp_path:
     assert manifest["start_id"] == loaded.tokenizer.end_of_text_id
     (function,) = manifest["functions"]
     assert function["inputs"][0] == {"name": "ids", "shape": ["batch"], "dtype": "int64"}
-    assert [tensor["name"] for tensor in function["inputs"][1:]] == [t["name"] for t in loaded.info.state_layout]
+    assert [tensor["name"] for tensor in function["inputs"][1:]] == [tensor.name for tensor in loaded.info.state_layout]
     program = torch.export.load(out / function["file"]).module()
     made = program(torch.tensor([1, 2, 3]), *loaded.model.initial_state(3).values())
     assert [list(value.shape) for value in made] == [[3, *tensor["shape"][1:]] for tensor in function["outputs"]]

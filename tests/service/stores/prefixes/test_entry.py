@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nsm_core.errors import SnapshotCorrupt
-from nsm_core.state.layout import parse_layout
+from nsm_core.state.layout import TensorLayout
 from nsm_core.state.quantize import StateFormat, rounded_state
 from service.stores.prefixes.base import PrefixKey
 from service.stores.prefixes.entry import decode_entry, encode_entry
@@ -48,7 +48,7 @@ def test_an_entry_gives_its_state_back() -> None:
     assert decoded(encoded()) == state_after(IDS)
 
 
-FLOATS = ({"name": "slots", "shape": [2, 64], "dtype": "float32"},)
+FLOATS = (TensorLayout("slots", (2, 64), "float32"),)
 
 
 @pytest.mark.parametrize("form", StateFormat)
@@ -57,7 +57,7 @@ def test_an_entry_is_used_whatever_its_writer_rounded_it_to(form: StateFormat) -
     state = np.linspace(-1.0, 1.0, 128, dtype="<f4").tobytes()
     entry = encoded(state=state, model=model, form=form)
     read = decode_entry(entry, tenant="a", key=KEY, raw_ids=DIGESTS.raw, model=model, tokenizer=BACKEND.tokenizer)
-    assert read.state == rounded_state(parse_layout(FLOATS), state, form)
+    assert read.state == rounded_state(FLOATS, state, form)
     assert (read.state == state) == (form is StateFormat.FP32)
 
 
