@@ -54,7 +54,7 @@ def test_numbers_are_those_of_reading_on_from_the_rounded_state(model: NsmModel)
     assert whole.change == pytest.approx(np.expm1((whole.nats - whole.exact_nats) / 24), rel=1e-3)
 
 
-@pytest.mark.parametrize("form", list(StateFormat))
+@pytest.mark.parametrize("state_format", list(StateFormat))
 def test_a_stored_state_has_the_same_rows_names_and_dtypes(any_model: NsmModel, state_format: StateFormat) -> None:
     with torch.no_grad():
         _, state = any_model(torch.randint(1, 400, (3, 20)), any_model.initial_state(3))
