@@ -5,7 +5,8 @@ NsmError
 ├── BodyTooLarge         the request body is over the limit
 ├── BodyTooSlow          the request body did not come to its end in time
 ├── Unauthenticated      no valid API key
-├── Forbidden            a valid API key that may not do this
+├── Forbidden            a valid API key, or a web page, that may not do this
+├── MisdirectedRequest   the Host header names another server
 ├── RateLimited          the tenant has too many requests at this time
 ├── QuotaExceeded        the tenant has stored all it may
 ├── NotFound             no such model, session or route object
@@ -64,7 +65,15 @@ class Unauthenticated(NsmError):
 
 
 class Forbidden(NsmError):
-    """The API key is valid, but not for this."""
+    """A valid API key, or a web page of another origin, may not do this."""
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class MisdirectedRequest(NsmError):
+    """The Host header names a server that this one does not answer for."""
 
 
 class RateLimited(NsmError):

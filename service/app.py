@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
@@ -34,7 +35,7 @@ from service.routes import (
     streams,
     tokenize,
 )
-from service.settings import Settings
+from service.settings import Settings, items_of
 from service.stores.expiry import sweeping
 from service.stores.instrumented import observed, traced_prefixes, traced_records
 from service.stores.prefixes.base import PrefixStore
@@ -60,9 +61,19 @@ from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import Admission
 from service.web.middleware import Body, CatchErrors, Gate, RequestContext
 from service.web.openapi import add_docs_page
+from service.web.origin import RequireHost, RequireOwnOrigin
 
 DISTRIBUTION = "nsm-serve"
 PREFIX_MIN_TOKENS = 128  # reading fewer tokens again costs less than storing most states: benchmarks/prefix_border.py
+# of answers that pages of other origins may read beside the usual ones
+EXPOSED_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    "x-should-retry",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+)
 ROUTES = (completions, chat, responses, conversations, sessions, states, streams, models, tokenize, health, metrics)
 
 
@@ -162,6 +173,7 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         Middleware(RequestContext, metrics=services.metrics, stream_ping_s=settings.stream_ping_s),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(CatchErrors),
+        *_origins(settings),
         Middleware(Gate, lifecycle=services.lifecycle),
         Middleware(Authenticate, tenants=services.tenants),
         Middleware(Admission, backend=services.backend),
@@ -171,6 +183,20 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
             piece_s=receive_timeout_s,
             whole_s=settings.request_timeout_s,
         ),
+    ]
+
+
+def _origins(settings: Settings) -> list[Middleware]:
+    """Who may ask from where. With keys every Host is served: a page that was re-bound here has none of them."""
+    origins = items_of(settings.cors_origins)
+    names = None if settings.api_keys_file is not None else {settings.host, *items_of(settings.allowed_hosts)}
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+    )
+    return [
+        Middleware(RequireHost, names=names),
+        *([cors] if origins else []),
+        Middleware(RequireOwnOrigin, origins=origins),
     ]
 
 

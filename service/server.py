@@ -24,7 +24,8 @@ from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
-from service.web.head_limits import RECEIVE_TIMEOUT_S, bounded_head
+from service.web.connection import connection_class
+from service.web.head_limits import RECEIVE_TIMEOUT_S
 
 logger = logging.getLogger("nsm.server")
 
@@ -147,7 +148,7 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """uvicorn without its own log, its own environment variables and its own lifespan."""
     return uvicorn.Config(
         app,
-        http=bounded_head(RECEIVE_TIMEOUT_S),
+        http=connection_class(RECEIVE_TIMEOUT_S),
         ws="none",
         lifespan="off",  # `serve` runs it
         log_config=None,

@@ -27,6 +27,12 @@ STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme i
 DATABASE_FILE = "sessions.db"
 
 
+def items_of(value: str | None) -> tuple[str, ...]:
+    """The parts of a list with commas, each once."""
+    parts = [] if value is None else value.split(",")
+    return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """How help and docs show a setting, beside its type, default and description.
@@ -94,6 +100,14 @@ class Settings(BaseSettings):
         default=None, description="TOML file of API keys and tenants."
     )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
+    allowed_hosts: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
+        default=None,
+        description="Without API keys: host names, with commas, by which clients may call the server; * for any. "
+        "Addresses, localhost and the name in NSM_HOST are always served.",
+    )
+    cors_origins: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
+        default=None, description="Origins, with commas, whose web pages may use the server; * for any."
+    )
 
     executor: Annotated[Wish, Shown(section="Engine", page="[performance](performance.md)", is_engine=True)] = Field(
         default="auto",
@@ -204,6 +218,17 @@ class Settings(BaseSettings):
                 raise ValueError("must be host:port, or several with commas between them")
         return value
 
+    @field_validator("cors_origins", mode="after")
+    @classmethod
+    def _origins(cls, value: str | None) -> str | None:
+        for origin in items_of(value):
+            parts = urlsplit(origin)
+            if origin != "*" and (
+                parts.scheme not in ("http", "https") or origin != f"{parts.scheme}://{parts.netloc}"
+            ):
+                raise ValueError("must be origins such as https://app.example, with commas between several, or *")
+        return value
+
     @model_validator(mode="after")
     def _triton_or_an_engine_here(self) -> Settings:
         if self.triton_url is None:
@@ -243,8 +268,7 @@ class Settings(BaseSettings):
 
     def triton_urls(self) -> tuple[str, ...]:
         """host:port of each Triton server, in the order given, each once. Empty: the model runs in this process."""
-        addresses = [] if self.triton_url is None else self.triton_url.split(",")
-        return tuple(dict.fromkeys(address.strip() for address in addresses))
+        return items_of(self.triton_url)
 
     def database_path(self) -> Path | None:
         """The file of the SQLite store; None when sessions are kept elsewhere."""

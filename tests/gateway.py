@@ -27,6 +27,8 @@ from service.telemetry.tracing.tracing import Tracing
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from tests.live_server import serving
 
+FILE_HEADERS = {"content-type": "application/octet-stream"}  # of a session's file
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gateway:
@@ -79,7 +81,7 @@ async def gateway(
             client = httpx.AsyncClient(base_url=url, timeout=30)
         else:
             await stack.enter_async_context(app.router.lifespan_context(app))
-            url = "http://gateway"
+            url = "http://localhost"
             client = httpx.AsyncClient(base_url=url, transport=httpx.ASGITransport(app))
         await stack.enter_async_context(client)
         openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -201,6 +202,7 @@ async def import_file(
     rebuild: Annotated[bool, Query(description="let the running model read the log of another one's file")] = False,
 ) -> Response:
     """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
+    require_file_type(request.headers.get("content-type", ""))
     file = await asyncio.to_thread(read_file, await request.body())
     fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
     try:
@@ -221,6 +223,12 @@ async def import_file(
         head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
     extra = {"rebuilt": "fingerprint_mismatch"} if is_rebuilt else {}
     return json_response({**session_object(services, head), **extra})
+
+
+def require_file_type(value: str) -> None:
+    """Raises HTTPException 415. A web page can post plain text or a form to any server, but not this type."""
+    if value.partition(";")[0].strip().lower() != FILE_TYPE:
+        raise HTTPException(415, f"the Content-Type of a session's file must be {FILE_TYPE}, got {value or 'none'}")
 
 
 def new_session_id() -> str:

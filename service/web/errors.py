@@ -26,6 +26,7 @@ from nsm_core.errors import (
     InvalidRequest,
     KeyReused,
     LeaseLost,
+    MisdirectedRequest,
     NotFound,
     NsmError,
     NumericalError,
@@ -79,6 +80,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     BodyTooSlow: Rule(408, INVALID, "request_timeout", headers={"connection": "close"}),
     Unauthenticated: Rule(401, AUTHENTICATION, "invalid_api_key", headers={"www-authenticate": 'Bearer realm="nsm"'}),
     Forbidden: Rule(403, PERMISSION, "forbidden"),
+    MisdirectedRequest: Rule(421, INVALID, "misdirected_request", retry=False),
     RateLimited: Rule(429, RATE_LIMIT, "rate_limit_exceeded"),
     # until something is deleted, the same request meets the same limit
     QuotaExceeded: Rule(429, RATE_LIMIT, "quota_exceeded", retry=False),

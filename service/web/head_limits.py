@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
-from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -105,9 +104,3 @@ class BoundedHead(HttpToolsProtocol):
 
 
 _TOO_LARGE = f"the request line and the headers must have at most {MAX_HEAD_BYTES} bytes"
-
-
-def bounded_head(head_s: float) -> type[BoundedHead]:
-    """A protocol for `uvicorn.Config(http=…)`."""
-    fields: dict[str, Any] = {"head_s": head_s}
-    return type("BoundedHead", (BoundedHead,), fields)

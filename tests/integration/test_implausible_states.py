@@ -14,7 +14,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.state.copies import read_copy
 from service.transfer.session_file import write_file
 from tests.backends import MakeBackend
-from tests.gateway import Gateway, error_of, gateway
+from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 TURN = {"input": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -56,11 +56,13 @@ def with_number(snapshot: Snapshot, value: float) -> Snapshot:
 @pytest.mark.parametrize("value", [np.nan, 3e38])
 async def test_a_file_with_such_a_state_is_refused(server: Gateway, value: float) -> None:
     raw = await file_with(server, value)
-    response = await server.client.post("/v1/sessions/import?id=s3", content=raw)
+    response = await server.client.post("/v1/sessions/import?id=s3", content=raw, headers=FILE_HEADERS)
     assert (response.status_code, error_of(response)["code"]) == (400, "invalid_session_file")
     assert "not finite, or larger" in error_of(response)["message"]
     assert (await server.client.get("/v1/sessions/s3")).status_code == 404
-    good = await server.client.post("/v1/sessions/import?id=s3", content=await file_with(server, 0.5))
+    good = await server.client.post(
+        "/v1/sessions/import?id=s3", content=await file_with(server, 0.5), headers=FILE_HEADERS
+    )
     assert good.status_code == 200, good.text
 
 
@@ -70,7 +72,7 @@ async def test_a_file_whose_state_is_elsewhere_than_it_says_is_refused(server: G
     snapshot = Snapshot.decode(copy.snapshot)
     moved = Snapshot(snapshot.header, (99).to_bytes(8, "little") + snapshot.state[8:])
     raw = write_file(dataclasses.replace(copy, snapshot=moved.encode()), tokenizer_fingerprint="")
-    response = await server.client.post("/v1/sessions/import?id=s3", content=raw)
+    response = await server.client.post("/v1/sessions/import?id=s3", content=raw, headers=FILE_HEADERS)
     assert response.status_code == 400
     assert "reached by 99 tokens" in error_of(response)["message"]
 

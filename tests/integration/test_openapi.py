@@ -29,6 +29,7 @@ from service.schemas import answers
 from service.settings import Settings
 from service.stores.sessions.memory import MemorySessionStore
 from tests.counts import scaled
+from tests.gateway import FILE_HEADERS
 from tests.live_server import serving
 from tests.models import local_backend
 
@@ -214,6 +215,7 @@ def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -
         if body == FILE:
             (session_id,) = api.ids(SESSION).values()
             fields["body"] = api.client.get(f"/v1/sessions/{session_id}/export").content
+            fields["media_type"] = FILE_HEADERS["content-type"]
         elif body is not None:
             fields |= {"body": body, "media_type": "application/json"}
         assert api.send(operation.Case(**fields)) == 200

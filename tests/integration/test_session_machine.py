@@ -21,7 +21,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.counts import scaled
 from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, error_of, gateway
+from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 Result = TypeVar("Result")
 
@@ -220,7 +220,9 @@ class SessionMachine(RuleBasedStateMachine):
         if name not in self.known:
             assert failure(file) == (404, "session_not_found")
             return
-        response = self.call("POST", "/v1/sessions/import", params={"id": new}, content=file.content)
+        response = self.call(
+            "POST", "/v1/sessions/import", params={"id": new}, content=file.content, headers=FILE_HEADERS
+        )
         if new in self.known:
             assert failure(response) == (409, "version_conflict")
         else:

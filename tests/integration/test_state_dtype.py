@@ -25,7 +25,7 @@ from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.backup import all_sessions, backup, restore
 from service.transfer.verify import Verified, verify
-from tests.gateway import Gateway, gateway
+from tests.gateway import FILE_HEADERS, Gateway, gateway
 from tests.models import local_backend
 from tests.service.stores.prefixes.test_resume import Unreliable
 
@@ -229,7 +229,7 @@ async def test_a_file_and_a_backup_hold_the_state_as_it_was_rounded(
         await say(house, [5, 6], seed=3)
         raw = await raw_of(house.services.store)
         exported = await house.client.get("/v1/sessions/s1/export")
-        ok(await away.client.post("/v1/sessions/import", content=exported.content))
+        ok(await away.client.post("/v1/sessions/import", content=exported.content, headers=FILE_HEADERS))
         assert await raw_of(away.services.store) == raw
         restored, store = MemorySessionStore(), house.services.store
         written = [moved.outcome async for moved in backup(store, await all_sessions(store), tmp_path / "backup")]
@@ -244,7 +244,7 @@ async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_toke
         await create(house)
         await say(house, [5, 6])
         exported = await house.client.get("/v1/sessions/s1/export")
-        ok(await away.client.post("/v1/sessions/import?rebuild=true", content=exported.content))
+        ok(await away.client.post("/v1/sessions/import?rebuild=true", content=exported.content, headers=FILE_HEADERS))
         header = Snapshot.decode(await raw_of(away.services.store)).header
         assert (header.stored_format, header.rounding) == ("fp16", "fp16")
 

@@ -15,7 +15,7 @@ from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, error_of, gateway
+from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 KEY = {"tenant": "default", "session_id": "s1"}
 PREFIX = struct.Struct("<8sIIQQ")
@@ -51,7 +51,7 @@ async def export(house: Gateway) -> bytes:
 
 
 async def import_(house: Gateway, raw: bytes, **query: Any) -> httpx.Response:
-    return await house.client.post("/v1/sessions/import", content=raw, params=query)
+    return await house.client.post("/v1/sessions/import", content=raw, params=query, headers=FILE_HEADERS)
 
 
 async def head_of(house: Gateway) -> dict[str, Any]:

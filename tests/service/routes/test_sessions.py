@@ -64,7 +64,7 @@ async def make_gateway(tmp_path: Path, backend: FakeBackend, **settings: Any) ->
         app = create_app(load_settings(store="memory", data_dir=tmp_path, **settings), backend, store)
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
-        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://nsm"))
+        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
         yield Gateway(backend, store, app.state.services, client)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, until
+from tests.gateway import FILE_HEADERS, Gateway, error_of, until
 from tests.tenants import StillClock, TestKey, keyed, make_key, write_keys
 
 COMPLETIONS = "/v1/completions"
@@ -167,7 +167,9 @@ async def test_D3_forks_and_imports_count_as_new_sessions(keys_file: Path, acme:
             statuses = []
             for number in range(2):
                 fork = await client.post("/v1/sessions/s1/fork", json={"id": f"f{number}"}, headers=headers)
-                copy = await client.post(f"/v1/sessions/import?id=i{number}", content=exported, headers=headers)
+                copy = await client.post(
+                    f"/v1/sessions/import?id=i{number}", content=exported, headers=headers | FILE_HEADERS
+                )
                 statuses += [fork.status_code, copy.status_code]
             assert statuses == [200, 429, 429, 429], name
             await client.delete("/v1/sessions/f0", headers=headers)

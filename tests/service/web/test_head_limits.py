@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from service.web.head_limits import MAX_HEAD_BYTES, bounded_head
+from service.web.connection import connection_class
+from service.web.head_limits import MAX_HEAD_BYTES
 from tests.live_server import serving
 from tests.raw_http import RawClient, connect, head
 
@@ -38,7 +39,7 @@ def application() -> Application:
 
 @pytest.fixture
 async def client(application: Application) -> AsyncIterator[RawClient]:
-    async with serving(application, http=bounded_head(HEAD_S), lifespan="off") as url, connect(url) as opened:
+    async with serving(application, http=connection_class(HEAD_S), lifespan="off") as url, connect(url) as opened:
         yield opened
 
 
@@ -109,7 +110,7 @@ async def refusal(client: RawClient) -> dict[str, object]:
 @pytest.fixture
 async def patient_client(application: Application) -> AsyncIterator[RawClient]:
     """Of a server that waits long enough for this file's largest heads."""
-    async with serving(application, http=bounded_head(LATE), lifespan="off") as url, connect(url) as opened:
+    async with serving(application, http=connection_class(LATE), lifespan="off") as url, connect(url) as opened:
         yield opened
 
 

@@ -78,3 +78,12 @@ topologySpreadConstraints:
 {{- end -}}
 {{- join "," $urls -}}
 {{- end -}}
+
+{{- /* The names by which the gateways are called, with commas: inside the cluster, and at the ingress. */}}
+{{- define "nsm.hosts" -}}
+{{- $name := include "nsm.name" . -}}
+{{- $own := list $name (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) -}}
+{{- $own = append $own (printf "%s.%s.svc.cluster.local" $name .Release.Namespace) -}}
+{{- if and .Values.ingress.enabled .Values.ingress.host }}{{ $own = append $own .Values.ingress.host }}{{ end -}}
+{{- join "," $own -}}
+{{- end }}

@@ -1,0 +1,153 @@
+"""One HTTP connection: how much it may hold in memory, and how it is closed while the client still sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from service.web.head_limits import BoundedHead
+
+MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
+LINGER_S = 30.0  # most seconds that a closed connection still takes what its client sends
+LINGER_IDLE_S = 2.0  # and most seconds between two pieces of that
+
+
+class HeldFlow(FlowControl):
+    """Reads nothing while `is_held`: uvicorn alone would read on after each answer, whatever still waits for one."""
+
+    def __init__(self, transport: asyncio.Transport, is_held: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._is_held = is_held
+
+    def resume_reading(self) -> None:
+        if not self._is_held():
+            super().resume_reading()
+
+
+class ClosingTransport(asyncio.Transport):
+    """The connection's transport, whose `close` the protocol decides."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None], is_closing: Callable[[], bool]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._close = close
+        self._is_closing = is_closing
+
+    def close(self) -> None:
+        self._close()
+
+    def is_closing(self) -> bool:
+        return self._is_closing()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+
+class Connection(BoundedHead):
+    """Holds at most MAX_PIPELINED requests beside the one that is answered. More are dropped: the connection ends
+    after the answer to the last one held, as HTTP allows, and the client sends the rest again elsewhere.
+
+    Lingering close: a socket that is closed with unread bytes in it resets the connection, and the client loses the
+    answer. So while the client still sends, only the sending half is closed, and what arrives is thrown away.
+    """
+
+    _is_receiving = False  # a request has begun and is not complete
+    _is_cut = False  # what still comes on this connection is dropped
+    _linger_end: asyncio.TimerHandle | None = None
+    _linger_idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._socket = transport
+        self.transport = ClosingTransport(transport, self._close, self._is_closing)
+        self.flow = HeldFlow(transport, lambda: bool(self.pipeline) and not self._is_lingering())
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering():
+            self._expect_more()
+        elif not self._is_cut:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._linger_end, self._linger_idle):
+            if timer is not None:
+                timer.cancel()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._is_receiving = True
+        if len(self.pipeline) >= MAX_PIPELINED and not self._is_cut:
+            self._is_cut = True
+            self.cycle.keep_alive = False  # the newest one: its answer is the connection's last
+        if not self._is_cut:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_cut:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_cut:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._is_cut:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_cut:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_receiving = False
+        if not self._is_cut:
+            super().on_message_complete()
+
+    def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
+        if not self._is_cut:  # what is dropped needs no answer, and one would stand inside another
+            super()._refuse(status, message, code)
+
+    def _is_lingering(self) -> bool:
+        return self._linger_end is not None
+
+    def _is_closing(self) -> bool:
+        return self._is_lingering() or self._socket.is_closing()
+
+    def _close(self) -> None:
+        if self._is_closing():
+            return
+        if not (self._is_receiving or self._is_cut):
+            self._socket.close()
+            return
+        self._linger_end = self.loop.call_later(LINGER_S, self._socket.close)
+        self._expect_more()
+        self._socket.write_eof()
+        self.flow.resume_reading()
+
+    def _expect_more(self) -> None:
+        if self._linger_idle is not None:
+            self._linger_idle.cancel()
+        self._linger_idle = self.loop.call_later(LINGER_IDLE_S, self._socket.close)
+
+
+def connection_class(head_s: float) -> type[Connection]:
+    """A protocol for `uvicorn.Config(http=…)`. `head_s`: seconds that a request's head may take."""
+    fields: dict[str, Any] = {"head_s": head_s}
+    return type("Connection", (Connection,), fields)

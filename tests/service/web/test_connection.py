@@ -1,0 +1,153 @@
+"""What one connection may hold, and that every answer can be read, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from service.web import connection
+from service.web.connection import MAX_PIPELINED, connection_class
+from tests.live_server import serving
+from tests.raw_http import RawClient, connect, head
+
+LATE = 10.0  # a test that waits so long has failed
+GET = head("GET", "/x", {})
+MB = 1_000_000
+
+
+class Application:
+    """Answers without reading a body, when it is let."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.num_begun = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_begun += 1
+        reading = asyncio.create_task(self._read(receive)) if scope["path"] == "/read" else None
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no", "more_body": False})
+        if reading is not None:
+            reading.cancel()
+
+    async def _read(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+@pytest.fixture
+async def url(application: Application) -> AsyncIterator[str]:
+    async with serving(application, http=connection_class(LATE), lifespan="off") as opened:
+        yield opened
+        application.may_answer.set()  # the server waits for its requests
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[RawClient]:
+    async with connect(url) as opened:
+        yield opened
+
+
+async def num_bytes_taken(client: RawClient, data: bytes, at_most: int) -> int:
+    """How much of `data`, again and again, the server and the sockets take before they take no more."""
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        while num_bytes < at_most:
+            async with asyncio.timeout(0.5):
+                await client.send(data)
+            num_bytes += len(data)
+    return num_bytes
+
+
+async def test_X3_pipelined_requests_that_wait_are_few_and_no_more_is_read(
+    client: RawClient, application: Application
+) -> None:
+    gc.collect()
+    before = sum(type(item) is RequestResponseCycle for item in gc.get_objects())
+    taken = await num_bytes_taken(client, GET * 1000, 64 * MB)
+    assert taken < 32 * MB  # buffers of two sockets, which the kernel bounds
+    held = sum(type(item) is RequestResponseCycle for item in gc.get_objects()) - before
+    assert held == MAX_PIPELINED + 1
+    assert application.num_begun == 1
+
+
+async def test_X3_what_a_connection_holds_is_answered_and_then_it_ends(
+    client: RawClient, application: Application
+) -> None:
+    application.may_answer.set()
+    await client.send(GET * 5000)
+    answers = await asyncio.wait_for(client.reader.read(), LATE)
+    assert answers.count(b"HTTP/1.1 413") == answers.count(b"\r\n\r\nno") == MAX_PIPELINED + 1
+    assert answers.count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_PIPELINED, MAX_PIPELINED + 1])
+async def test_pipelined_requests_within_the_bound_leave_the_connection_open(
+    client: RawClient, application: Application, count: int
+) -> None:
+    application.may_answer.set()
+    for _ in range(2):
+        await client.send(GET * count)
+        for _ in range(count):
+            assert await client.status() == 413
+            assert await client.reader.readexactly(2) == b"no"
+
+
+async def test_X3_the_body_of_a_waiting_request_is_not_read_on(client: RawClient, application: Application) -> None:
+    await client.send(head("GET", "/read", {}) + head("POST", "/x", {"content-length": str(256 * MB)}))
+    assert await num_bytes_taken(client, b"x" * MB, 64 * MB) < 32 * MB
+    application.may_answer.set()
+    assert await client.status() == 413
+
+
+@pytest.mark.parametrize("size", [100, 8_400_000])
+async def test_X7_an_answer_before_the_body_was_read_reaches_a_client_that_closes(
+    url: str, application: Application, size: int
+) -> None:
+    application.may_answer.set()
+
+    def post() -> tuple[int, bytes]:
+        """urllib sends the whole body before it reads, with `Connection: close`."""
+        try:
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/x", b"x" * size)) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    for _ in range(5):
+        assert await asyncio.to_thread(post) == (413, b"no")
+
+
+async def test_X7_a_refused_head_can_be_read_while_the_client_still_sends(client: RawClient) -> None:
+    await client.send(b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"x" * 4 * MB)
+    assert await client.status() == 431
+
+
+async def test_X7_a_client_that_sends_for_ever_is_closed(
+    client: RawClient, application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
+    application.may_answer.set()
+    await client.send(head("POST", "/x", {"content-length": str(256 * MB), "connection": "close"}))
+    assert await client.status() == 413
+
+    async def send_on() -> None:
+        while True:
+            await client.send(b"x" * 1000)
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(send_on(), LATE)
