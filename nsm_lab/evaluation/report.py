@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_lab.evaluation import sections
-from nsm_lab.evaluation.history.curves import draw_history
+from nsm_lab.evaluation.history.curves import history_curves
 from nsm_lab.evaluation.history.measure import HistoryResult
 from nsm_lab.evaluation.history.section import history_lines
 from nsm_lab.evaluation.losses import SUMMARY_EDGES, BucketLoss, PositionLosses
@@ -68,7 +68,7 @@ class Report:
         Path(f"{stem}.json").write_text(self.to_json(), "utf-8")
         Path(f"{stem}.md").write_text(self.to_markdown(), "utf-8")
         if self.history is not None:
-            draw_history({self.provenance.model: self.history}, Path(f"{stem}.svg"))
+            Path(f"{stem}.svg").write_text(history_curves({self.provenance.model: self.history}), "utf-8")
 
     def _heading(self) -> str:
         split = self.settings.get("split", "text")
