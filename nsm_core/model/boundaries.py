@@ -40,10 +40,47 @@ class Piece(NamedTuple):
         return None if reset is None else reset & mask[:, ::CHUNK_LEN]
 
 
-def pieces(segments: Segments, interval: int) -> Iterator[Piece]:
-    """Tokens in order. Boundaries come after every `interval` tokens of a text, wherever the batch begins."""
+class Stretches(NamedTuple):
+    """The first n * interval tokens of a batch as [B, n] stretches of `interval` tokens with at most one boundary each.
+
+    `before` [B,n,interval] bool: up to the stretch's boundary, or all of one without. `has_boundary` [B,n] bool.
+    `reset` [B, n, interval/CHUNK_LEN] bool: texts that start there; None: none do.
+    """
+
+    before: Tensor
+    has_boundary: Tensor
+    reset: Tensor | None
+
+    def halves(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(mask, resets in it) of the tokens before and after the boundaries, the stretches as rows [B n, interval]."""
+        for mask in (self.before, ~self.before):
+            own = mask.flatten(0, 1)
+            yield own, None if self.reset is None else self.reset.flatten(0, 1) & own[:, ::CHUNK_LEN]
+
+
+def stretches(segments: Segments, interval: int, count: int) -> Stretches:
+    """The first `count` stretches. Boundaries come after every `interval` tokens of a text."""
+    num_tokens = count * interval
+    positions = segments.positions[:, :num_tokens].unflatten(1, (count, interval))
+    is_boundary = (positions + 1) % interval == 0
+    if segments.lengths is not None:
+        index = torch.arange(num_tokens, device=positions.device).view(count, interval)
+        is_boundary = is_boundary & (index < segments.lengths[:, None, None])
+    has_boundary = is_boundary.any(dim=2)
+    place = torch.where(has_boundary, is_boundary.int().argmax(dim=2), interval)
+    before = torch.arange(interval, device=positions.device) <= place[..., None]
+    reset = segments.reset
+    if reset is not None:
+        reset = reset[:, : num_tokens // CHUNK_LEN].unflatten(1, (count, interval // CHUNK_LEN))
+    return Stretches(before, has_boundary, reset)
+
+
+def pieces(segments: Segments, interval: int, first: int = 0) -> Iterator[Piece]:
+    """Tokens in order, from `first` on. Boundaries come after every `interval` tokens of a text, wherever the batch
+    begins.
+    """
     num_tokens = segments.positions.shape[1]
-    for start in range(0, num_tokens, interval):
+    for start in range(first, num_tokens, interval):
         yield _piece(segments, start, min(interval, num_tokens - start), interval)
 
 

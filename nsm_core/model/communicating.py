@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.boundaries import Piece, may_be_any, pieces
+from nsm_core.model.boundaries import Piece, may_be_any, pieces, stretches
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import NEVER, build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
+from nsm_core.ops.slot_scan.summary import slot_summary
 from nsm_core.state.spec import State
 
 KEY_WIDTH = 32  # of the projections that slots compare each other by
@@ -83,6 +84,28 @@ def _lower_level(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, num_memory_slots=lower, write_top_k=top_k, upper_slots=0)
 
 
+class _Half:
+    """The tokens before or after the exchanges of all stretches, as rows [B n, interval]; the others write nothing."""
+
+    def __init__(self, rows: dict[str, Tensor], mask: Tensor, reset: Tensor | None, initial: Tensor) -> None:
+        self.tokens = {**rows, "log_decay": torch.where(mask[..., None, None], rows["log_decay"], 0.0)}
+        self.reset, self.initial = reset, initial
+
+    def summary(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """What each stretch does to the slots: decay [B,n,H,M,1] and update [B,n,H,M,2K]."""
+        own = {name: self.tokens[name] for name in ("v", "k", "log_decay") if name in self.tokens}
+        decay, update = slot_summary(**own, reset=self.reset, initial=self.initial)
+        return decay.unflatten(0, shape)[..., None], update.unflatten(0, shape)
+
+    def read(self, starts: list[Tensor], scale: Tensor, active: Tensor | None) -> Tensor:
+        """What the tokens read [B n, interval, H, K] on slots [B,H,M,2K] at the start of each stretch."""
+        state = torch.stack(starts, dim=1).flatten(0, 1)
+        read, _ = slot_scan(
+            **self.tokens, scale=scale, state=state, reset=self.reset, initial=self.initial, active=active
+        )
+        return read
+
+
 class CommunicatingMixer(PulseMixer):
     """PulseMixer with an exchange after every `communication_interval` tokens of the text.
 
@@ -102,12 +125,42 @@ class CommunicatingMixer(PulseMixer):
         return F.pad(super()._route(x, valid, active), (0, self.num_upper))
 
     def _scan(self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Piece by piece: with at most `interval` tokens there is at most one exchange in each row of a piece."""
-        reads = []
-        for piece in pieces(segments, self.interval):
+        """All whole stretches of `interval` tokens together, then the rest: each has at most one exchange in a row."""
+        count, reads = segments.positions.shape[1] // self.interval, []
+        if count > 1:
+            read, slots = self._scan_stretches(tokens, slots, segments, count)
+            reads.append(read)
+        for piece in pieces(segments, self.interval, count * self.interval if count > 1 else 0):
             read, slots = self._scan_piece({name: x[:, piece.tokens] for name, x in tokens.items()}, slots, piece)
             reads.append(read)
         return torch.cat(reads, dim=1), slots
+
+    def _scan_stretches(
+        self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The slots from exchange to exchange, then what all tokens read: only the first waits for itself."""
+        shape, existing = (len(slots), count), segments.existing(slots.shape[2])
+        split = stretches(segments, self.interval, count)
+        rows = {
+            name: x[:, : count * self.interval].unflatten(1, (count, self.interval)).flatten(0, 1)
+            for name, x in tokens.items()
+        }
+        halves = [_Half(rows, mask, reset, self.initial_slots) for mask, reset in split.halves()]
+        (decay, update), (later_decay, later_update) = (half.summary(shape) for half in halves)
+        before, after = [], []
+        for number in range(count):
+            before.append(slots)
+            slots = torch.addcmul(update[:, number], decay[:, number], slots)
+            exchanged = self.communication(slots, existing)
+            slots = torch.where(split.has_boundary[:, number, None, None, None], exchanged, slots)
+            after.append(slots)
+            slots = torch.addcmul(later_update[:, number], later_decay[:, number], slots)
+        active = None if existing is None else existing.expand(slots.shape[:3]).repeat_interleave(count, dim=0)
+        read = halves[0].read(before, self.scale, active)
+        if may_be_any(~split.before):
+            later = halves[1].read(after, self.scale, active)
+            read = torch.where(split.before.flatten(0, 1)[..., None, None], read, later)
+        return read.unflatten(0, shape).flatten(1, 2), slots
 
     def _scan_piece(self, tokens: dict[str, Tensor], slots: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """Tokens up to a row's exchange, the exchange, and the tokens after it."""

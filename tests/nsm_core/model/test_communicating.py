@@ -7,8 +7,9 @@ import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
+from nsm_core.model.boundaries import pieces
 from nsm_core.model.communicating import CommunicatingMixer, Communication
-from nsm_core.model.segments import Segments
+from nsm_core.model.segments import Segments, token_positions
 
 SHAPE = {"d_model": 16, "num_heads": 2, "num_memory_slots": 8, "write_top_k": 3, "communication_interval": 64}
 
@@ -114,3 +115,38 @@ def test_each_level_replaces_its_own_share() -> None:
 def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ModelConfig.from_dict({"layer_pattern": "C", **SHAPE, **wrong})
+
+
+@pytest.mark.parametrize("upper_slots", [0, 3])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_stretches_together_equal_stretches_one_after_the_other(is_packed: bool, upper_slots: int) -> None:
+    """Rows at different places of their texts, padded; or packed, with texts that start within a row."""
+    mixer = make_mixer(upper_slots=upper_slots, communication_interval=128).requires_grad_(True)
+    x, start = torch.randn(2, 640, 16), torch.tensor([64, 128 if is_packed else 70])
+    lengths = None if is_packed else torch.tensor([640, 400])
+    reset = None
+    if is_packed:
+        reset = torch.zeros(2, 10, dtype=torch.bool)
+        reset[0, 3] = reset[1, 0] = reset[1, 7] = reset[1, 8] = True
+    positions = token_positions(start, 640, reset)
+    valid = None if lengths is None else torch.arange(640) < lengths[:, None]
+    segments = Segments(positions, lengths, valid, reset)
+    found = []
+    for is_together in (True, False):
+        mixer.zero_grad()
+        tokens, _, _ = mixer._tokens(x, mixer.initial_state(2)["conv_tail"], reset, lengths)
+        tokens["log_decay"] = mixer._route(x, valid)
+        slots = mixer.initial_state(2)["slots"]
+        if is_together:
+            read, slots = mixer._scan(tokens, slots, segments)
+        else:
+            reads = []
+            for piece in pieces(segments, mixer.interval):
+                own = {name: value[:, piece.tokens] for name, value in tokens.items()}
+                part, slots = mixer._scan_piece(own, slots, piece)
+                reads.append(part)
+            read = torch.cat(reads, dim=1)
+        (read.square().sum() + slots.square().sum()).backward()
+        gradients = {name: weight.grad.clone() for name, weight in mixer.named_parameters() if weight.grad is not None}
+        found.append((read.detach() if valid is None else read.detach()[valid], slots.detach(), gradients))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
