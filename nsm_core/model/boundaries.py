@@ -61,7 +61,7 @@ class Stretches(NamedTuple):
 def stretches(segments: Segments, interval: int, count: int) -> Stretches:
     """The first `count` stretches. Boundaries come after every `interval` tokens of a text."""
     num_tokens = count * interval
-    positions = segments.positions[:, :num_tokens].unflatten(1, (count, interval))
+    positions = torch.unflatten(segments.positions[:, :num_tokens], 1, (count, interval))
     is_boundary = (positions + 1) % interval == 0
     if segments.lengths is not None:
         index = torch.arange(num_tokens, device=positions.device).view(count, interval)
@@ -71,7 +71,7 @@ def stretches(segments: Segments, interval: int, count: int) -> Stretches:
     before = torch.arange(interval, device=positions.device) <= place[..., None]
     reset = segments.reset
     if reset is not None:
-        reset = reset[:, : num_tokens // CHUNK_LEN].unflatten(1, (count, interval // CHUNK_LEN))
+        reset = torch.unflatten(reset[:, : num_tokens // CHUNK_LEN], 1, (count, interval // CHUNK_LEN))
     return Stretches(before, has_boundary, reset)
 
 

@@ -95,7 +95,7 @@ class _Half:
         """What each stretch does to the slots: decay [B,n,H,M,1] and update [B,n,H,M,2K]."""
         own = {name: self.tokens[name] for name in ("v", "k", "log_decay") if name in self.tokens}
         decay, update = slot_summary(**own, reset=self.reset, initial=self.initial)
-        return decay.unflatten(0, shape)[..., None], update.unflatten(0, shape)
+        return torch.unflatten(decay, 0, shape)[..., None], torch.unflatten(update, 0, shape)
 
     def read(self, starts: list[Tensor], scale: Tensor, active: Tensor | None) -> Tensor:
         """What the tokens read [B n, interval, H, K] on slots [B,H,M,2K] at the start of each stretch."""
@@ -142,7 +142,7 @@ class CommunicatingMixer(PulseMixer):
         shape, existing = (len(slots), count), segments.existing(slots.shape[2])
         split = stretches(segments, self.interval, count)
         rows = {
-            name: x[:, : count * self.interval].unflatten(1, (count, self.interval)).flatten(0, 1)
+            name: torch.unflatten(x[:, : count * self.interval], 1, (count, self.interval)).flatten(0, 1)
             for name, x in tokens.items()
         }
         halves = [_Half(rows, mask, reset, self.initial_slots) for mask, reset in split.halves()]
@@ -160,7 +160,7 @@ class CommunicatingMixer(PulseMixer):
         if may_be_any(~split.before):
             later = halves[1].read(after, self.scale, active)
             read = torch.where(split.before.flatten(0, 1)[..., None, None], read, later)
-        return read.unflatten(0, shape).flatten(1, 2), slots
+        return torch.unflatten(read, 0, shape).flatten(1, 2), slots
 
     def _scan_piece(self, tokens: dict[str, Tensor], slots: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         """Tokens up to a row's exchange, the exchange, and the tokens after it."""
