@@ -54,7 +54,7 @@ class Place:
     """A store, and what measures the session in it; `form`: how states are stored."""
 
     store: SessionStore
-    max_kept: int
+    max_retained: int
     form: StateFormat = StateFormat.FP32
     redis: Redis | None = None
     path: Path | None = None
@@ -97,20 +97,20 @@ async def main() -> None:
 async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     ids = book_ids(backend, args.turns * args.turn_tokens)
     async with contextlib.AsyncExitStack() as stack:
-        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.kept]
+        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.retained]
         if args.redis:
-            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.kept]
+            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.retained]
         await tell(backend, places, ids, args)
-        sizes = {(place.max_kept, place.redis is None): await place.num_bytes() for place in places}
+        sizes = {(place.max_retained, place.redis is None): await place.num_bytes() for place in places}
         newest = (await places[0].store.get(**KEY)).position
         rows = []
-        for kept in args.kept:
-            place = next(place for place in places if place.max_kept == kept and place.path is not None)
-            found = await place.store.list_kept(**KEY)
+        for kept in args.retained:
+            place = next(place for place in places if place.max_retained == kept and place.path is not None)
+            found = await place.store.list_retained(**KEY)
             row: dict[str, Any] = {
                 "kept": kept,
                 "distances": [newest - one.position for one in found],
-                "kept_bytes": sum(one.num_bytes for one in found),
+                "retained_bytes": sum(one.num_bytes for one in found),
                 "sqlite_bytes": sizes[kept, True],
                 "redis_bytes": sizes.get((kept, False)),
                 "rewind_s": {},
@@ -132,29 +132,29 @@ def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.asynccontextmanager
-async def file_place(directory: Path, max_kept: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
-    path = directory / f"kept-{max_kept}" / "sessions.db"
+async def file_place(directory: Path, max_retained: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
+    path = directory / f"kept-{max_retained}" / "sessions.db"
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        yield Place(store, max_kept, form, path=path)
+        yield Place(store, max_retained, form, path=path)
     finally:
         await store.close()
 
 
 @contextlib.asynccontextmanager
-async def redis_place(directory: Path, max_kept: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
-    data = directory / f"redis-{max_kept}"
+async def redis_place(directory: Path, max_retained: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
+    data = directory / f"redis-{max_retained}"
     data.mkdir(parents=True)
     async with redis_store(data, "everysec") as (store, client):
-        yield Place(store, max_kept, form, redis=client)
+        yield Place(store, max_retained, form, redis=client)
 
 
 async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, ...], args: argparse.Namespace) -> None:
     """The same session in every place, turn by turn: each as a committed turn leaves it."""
     metrics = Metrics(backend)
     leases = [
-        Leases(place.store, lease_s=60.0, metrics=metrics, max_kept=place.max_kept, state_format=place.form)
+        Leases(place.store, lease_s=60.0, metrics=metrics, max_retained=place.max_retained, state_format=place.form)
         for place in places
     ]
     for place in places:
@@ -237,7 +237,14 @@ async def rewind(
         start = time.perf_counter()
         marks = await store.log_marks(**KEY)
         reading = await read_up_to(
-            backend, store, ids[: num_left - 1], kept=held.kept, marks=marks, **KEY, request_id="rewind", deadline=1e12
+            backend,
+            store,
+            ids[: num_left - 1],
+            retained=held.retained,
+            marks=marks,
+            **KEY,
+            request_id="rewind",
+            deadline=1e12,
         )
         finished = reading.finished
         if finished.end_state is None:
@@ -265,7 +272,9 @@ def show(rows: list[dict[str, Any]], state_bytes: int) -> None:
     for row in rows:
         redis = "-" if row["redis_bytes"] is None else f"{row['redis_bytes'] / state_bytes:.2f}"
         places = ", ".join(map(str, row["distances"])) or "-"
-        shares = f"{row['kept_bytes'] / state_bytes:>12.2f}  {row['sqlite_bytes'] / state_bytes:>12.2f}  {redis:>11}"
+        shares = (
+            f"{row['retained_bytes'] / state_bytes:>12.2f}  {row['sqlite_bytes'] / state_bytes:>12.2f}  {redis:>11}"
+        )
         print(f"{row['kept']:<4}  {places:<28} {shares}")
     print("\nseconds (tokens read) to go back so many tokens")
     print("kept  " + " ".join(f"{distance:>16}" for distance in DISTANCES))

@@ -123,7 +123,7 @@ async def measure_sessions(
         return [
             {
                 "dtype": place.state_format.value,
-                "kept": place.max_kept,
+                "kept": place.max_retained,
                 "store": "redis" if args.redis else "sqlite",
                 "stored_bytes": (await place.store.usage(tenant=KEY["tenant"])).num_bytes,
                 "store_bytes": await place.num_bytes(),

@@ -37,7 +37,7 @@ from service.routes import (
 )
 from service.settings import Settings, items_of
 from service.stores.expiry import sweeping
-from service.stores.instrumented import observed, traced_prefixes, traced_records
+from service.stores.instrumented import instrumented, traced_prefixes, traced_records
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
@@ -103,7 +103,7 @@ def create_app(
     records = records_beside(store)
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
     keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
-    store = observed(store, collected.sessions, None if tracing is None else tracing.tracer)
+    store = instrumented(store, collected.sessions, None if tracing is None else tracing.tracer)
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
         records = traced_records(records, tracing.tracer)
@@ -134,7 +134,7 @@ def create_app(
             lease_s=settings.lease_s,
             tenants=tenants,
             record_ttl_s=settings.turn_ttl_s,
-            max_kept=settings.kept_snapshots,
+            max_retained=settings.kept_snapshots,
             state_format=StateFormat(settings.state_dtype),
         ),
         tenants=tenants,

@@ -211,8 +211,8 @@ async def finish_turn(services: Services, tenant: str, stored: StoredResponse) -
     """What an ended response read and said becomes part of its conversation, once; of a failed one nothing does."""
     if stored.conversation_id is None:
         return
-    is_kept = stored.response["status"] in ("completed", "incomplete")
-    new_items = [*stored.input, *stored.response["output"]] if is_kept else []
+    is_retained = stored.response["status"] in ("completed", "incomplete")
+    new_items = [*stored.input, *stored.response["output"]] if is_retained else []
     for _ in range(MAX_TRIES):
         try:
             conversation = await load_conversation(services, tenant, stored.conversation_id)
@@ -221,7 +221,7 @@ async def finish_turn(services: Services, tenant: str, stored: StoredResponse) -
         if conversation.running_id != stored.id:
             return
         await _put_items(services, tenant, conversation.id, new_items)
-        changed = _after_turn(conversation, [item["id"] for item in new_items], stored.chain if is_kept else None)
+        changed = _after_turn(conversation, [item["id"] for item in new_items], stored.chain if is_retained else None)
         added = changed.session_ids - conversation.session_ids
         await hold_sessions(services, tenant, added)
         try:

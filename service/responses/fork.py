@@ -19,7 +19,7 @@ from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import Continuation, resume
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
-from service.stores.sessions.records import not_found
+from service.stores.sessions.errors import not_found
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
@@ -102,16 +102,16 @@ async def _state_after(
     """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
     key = {"tenant": head.tenant, "session_id": head.session_id}
     version = marks[-1].version
-    kept = [one for one in await store.list_kept(**key) if one.version <= version]
+    kept = [one for one in await store.list_retained(**key) if one.version <= version]
     if (await store.get(**key)).created_at != head.created_at:
         raise not_found(head.session_id)
-    is_kept = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
-    num_fed = len(log_ids) if is_kept or len(log_ids) == 1 else len(log_ids) - 1
+    is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
+    num_fed = len(log_ids) if is_retained or len(log_ids) == 1 else len(log_ids) - 1
     reading = await read_up_to(
         backend,
         store,
         log_ids[:num_fed],
-        kept=kept,
+        retained=kept,
         marks=marks,
         tenant=head.tenant,
         session_id=head.session_id,

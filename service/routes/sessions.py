@@ -27,7 +27,7 @@ from service.schemas.sessions import (
 )
 from service.state.copies import create_copy, read_copy
 from service.stores.sessions.base import SessionHead
-from service.stores.sessions.records import not_found
+from service.stores.sessions.errors import not_found
 from service.transfer.import_session import ImportRequest, import_session
 from service.transfer.session_file import read_file, write_file
 from service.turns.rewind import RewindRequest, rewind_session

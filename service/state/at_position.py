@@ -1,7 +1,7 @@
-"""The state after the first tokens of a session's log: from the nearest older snapshot that is kept, and the rest read.
+"""The state after the first tokens of a session's log: from the nearest retained snapshot, and the rest read.
 
-A kept snapshot only saves reading. One that is gone, damaged, another session's or another model's is passed over for
-the one before it, and at last for the start of the log.
+A retained snapshot only saves reading. One that is gone, damaged, another session's or another model's is skipped: the
+one before it is tried, and at last the start of the log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.backends.base import Generation, InferenceBackend
 from service.state.prefill import read_again
 from service.stores.sessions.base import LogMark, SessionStore
-from service.stores.sessions.retention import KeptSnapshot
+from service.stores.sessions.retention import RetainedSnapshot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ async def read_up_to(
     store: SessionStore,
     ids: tuple[int, ...],
     *,
-    kept: Iterable[KeptSnapshot],
+    retained: Iterable[RetainedSnapshot],
     marks: Iterable[LogMark],
     tenant: str,
     session_id: str,
@@ -42,16 +42,16 @@ async def read_up_to(
     deadline: float,
     on_start: Callable[[Generation], None] = lambda generation: None,
 ) -> Reading:
-    """`read_again` of `ids`, the first of the session's log (at least one), less what a kept snapshot has read.
+    """`read_again` of `ids`, the first of the session's log (at least one), less what a retained snapshot has read.
 
-    `marks`: of that log, read with it. A kept snapshot must be at one of them: then it is of this log, and not of one
-    that the session had before it was taken back.
+    `marks`: of that log, read with it. A retained snapshot must be at one of them: then it is of this log, and not of
+    one that the session had before a rewind.
 
     `cached_tokens` of the result are the tokens that it spared.
     """
     ends = {mark.version: mark.num_log_tokens for mark in marks}
-    own = [one for one in kept if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
-    nearest = await _nearest(backend, store, len(ids), kept=own, tenant=tenant, session_id=session_id)
+    own = [one for one in retained if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
+    nearest = await _nearest(backend, store, len(ids), retained=own, tenant=tenant, session_id=session_id)
     start = None if nearest is None else _resume(nearest)
     rounding = StateFormat.FP32 if nearest is None else nearest.header.rounding
     if start is not None and start.position == len(ids):
@@ -67,14 +67,14 @@ async def _nearest(
     store: SessionStore,
     num_tokens: int,
     *,
-    kept: Iterable[KeptSnapshot],
+    retained: Iterable[RetainedSnapshot],
     tenant: str,
     session_id: str,
 ) -> Snapshot | None:
-    for one in sorted(kept, key=lambda snapshot: snapshot.position, reverse=True):
+    for one in sorted(retained, key=lambda snapshot: snapshot.position, reverse=True):
         if one.position > num_tokens:
             continue
-        raw = await store.load_kept(tenant=tenant, session_id=session_id, version=one.version)
+        raw = await store.load_retained(tenant=tenant, session_id=session_id, version=one.version)
         expected = (tenant, session_id, one.version, one.position)
         found = None if raw is None else await asyncio.to_thread(_decode, backend, raw, expected)
         if found is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore
-from service.stores.sessions.records import session_busy
+from service.stores.sessions.errors import session_busy
 
 MAX_TRIES = 5  # each was disturbed by a rewind
 

@@ -37,7 +37,7 @@ async def recent_text(
         backend,
         store,
         ids[:split],
-        kept=await store.list_kept(tenant=tenant, session_id=session_id),
+        retained=await store.list_retained(tenant=tenant, session_id=session_id),
         marks=await store.log_marks(tenant=tenant, session_id=session_id),
         tenant=tenant,
         session_id=session_id,

@@ -13,14 +13,14 @@ from nsm_core.errors import NsmError, StoreUnavailable
 from service.stores.prefixes.base import PrefixStore
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
-from service.stores.sessions.records import TOKEN_BYTES
+from service.stores.sessions.codec import TOKEN_BYTES
 from service.telemetry.metrics.sessions import SessionMetrics
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
 OPERATIONS = (
     *("acquire", "renew", "release", "commit", "rewind", "create", "create_with", "update", "delete", "get", "load"),
     *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
-    *("read_log", "log_marks", "list", "list_kept", "load_kept"),
+    *("read_log", "log_marks", "list", "list_retained", "load_retained"),
 )
 PREFIX_OPERATIONS = ("find", "load", "put", "remove")  # of PrefixStore, as for the next
 RECORD_OPERATIONS = ("get", "get_many", "put", "delete")
@@ -28,9 +28,9 @@ Method = Callable[..., Coroutine[Any, Any, Any]]
 Outcome = Literal["ok", "refused", "failed"]
 
 
-def observed(store: SessionStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> SessionStore:
+def instrumented(store: SessionStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> SessionStore:
     """The same store. Without a tracer there are no spans."""
-    return cast(SessionStore, _ObservedStore(store, metrics, tracer or NoOpTracer()))
+    return cast(SessionStore, _InstrumentedStore(store, metrics, tracer or NoOpTracer()))
 
 
 def traced_prefixes(store: PrefixStore, tracer: Tracer) -> PrefixStore:
@@ -43,7 +43,7 @@ def traced_records(store: RecordStore, tracer: Tracer) -> RecordStore:
     return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer))
 
 
-class _ObservedStore:
+class _InstrumentedStore:
     """Stands for the store by having its methods, measured or as they are."""
 
     def __init__(self, store: SessionStore, metrics: SessionMetrics, tracer: Tracer) -> None:

@@ -28,7 +28,7 @@ from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot, verify
 from service.state.copies import SessionCopy
 from service.stores.sessions.base import LogMark
-from service.stores.sessions.records import decode_ids, encode_ids
+from service.stores.sessions.codec import decode_ids, encode_ids
 
 MAGIC = b"NSMSESS\0"
 FORMAT_VERSION = 1

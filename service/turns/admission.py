@@ -15,7 +15,7 @@ from service.backends.base import InferenceBackend
 from service.state.rebuild import LostState, read_replay
 from service.state.resume import Continuation, TurnRequest, require_version, resume, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
-from service.stores.sessions.records import naming
+from service.stores.sessions.codec import naming
 from service.stores.sessions.turn_records import TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants

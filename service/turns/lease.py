@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
 from service.stores.sessions.base import LeasedSession, SessionHead, SessionStore
-from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot, plan_kept
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention, plan_retention
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 
@@ -36,14 +36,14 @@ class HeldLease:
         *,
         lease_s: float,
         metrics: Metrics,
-        max_kept: int,
+        max_retained: int,
         state_format: StateFormat,
         on_lost: Callable[[NsmError], None],
     ) -> None:
         self.stored = leased.stored
-        self.kept = leased.kept
+        self.retained = leased.retained
         self.state_format = state_format
-        self._max_kept = max_kept
+        self._max_retained = max_retained
         self.fence = leased.lease.fence
         self.has_written = False
         self._lease = leased.lease
@@ -56,8 +56,8 @@ class HeldLease:
 
     async def commit(self, **fields: Any) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
-        keep = self._keeping(fields["position"], fields["model_fingerprint"])
-        return await self._write(self._store.commit, {**fields, "keep": keep})
+        retention = self._retention(fields["position"], fields["model_fingerprint"])
+        return await self._write(self._store.commit, {**fields, "retention": retention})
 
     async def rewind(self, **fields: Any) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
@@ -110,17 +110,19 @@ class HeldLease:
         self._is_over = self.has_written = True
         return head
 
-    def _keeping(self, position: int, model_fingerprint: str) -> Keeping:
+    def _retention(self, position: int, model_fingerprint: str) -> Retention:
         """What the session had newest until now may become one of the older snapshots that it keeps."""
         head, raw = self.stored.head, self.stored.snapshot
         if head.model_fingerprint != model_fingerprint:
-            return KEEP_NONE  # no other model goes on from them
-        newest = None if raw is None else KeptSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-        versions = plan_kept(self.kept, newest, position=position, max_kept=self._max_kept)
+            return NO_RETENTION  # no other model goes on from them
+        newest = (
+            None if raw is None else RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
+        )
+        versions = plan_retention(self.retained, newest, position=position, max_retained=self._max_retained)
         stay = tuple(version for version in versions if version != head.version)
         if raw is None or head.version not in versions:
-            return Keeping(stay=stay)
-        return Keeping(stay=stay, joins=newest, snapshot=raw)
+            return Retention(keep=stay)
+        return Retention(keep=stay, add=newest, snapshot=raw)
 
     async def _stop_renewing(self) -> None:
         self._is_stopping = True
@@ -151,7 +153,7 @@ class HeldLease:
 class Leases:
     """Takes leases for this process. `lease_s`: how long one holds when its holder is not heard of any more.
 
-    `max_kept`: how many older snapshots a session keeps. `state_format`: see HeldLease.
+    `max_retained`: how many older snapshots a session keeps. `state_format`: see HeldLease.
     """
 
     def __init__(
@@ -160,11 +162,11 @@ class Leases:
         *,
         lease_s: float,
         metrics: Metrics,
-        max_kept: int = 0,
+        max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,
     ) -> None:
         self._store = store
-        self._max_kept = max_kept
+        self._max_retained = max_retained
         self._state_format = state_format
         self._lease_s = lease_s
         self._metrics = metrics
@@ -192,7 +194,7 @@ class Leases:
             leased,
             lease_s=self._lease_s,
             metrics=self._metrics,
-            max_kept=self._max_kept,
+            max_retained=self._max_retained,
             state_format=self._state_format,
             on_lost=on_lost,
         )

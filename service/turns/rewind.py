@@ -111,7 +111,7 @@ async def _state_after(
         backend,
         store,
         fed,
-        kept=held.kept,
+        retained=held.retained,
         marks=marks,
         tenant=request.tenant,
         session_id=request.session_id,

@@ -21,7 +21,7 @@ from service.backends.base import InferenceBackend
 from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import SessionStore
-from service.stores.sessions.records import session_busy
+from service.stores.sessions.errors import session_busy
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
@@ -49,13 +49,15 @@ class Turns:
         tenants: Tenants,
         record_ttl_s: float = 86_400.0,
         max_records: int = 16,
-        max_kept: int = 0,
+        max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
         self._store = store
-        self._leases = Leases(store, lease_s=lease_s, metrics=metrics, max_kept=max_kept, state_format=state_format)
+        self._leases = Leases(
+            store, lease_s=lease_s, metrics=metrics, max_retained=max_retained, state_format=state_format
+        )
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._tenants = tenants

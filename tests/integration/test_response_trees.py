@@ -54,20 +54,20 @@ async def add_response(server: Gateway, rng: random.Random, parent: Node, number
     """A response after `parent`, checked."""
     backend, encode = server.services.backend, server.services.backend.tokenizer.encode
     assert isinstance(backend, FakeBackend)
-    rules, num_tokens, is_kept = rng.choice(RULES), rng.choice([2, 100]), rng.random() < 0.8
+    rules, num_tokens, is_retained = rng.choice(RULES), rng.choice([2, 100]), rng.random() < 0.8
     response = await respond(
         server,
         f"{number}",
         previous_response_id=parent.response_id,
         instructions=rules,
         max_output_tokens=num_tokens,
-        store=is_kept,
+        store=is_retained,
     )
     read = (*parent.chain, *encode("\n\n" * (len(parent.chain) > 1) + f"User: {number}\n\nAssistant:"))
     context = (read[0], *(encode(f"{rules}\n\n") if rules else ()), *read[1:])
     assert read_state(backend) == state_after(context)
     assert counts_of(response)[0] == len(context)
-    return Node(response["id"], (*read, *encode(SCRIPT)[:num_tokens])) if is_kept else parent
+    return Node(response["id"], (*read, *encode(SCRIPT)[:num_tokens])) if is_retained else parent
 
 
 @pytest.mark.parametrize("seed", range(scaled(2, 60)))

@@ -260,8 +260,8 @@ class SessionMachine(RuleBasedStateMachine):
             snapshot = Snapshot.decode(raw)
             assert snapshot.state == state_after(known.log[: known.position])
             assert snapshot.header.pending_id == (known.log[-1] if known.has_pending else None)
-            for kept in await store.list_kept(**key):
-                older = await store.load_kept(**key, version=kept.version)
+            for kept in await store.list_retained(**key):
+                older = await store.load_retained(**key, version=kept.version)
                 assert older is not None
                 assert Snapshot.decode(older).state == state_after(known.log[: kept.position])
 

@@ -207,10 +207,10 @@ async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_wh
             await say(house, LONG, seed=turn)
             states.append(Snapshot.decode(await raw_of(house.services.store)).state)
         store = house.services.store
-        kept = await store.list_kept(**KEY)
+        kept = await store.list_retained(**KEY)
         assert [one.version for one in kept] == [1, 2]
         for one in kept:
-            raw = await store.load_kept(**KEY, version=one.version)
+            raw = await store.load_retained(**KEY, version=one.version)
             assert raw is not None
             assert Snapshot.decode(raw).header.stored_format == dtype
             assert Snapshot.decode(raw).state == states[one.version - 1]

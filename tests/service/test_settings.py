@@ -11,7 +11,7 @@ from nsm_core.errors import ConfigError
 from service.settings import OTLP_ENDPOINTS, REDIS_SCHEMES, Settings, is_tracing_on, load_settings, shown
 from service.stores.redis import url as redis_url
 from service.stores.sessions.factory import make_store
-from service.stores.sessions.retention import MAX_KEPT
+from service.stores.sessions.retention import MAX_RETAINED
 
 SERVICE_DIR = Path(__file__).resolve().parents[2] / "service"
 
@@ -216,9 +216,9 @@ def test_a_password_in_a_store_is_never_shown() -> None:
 
 
 def test_a_session_may_keep_as_many_snapshots_as_the_stores_have_room_for() -> None:
-    assert load_settings(kept_snapshots=MAX_KEPT).kept_snapshots == MAX_KEPT
+    assert load_settings(kept_snapshots=MAX_RETAINED).kept_snapshots == MAX_RETAINED
     assert (load_settings().state_dtype, load_settings(state_dtype="int8").state_dtype) == ("fp32", "int8")
     with pytest.raises(ConfigError, match=r"NSM_STATE_DTYPE.*'bf16'"):
         load_settings(state_dtype="bf16")
     with pytest.raises(ConfigError, match="NSM_KEPT_SNAPSHOTS"):
-        load_settings(kept_snapshots=MAX_KEPT + 1)
+        load_settings(kept_snapshots=MAX_RETAINED + 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from nsm_core.hashing import identity_of
-from service.stores.sessions.retention import MAX_KEPT
+from service.stores.sessions.retention import MAX_RETAINED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionKeys:
     """The keys of one session, in the scripts' order but for what is staged, which has a name for each call.
 
-    `kept`: the slots for older snapshots.
+    `retained`: the slots for older snapshots.
     """
 
     head: str
@@ -22,17 +22,17 @@ class SessionKeys:
     stage: str  # prefix
     turns: str
     tail: str
-    kept: tuple[str, ...]
+    retained: tuple[str, ...]
 
     def all(self, nonce: str) -> tuple[str, ...]:
         first = (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
-        return (*first, self.staged_kept(nonce), *self.kept)
+        return (*first, self.staged_retained(nonce), *self.retained)
 
     def staged(self, nonce: str) -> str:
         return f"{self.stage}:{nonce}"
 
-    def staged_kept(self, nonce: str) -> str:
-        return f"{self.stage}:{nonce}:kept"
+    def staged_retained(self, nonce: str) -> str:
+        return f"{self.stage}:{nonce}:retained"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Keyspace:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
         tag = f"{self.prefix}:{{{_tenant_hash(tenant)}.{identity_of(tenant, session_id)}}}"
         names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
-        kept = tuple(f"{tag}:kept:{slot}" for slot in range(1, MAX_KEPT + 1))
+        retained = tuple(f"{tag}:retained:{slot}" for slot in range(1, MAX_RETAINED + 1))
         head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)
-        return SessionKeys(head, log, marks, snapshot, stage, turns, tail, kept)
+        return SessionKeys(head, log, marks, snapshot, stage, turns, tail, retained)
 
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
 from service.stores.sessions.lease import Lease as Lease
-from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
 from service.stores.sessions.turn_records import EndedTurn, TurnStore
 
 DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
@@ -71,11 +71,11 @@ class StoredSession:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSession:
-    """What `acquire` gives: the lease, and the session as it stands under it. `kept`: see `SessionStore.list_kept`."""
+    """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`."""
 
     lease: Lease
     stored: StoredSession
-    kept: tuple[KeptSnapshot, ...] = ()
+    retained: tuple[RetainedSnapshot, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class SessionStore(TurnStore, Protocol):
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
-        keep: Keeping = KEEP_NONE,
+        retention: Retention = NO_RETENTION,
     ) -> SessionHead:
         """Atomically: append `new_ids` to the token log with a mark (see LogMark), store the snapshot, move the head to
         expected_version + 1, end the record of `turn` as committed, release the lease. `keep`: what becomes of older
@@ -242,8 +242,8 @@ class SessionStore(TurnStore, Protocol):
         seed: int | None,
     ) -> SessionHead:
         """Atomically: cut the log to `num_log_tokens`, drop the marks beyond that and add one at expected_version + 1,
-        replace the snapshot (None, with `num_log_tokens` 0: an empty session again), drop the kept snapshots beyond the
-        cut (all, when the model is another), move the head to expected_version + 1, release the lease.
+        replace the snapshot (None, with `num_log_tokens` 0: an empty session again), drop the retained snapshots beyond
+        the cut (all, when the model is another), move the head to expected_version + 1, release the lease.
 
         `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. Raises what `commit`
         raises, with the same promises.
@@ -261,14 +261,14 @@ class SessionStore(TurnStore, Protocol):
         """Where each turn ended, oldest first; the last is the head's version and the log's end. Empty at version 0."""
         ...
 
-    async def list_kept(self, *, tenant: str, session_id: str) -> tuple[KeptSnapshot, ...]:
+    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
         """The older snapshots that are still there beside the newest, oldest first. Raises NotFound.
 
         They go with the session, and a copy has none: whatever they are used for can be had from the log as well.
         """
         ...
 
-    async def load_kept(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
         """One of them, encoded; None when it is not there (any more), or its checksum does not fit."""
         ...
 

@@ -19,23 +19,19 @@ from service.stores.sessions.base import (
     TenantUsage,
     Unset,
 )
-from service.stores.sessions.memory_turns import MemoryTurns
-from service.stores.sessions.records import (
+from service.stores.sessions.codec import (
     TOKEN_BYTES,
-    already_exists,
     checked,
     decode_cursor,
     encode_cursor,
     expiry,
-    lease_lost,
     new_head,
-    not_found,
     require_sound,
-    require_version,
-    session_busy,
     sound,
 )
-from service.stores.sessions.retention import KEEP_NONE, Keeping, KeptSnapshot
+from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.memory_turns import MemoryTurns
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 
@@ -49,12 +45,12 @@ class _Record:
     holder: str | None = None
     lease_expires_at: float = 0.0
     turns: MemoryTurns = dataclasses.field(default_factory=MemoryTurns)
-    kept: dict[KeptSnapshot, bytes] = dataclasses.field(default_factory=dict)
+    retained: dict[RetainedSnapshot, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        kept_bytes = sum(one.num_bytes for one in self.kept)
-        return self.head.snapshot_bytes + kept_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turns.num_bytes
+        retained_bytes = sum(one.num_bytes for one in self.retained)
+        return self.head.snapshot_bytes + retained_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turns.num_bytes
 
     def is_leased(self, now: float) -> bool:
         return self.holder is not None and now < self.lease_expires_at
@@ -185,7 +181,7 @@ class MemorySessionStore:
             fence=record.fence,
             expires_at=record.lease_expires_at,
         )
-        return LeasedSession(lease=lease, stored=checked(record.head, record.snapshot), kept=tuple(record.kept))
+        return LeasedSession(lease=lease, stored=checked(record.head, record.snapshot), retained=tuple(record.retained))
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         now = self._clock()
@@ -212,14 +208,14 @@ class MemorySessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
-        keep: Keeping = KEEP_NONE,
+        retention: Retention = NO_RETENTION,
     ) -> SessionHead:
         now = self._clock()
         record = self._writable(lease, expected_version, now)
         record.turns.end_running(turn, now)
-        record.kept = {one: raw for one, raw in record.kept.items() if one.version in keep.stay}
-        if keep.joins is not None:
-            record.kept[keep.joins] = keep.snapshot
+        record.retained = {one: raw for one, raw in record.retained.items() if one.version in retention.keep}
+        if retention.add is not None:
+            record.retained[retention.add] = retention.snapshot
         record.log += new_ids
         mark = LogMark(version=expected_version + 1, num_log_tokens=len(record.log), num_sampled=num_sampled, seed=seed)
         record.marks += (mark,)
@@ -242,7 +238,7 @@ class MemorySessionStore:
         record.turns.end_running(None, now)
         record.log = record.log[:num_log_tokens]
         end = num_log_tokens if model_fingerprint == record.head.model_fingerprint else 0
-        record.kept = {one: raw for one, raw in record.kept.items() if one.position <= end}
+        record.retained = {one: raw for one, raw in record.retained.items() if one.position <= end}
         mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
         stay = [old for old in record.marks if old.num_log_tokens <= num_log_tokens]
         record.turns.drop_results(stay[-1].version if stay else 0)
@@ -255,11 +251,11 @@ class MemorySessionStore:
     async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
         return self._record(tenant, session_id, self._clock()).marks
 
-    async def list_kept(self, *, tenant: str, session_id: str) -> tuple[KeptSnapshot, ...]:
-        return tuple(self._record(tenant, session_id, self._clock()).kept)
+    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
+        return tuple(self._record(tenant, session_id, self._clock()).retained)
 
-    async def load_kept(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
-        kept = self._record(tenant, session_id, self._clock()).kept
+    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+        kept = self._record(tenant, session_id, self._clock()).retained
         return sound(next((raw for one, raw in kept.items() if one.version == version), None))
 
     async def delete(self, *, tenant: str, session_id: str) -> None:

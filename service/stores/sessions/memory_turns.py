@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from service.stores.sessions.base import SessionHead
-from service.stores.sessions.records import require_version
+from service.stores.sessions.errors import require_version
 from service.stores.sessions.turn_records import (
     ABANDONED_S,
     REPEATABLE,

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from service.stores.sessions.base import SessionHead, SessionStore
-from service.stores.sessions.records import TOKEN_BYTES
+from service.stores.sessions.codec import TOKEN_BYTES
 
 
 class Quotas(Protocol):
@@ -33,7 +33,7 @@ class QuotaStore:
         self.forget_turn, self.get_turn, self.cancel_turn = store.forget_turn, store.get_turn, store.cancel_turn
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list
         self.list_tenants = store.list_tenants
-        self.list_kept, self.load_kept = store.list_kept, store.load_kept
+        self.list_retained, self.load_retained = store.list_retained, store.load_retained
         self.usage, self.remove_expired, self.check_writable = store.usage, store.remove_expired, store.check_writable
 
     async def create(

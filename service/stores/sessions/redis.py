@@ -7,13 +7,15 @@ script that moves the head renames it into its place.
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from redis.exceptions import TryAgainError
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
+from service.messages import quoted
 from service.stores.redis.checks import check_server, require_room
 from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
@@ -25,24 +27,22 @@ from service.stores.sessions.base import (
     LeasedSession,
     LogMark,
     SessionHead,
+    SessionPage,
     StoredSession,
+    TenantUsage,
     Unset,
 )
-from service.stores.sessions.records import (
-    already_exists,
+from service.stores.sessions.codec import (
     checked,
+    decode_cursor,
     decode_ids,
+    encode_cursor,
     encode_ids,
-    lease_lost,
-    not_found,
     require_sound,
-    require_version,
-    session_busy,
+    sound,
 )
-from service.stores.sessions.redis_index import TenantIndex
-from service.stores.sessions.redis_kept import RedisKept
-from service.stores.sessions.redis_listing import RedisListing
-from service.stores.sessions.redis_records import (
+from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.redis_fields import (
     MICROSECONDS,
     StoredHead,
     checksum_field,
@@ -51,14 +51,15 @@ from service.stores.sessions.redis_records import (
     decode_mark,
     encode_mark,
     encode_metadata,
-    keep_fields,
     lease_fields,
     lease_of,
     optional_us,
+    retention_fields,
     to_us,
 )
+from service.stores.sessions.redis_index import IndexEntry, TenantIndex
 from service.stores.sessions.redis_turns import RedisTurns
-from service.stores.sessions.retention import KEEP_NONE, Keeping
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
 from service.stores.sessions.turn_records import EndedTurn
 
 Result = TypeVar("Result")
@@ -78,10 +79,6 @@ class RedisSessionStore:
         turns = RedisTurns(self.client, self.keys, on_change=self._index.put)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
-        listing = RedisListing(self.client, self.keys, self._index)
-        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
-        kept = RedisKept(self.client, self.keys)
-        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
 
     def num_connections_in_use(self) -> int:
         return self.client.num_in_use
@@ -197,8 +194,8 @@ class RedisSessionStore:
         session = checked(stored.head, raw)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
             session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
-        kept = tuple(slot.snapshot for slot in stored.kept)
-        return LeasedSession(lease=lease_of(stored, holder), stored=session, kept=kept)
+        retained = tuple(slot.snapshot for slot in stored.retained)
+        return LeasedSession(lease=lease_of(stored, holder), stored=session, retained=retained)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         status, answer = await self._transition(
@@ -223,12 +220,12 @@ class RedisSessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
-        keep: Keeping = KEEP_NONE,
+        retention: Retention = NO_RETENTION,
     ) -> SessionHead:
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
         values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids), *record)
-        args = (*values, *keep_fields(keep))
-        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), args, snapshot, keep)
+        args = (*values, *retention_fields(retention))
+        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), args, snapshot, retention)
 
     async def rewind(
         self,
@@ -254,7 +251,7 @@ class RedisSessionStore:
         mark: tuple[object, ...],
         values: tuple[object, ...],
         snapshot: bytes | None,
-        keep: Keeping = KEEP_NONE,
+        retention: Retention = NO_RETENTION,
     ) -> SessionHead:
         """A commit or a rewind."""
         nonce = _nonce()
@@ -266,7 +263,7 @@ class RedisSessionStore:
             args,
             nonce=nonce,
             snapshot=snapshot,
-            kept=keep.snapshot,
+            retained=retention.snapshot,
             patience_s=COMMIT_PATIENCE_S,
         )
         stored = _require_head(answer, lease.tenant, lease.session_id)
@@ -307,6 +304,61 @@ class RedisSessionStore:
 
         return await self.client.call(read)
 
+    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
+        place = None if cursor is None else _place(cursor)
+        heads: list[SessionHead] = []
+        while len(heads) <= limit:
+            entries = await self._index.page(tenant, limit=limit + 1 - len(heads), after=place)
+            if not entries:
+                break
+            heads += await self._living(tenant, entries)
+            place = entries[-1]
+        page = tuple(heads[:limit])
+        return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
+
+    async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
+        """The heads of `entries`; what is found to be out of date in the index is put right."""
+        reads = [("HGETALL", self.keys.session(tenant, entry.session_id).head) for entry in entries]
+        answers = await self.client.call(lambda attempt: attempt.together(*reads))
+        heads = []
+        for entry, answer in zip(entries, answers, strict=True):
+            stored = decode_head(answer, tenant=tenant, session_id=entry.session_id)
+            if stored is None:
+                await self._index.drop_stale(tenant, entry)
+            elif stored.head.created_at != entry.created_at:  # made again: it belongs to a page of newer ones
+                await self._index.put(stored)
+            else:
+                heads.append(stored.head)
+        return heads
+
+    async def list_tenants(self) -> tuple[str, ...]:
+        return await self._index.tenants()
+
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        return await self._index.usage(tenant)
+
+    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
+        head = await self.client.call(lambda attempt: self._read_head(attempt, tenant, session_id))
+        return tuple(slot.snapshot for slot in head.retained)
+
+    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+        """Between the two reads a slot may be given to another snapshot: its header, which readers check, tells."""
+        keys = self.keys.session(tenant, session_id).retained
+
+        async def work(attempt: Attempt) -> Any:
+            head = await self._read_head(attempt, tenant, session_id)
+            slots = [slot.slot for slot in head.retained if slot.snapshot.version == version]
+            return await attempt.command("GET", keys[slots[0] - 1]) if slots else None
+
+        return sound(await self.client.call(work))
+
+    async def _read_head(self, attempt: Attempt, tenant: str, session_id: str) -> StoredHead:
+        answer = await attempt.command("HGETALL", self.keys.session(tenant, session_id).head)
+        head = decode_head(answer, tenant=tenant, session_id=session_id)
+        if head is None:
+            raise not_found(session_id)
+        return head
+
     async def delete(self, *, tenant: str, session_id: str) -> None:
         keys = self.keys.session(tenant, session_id).all("")
         head = await self.get(tenant=tenant, session_id=session_id)
@@ -337,7 +389,7 @@ class RedisSessionStore:
         *,
         nonce: str = "",
         snapshot: bytes | None = None,
-        kept: bytes = b"",
+        retained: bytes = b"",
         patience_s: float = PATIENCE_S,
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
@@ -347,8 +399,8 @@ class RedisSessionStore:
         async def work(attempt: Attempt) -> tuple[str, Any]:
             if snapshot is not None:
                 await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
-            if kept:
-                await attempt.command("SET", keys.staged_kept(nonce), kept, "EX", STAGED_S)
+            if retained:
+                await attempt.command("SET", keys.staged_retained(nonce), retained, "EX", STAGED_S)
             status, *answer = await attempt.script(script, keys.all(nonce), *args)
             if status == b"unstaged":  # lost with a server that failed in between
                 raise TryAgainError("the staged snapshot is gone")
@@ -383,3 +435,10 @@ def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
     if stored is None:
         raise not_found(session_id)
     return stored
+
+
+def _place(cursor: str) -> IndexEntry:
+    created_at, session_id = decode_cursor(cursor)
+    if not math.isfinite(created_at):
+        raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {quoted(cursor)}", param="after")
+    return IndexEntry(session_id, created_at)

@@ -26,28 +26,28 @@ local function append_log(ids)
   if #ids > 0 then redis.call('RPUSH', log_key, sealed(ids)) end
 end
 
-local staged_kept_key = KEYS[8]
+local staged_retained_key = KEYS[8]
 
-local function kept_key(slot)
+local function retained_key(slot)
   return KEYS[8 + slot]
 end
 
-local function read_kept(head)
-  local kept = {}
-  for slot, version, position, bytes in string.gmatch(head.kept, '(%d+):(%d+):(%d+):(%d+)') do
-    kept[#kept + 1] = {slot = tonumber(slot), version = version, position = position, bytes = bytes}
+local function read_retained(head)
+  local retained = {}
+  for slot, version, position, bytes in string.gmatch(head.retained, '(%d+):(%d+):(%d+):(%d+)') do
+    retained[#retained + 1] = {slot = tonumber(slot), version = version, position = position, bytes = bytes}
   end
-  return kept
+  return retained
 end
 
 -- Those that `stays` says no to are gone after this. The field for the head.
-local function thin_kept(head, stays)
+local function thin_retained(head, stays)
   local left = {}
-  for _, one in ipairs(read_kept(head)) do
+  for _, one in ipairs(read_retained(head)) do
     if stays(one) then
       left[#left + 1] = table.concat({one.slot, one.version, one.position, one.bytes}, ':')
     else
-      redis.call('UNLINK', kept_key(one.slot))
+      redis.call('UNLINK', retained_key(one.slot))
     end
   end
   return table.concat(left, ',')
@@ -62,7 +62,7 @@ local function keep_alive(head)
   local is_forever = head.expires_us == ''
   local until_us = math.max(tonumber(head.expires_us) or 0, tonumber(head.lease_us) or 0)
   local keys = {head_key, log_key, marks_key, snapshot_key}
-  for _, one in ipairs(read_kept(head)) do keys[#keys + 1] = kept_key(one.slot) end
+  for _, one in ipairs(read_retained(head)) do keys[#keys + 1] = retained_key(one.slot) end
   for _, key in ipairs(keys) do
     if is_forever then
       redis.call('PERSIST', key)

@@ -20,6 +20,6 @@ write_head(head, {
   expires_us = renewed_expiry(head, tonumber(ARGV[4])), version = ARGV[9], position = ARGV[10],
   num_log_tokens = whole(#ids / 4), snapshot_bytes = ARGV[11], snapshot_checksum = ARGV[12],
   fence = '0', holder = '', lease_nonce = '', lease_us = '0', commit_nonce = '',
-  turn_bytes = '0', turns_us = '0', kept = '',
+  turn_bytes = '0', turns_us = '0', retained = '',
 })
 return answer('ok')

@@ -15,7 +15,7 @@ from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import INDEX_FORGET, INDEX_PAGE, INDEX_PUT, INDEX_RESERVE, INDEX_USAGE
 from service.stores.sessions.base import SessionHead, TenantUsage
-from service.stores.sessions.redis_records import MICROSECONDS, StoredHead, optional_us, to_us
+from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, optional_us, to_us
 
 logger = logging.getLogger("nsm.store")
 

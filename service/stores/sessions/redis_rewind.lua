@@ -36,9 +36,9 @@ while true do
 end
 local last = redis.call('LINDEX', marks_key, -1)
 drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0)
-local kept_end = ARGV[9] == head.model_fingerprint and num_kept or 0
+local retained_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
-  kept = thin_kept(head, function(one) return tonumber(one.position) <= kept_end end),
+  retained = thin_retained(head, function(one) return tonumber(one.position) <= retained_end end),
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
   num_log_tokens = whole(num_kept),
 })

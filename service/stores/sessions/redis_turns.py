@@ -10,9 +10,9 @@ from nsm_core.errors import SnapshotCorrupt
 from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import TURN_APPEND, TURN_BEGIN, TURN_CANCEL, TURN_END, TURN_GET, Script
+from service.stores.sessions.errors import lease_lost, not_found, require_version
 from service.stores.sessions.lease import Lease
-from service.stores.sessions.records import lease_lost, not_found, require_version
-from service.stores.sessions.redis_records import MICROSECONDS, StoredHead, decode_head, lease_fields, to_us
+from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, decode_head, lease_fields, to_us
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart, started, turn_not_found
 
 

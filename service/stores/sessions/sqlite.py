@@ -21,32 +21,37 @@ from service.stores.sessions.base import (
     LeasedSession,
     LogMark,
     SessionHead,
+    SessionPage,
     StoredSession,
+    TenantUsage,
     Unset,
 )
-from service.stores.sessions.records import (
-    checked,
-    expiry,
-    new_head,
-    not_found,
-    require_sound,
-)
-from service.stores.sessions.retention import KEEP_NONE, Keeping
-from service.stores.sessions.sqlite_kept import SqliteKept, apply_keeping, cut_kept, delete_most_kept, get_kept
-from service.stores.sessions.sqlite_leases import free, move_head, renewed, take, writable_head
-from service.stores.sessions.sqlite_listing import SqliteListing
-from service.stores.sessions.sqlite_rows import (
+from service.stores.sessions.codec import checked, decode_cursor, encode_cursor, expiry, new_head, require_sound, sound
+from service.stores.sessions.errors import not_found
+from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
+from service.stores.sessions.sqlite_statements import (
     EXISTS,
+    HEAD_COLUMNS,
     ONE,
     append_chunk,
     append_log,
+    apply_retention,
     cut_log,
+    cut_retained,
+    delete_most_retained,
+    free,
     get_head,
     get_log,
     get_marks,
+    get_retained,
     get_snapshot,
+    head_of,
     insert_head,
+    move_head,
+    renewed,
     replace_snapshot,
+    take,
+    writable_head,
 )
 from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
 from service.stores.sessions.turn_records import EndedTurn
@@ -58,8 +63,8 @@ from service.stores.sqlite.connection import (
     store_thread,
     transaction,
 )
-from service.stores.sqlite.presence import Presence
 from service.stores.sqlite.probe import SqliteProbe
+from service.stores.sqlite.process_lock import ProcessLock
 from service.stores.sqlite.reserve import Reserve
 from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
 
@@ -68,7 +73,7 @@ from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
 class _Opened:
     writer: ConnectionThread
     reader: ConnectionThread
-    presence: Presence
+    process_lock: ProcessLock
 
 
 class SqliteSessionStore:
@@ -92,26 +97,24 @@ class SqliteSessionStore:
         self._clock = clock
         self.reserve = Reserve(path)
         self._opened: _Opened | None = None
-        turns = SqliteTurns(write=self.write, read=self.read, presence=lambda: self._open_parts().presence, clock=clock)
+        turns = SqliteTurns(
+            write=self.write, read=self.read, process_lock=lambda: self._open_parts().process_lock, clock=clock
+        )
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
-        listing = SqliteListing(read=self.read, clock=clock)
-        self.list, self.list_tenants, self.usage = listing.list, listing.list_tenants, listing.usage
-        kept = SqliteKept(read=self.read, clock=clock)
-        self.list_kept, self.load_kept = kept.list_kept, kept.load_kept
         probe = SqliteProbe(write=self.write, hold=self.reserve.hold, clock=clock)
         self.check_writable, self._write_state = probe.check_writable, probe.write_state
 
     async def open(self) -> None:
         try:
             await asyncio.to_thread(create_file, self._path)
-            presence = await asyncio.to_thread(Presence, self._path)
+            process_lock = await asyncio.to_thread(ProcessLock, self._path)
         except OSError as error:
             raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
         timeout = self._busy_timeout_s
         writer = store_thread("writer", self._path, busy_timeout_s=timeout)
         reader = store_thread("reader", self._path, busy_timeout_s=timeout)
-        self._opened = _Opened(writer, reader, presence)
+        self._opened = _Opened(writer, reader, process_lock)
         try:
             await self._prepare_file(writer)
         except NsmError:
@@ -136,11 +139,11 @@ class SqliteSessionStore:
     async def close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
-            if opened.presence.is_alone():
+            if opened.process_lock.is_alone():
                 self.reserve.remove()  # before the last connection puts the write-ahead log into the database
             await opened.writer.close()
             await opened.reader.close()
-            opened.presence.end()
+            opened.process_lock.end()
 
     async def create(
         self,
@@ -239,15 +242,15 @@ class SqliteSessionStore:
         return await self.read(work)
 
     async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
-        presence = self._open_parts().presence
+        process_lock = self._open_parts().process_lock
 
         def work(connection: sqlite3.Connection) -> LeasedSession:
             with transaction(connection):
                 now = self._clock()
                 head = get_head(connection, tenant, session_id, now)
-                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, presence=presence)
-                raw, kept = get_snapshot(connection, head), get_kept(connection, head)
-            return LeasedSession(lease=lease, stored=checked(head, raw), kept=kept)
+                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, process_lock=process_lock)
+                raw, retained = get_snapshot(connection, head), get_retained(connection, head)
+            return LeasedSession(lease=lease, stored=checked(head, raw), retained=retained)
 
         return await self.write(work)
 
@@ -277,7 +280,7 @@ class SqliteSessionStore:
         num_sampled: int,
         seed: int,
         turn: EndedTurn | None = None,
-        keep: Keeping = KEEP_NONE,
+        retention: Retention = NO_RETENTION,
     ) -> SessionHead:
         version = expected_version + 1
 
@@ -287,7 +290,7 @@ class SqliteSessionStore:
                 head = writable_head(connection, lease, expected_version, now)
                 end_running(connection, head, turn, now)
                 append_chunk(connection, head, new_ids, version=version, num_sampled=num_sampled, seed=seed)
-                apply_keeping(connection, head, keep)
+                apply_retention(connection, head, retention)
                 replace_snapshot(connection, head, version=version, snapshot=snapshot)
                 return move_head(
                     connection,
@@ -299,7 +302,7 @@ class SqliteSessionStore:
                     snapshot=snapshot,
                 )
 
-        return await self._write_state(work, len(snapshot) + len(keep.snapshot))
+        return await self._write_state(work, len(snapshot) + len(retention.snapshot))
 
     async def rewind(
         self,
@@ -320,7 +323,7 @@ class SqliteSessionStore:
                 end_running(connection, head, None, now)
                 last_version = cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
                 drop_results(connection, head, last_version)
-                cut_kept(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
+                cut_retained(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
                 replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
                 moved = move_head(
                     connection,
@@ -350,9 +353,55 @@ class SqliteSessionStore:
 
         return await self.read(work)
 
+    async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
+        created_before, id_before = (float("inf"), "") if cursor is None else decode_cursor(cursor)
+
+        def work(connection: sqlite3.Connection) -> SessionPage:
+            rows = connection.execute(
+                f"SELECT {HEAD_COLUMNS} FROM sessions WHERE tenant = ? AND (created_at, session_id) < (?, ?) "
+                f"AND {EXISTS} ORDER BY created_at DESC, session_id DESC LIMIT ?",
+                (tenant, created_before, id_before, self._clock(), limit + 1),
+            ).fetchall()
+            heads = tuple(head_of(row) for row in rows[:limit])
+            return SessionPage(heads=heads, next_cursor=encode_cursor(heads[-1]) if len(rows) > limit else None)
+
+        return await self.read(work)
+
+    async def list_tenants(self) -> tuple[str, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[str, ...]:
+            rows = connection.execute("SELECT tenant FROM usage WHERE num_sessions > 0 ORDER BY tenant").fetchall()
+            return tuple(tenant for (tenant,) in rows)
+
+        return await self.read(work)
+
+    async def usage(self, *, tenant: str) -> TenantUsage:
+        def work(connection: sqlite3.Connection) -> TenantUsage:
+            row = connection.execute("SELECT num_sessions, num_bytes FROM usage WHERE tenant = ?", (tenant,)).fetchone()
+            num_sessions, num_bytes = row or (0, 0)
+            return TenantUsage(num_sessions=num_sessions, num_bytes=num_bytes)
+
+        return await self.read(work)
+
+    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[RetainedSnapshot, ...]:
+            with reading(connection):
+                return get_retained(connection, get_head(connection, tenant, session_id, self._clock()))
+
+        return await self.read(work)
+
+    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+        def work(connection: sqlite3.Connection) -> bytes | None:
+            with reading(connection):
+                get_head(connection, tenant, session_id, self._clock())
+                query = f"SELECT snapshot FROM retained_snapshots WHERE {ONE} AND version = ?"
+                row = connection.execute(query, (tenant, session_id, version)).fetchone()
+            return sound(None if row is None else bytes(row[0]))
+
+        return await self.read(work)
+
     async def delete(self, *, tenant: str, session_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
-            delete_most_kept(connection, tenant, session_id)
+            delete_most_retained(connection, tenant, session_id)
             with transaction(connection):
                 statement = f"DELETE FROM sessions WHERE {ONE} AND {EXISTS}"
                 if connection.execute(statement, (tenant, session_id, self._clock())).rowcount == 0:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.errors import require_version
 from service.stores.sessions.lease import Lease
-from service.stores.sessions.records import require_version
-from service.stores.sessions.sqlite_leases import free_whoever, held_head, lease_left_s
-from service.stores.sessions.sqlite_rows import EXISTS, ONE, get_head
+from service.stores.sessions.sqlite_statements import EXISTS, ONE, free_whoever, get_head, held_head, lease_left_s
 from service.stores.sessions.turn_records import (
     ABANDONED_S,
     REPEATABLE,
@@ -23,7 +22,7 @@ from service.stores.sessions.turn_records import (
     turn_not_found,
 )
 from service.stores.sqlite.connection import Runner, reading, transaction, unsynced_transaction
-from service.stores.sqlite.presence import Presence
+from service.stores.sqlite.process_lock import ProcessLock
 
 _COLUMNS = "turn_id, identity, digest, base_version, status, request, result, is_cancel_wanted"
 _ONE_TURN = f"{ONE} AND turn_id = ?"
@@ -34,11 +33,11 @@ class SqliteTurns:
     """The TurnStore of a SQLite store."""
 
     def __init__(
-        self, *, write: Runner, read: Runner, presence: Callable[[], Presence], clock: Callable[[], float]
+        self, *, write: Runner, read: Runner, process_lock: Callable[[], ProcessLock], clock: Callable[[], float]
     ) -> None:
         self._write = write
         self._read = read
-        self._presence = presence
+        self._presence = process_lock
         self._clock = clock
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
@@ -86,7 +85,7 @@ class SqliteTurns:
         first_chunk: int = 0,
         with_request: bool = True,
     ) -> TurnRecord | None:
-        presence = self._presence()
+        process_lock = self._presence()
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with reading(connection):
@@ -96,7 +95,7 @@ class SqliteTurns:
                     is None
                 ):
                     return None
-                left_s = lease_left_s(connection, key, now=now, presence=presence)
+                left_s = lease_left_s(connection, key, now=now, process_lock=process_lock)
                 if identity is not None:
                     return _find_repeatable(connection, key, identity, now, first_chunk, left_s)
                 return _find(connection, key, turn_id or "", now, first_chunk, left_s)
@@ -105,7 +104,7 @@ class SqliteTurns:
         return record if record is None or with_request else dataclasses.replace(record, request=b"")
 
     async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
-        presence = self._presence()
+        process_lock = self._presence()
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with transaction(connection):
@@ -114,7 +113,7 @@ class SqliteTurns:
                 turn_id = _running_id(connection, head)
                 if turn_id is None:
                     return None
-                left_s = lease_left_s(connection, _key(head), now=now, presence=presence)
+                left_s = lease_left_s(connection, _key(head), now=now, process_lock=process_lock)
                 if left_s:
                     statement = f"UPDATE turns SET is_cancel_wanted = 1 WHERE {_ONE_TURN}"
                     connection.execute(statement, (*_key(head), turn_id))

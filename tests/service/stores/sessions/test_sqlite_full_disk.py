@@ -12,7 +12,7 @@ import pytest
 
 from nsm_core.errors import NotFound, StorageFull
 from service.stores.sessions.base import SessionHead
-from service.stores.sessions.retention import MAX_KEPT, Keeping, KeptSnapshot
+from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.reserve import RESERVE_BYTES, Reserve
 from service.stores.sqlite.schema import CHECKPOINT_PAGES, PAGE_BYTES
@@ -150,15 +150,15 @@ def test_where_no_room_can_be_kept_aside_nothing_breaks(tmp_path: Path) -> None:
 async def test_a_session_that_takes_more_than_the_reserve_can_be_deleted_from_a_full_disk(
     disk: Path, path: Path
 ) -> None:
-    """Its newest snapshot and MAX_KEPT older ones: 15 MB to overwrite."""
+    """Its newest snapshot and MAX_RETAINED older ones: 15 MB to overwrite."""
     async with opened(SqliteSessionStore(path)) as store:
         head = await stored_sessions.create(store, tenant=TENANT, metadata={})
-        keep = Keeping()
-        for _ in range(MAX_KEPT + 1):
-            head = await commit(store, head, num_floats=4 * NUM_FLOATS, keep=keep)
+        keep = Retention()
+        for _ in range(MAX_RETAINED + 1):
+            head = await commit(store, head, num_floats=4 * NUM_FLOATS, retention=keep)
             raw = make_snapshot(version=head.version, num_floats=4 * NUM_FLOATS).encode()
-            joins = KeptSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-            keep = Keeping(stay=tuple(range(1, head.version)), joins=joins, snapshot=raw)
+            joins = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
+            keep = Retention(keep=tuple(range(1, head.version)), add=joins, snapshot=raw)
         fill_with_other_data(disk)
         await delete(store, head)
         assert (await store.usage(tenant=TENANT)).num_bytes == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsm_core.errors import NotFound, StoreUnavailable
-from service.stores.instrumented import observed
+from service.stores.instrumented import instrumented
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
@@ -47,7 +47,7 @@ async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.M
 
 async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, store = Metrics(FakeBackend()), MemorySessionStore()
-    seen = observed(store, metrics.sessions)
+    seen = instrumented(store, metrics.sessions)
 
     async def away(**fields: object) -> None:
         raise StoreUnavailable("away")

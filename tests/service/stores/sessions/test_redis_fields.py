@@ -4,7 +4,7 @@ import pytest
 
 from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from service.stores.sessions.base import LogMark
-from service.stores.sessions.redis_records import decode_head, decode_mark, encode_mark
+from service.stores.sessions.redis_fields import decode_head, decode_mark, encode_mark
 
 
 @pytest.mark.parametrize("answer", [None, b"OK", 7, True, [b"ok"]])

@@ -1,9 +1,9 @@
-"""Whether a process that opened a SQLite store is still there: a lease need not outlive its holder.
+"""Liveness of processes that share a SQLite store: the lease of a process that ended may be taken at once.
 
-Each open store holds a lock on a small file of its own beside the database. The kernel drops the lock when the process
-ends, however it ends, and keeps it while the process is merely stopped. So, on one machine, "gone" is a fact and no
-guess: no process id that may have been given away again, no clock, and it holds between containers that share the
-directory. (SQLite's write-ahead log needs one machine anyway.)
+Each open store holds a lock on a small file of its own beside the database. The kernel releases the lock when the
+process ends, however it ends, and keeps it while the process is stopped. So on one machine "ended" is a fact: it needs
+no process id, which may be reused, and no clock, and it works between containers that share the directory. (SQLite's
+write-ahead log needs one machine anyway.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-class Presence:
+class ProcessLock:
     """The lock of one open store, until `end`. Raises OSError when the file cannot be made."""
 
     def __init__(self, database: Path) -> None:

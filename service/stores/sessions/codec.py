@@ -1,4 +1,4 @@
-"""What the stores share: their errors, what expires when, the cursor of a listing, the token log's bytes."""
+"""What the session stores share: expiry, the cursor of a listing, the bytes of the token log, checked snapshots."""
 
 from __future__ import annotations
 
@@ -10,43 +10,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from nsm_core.state.snapshot import verify
 from service.messages import quoted
-from service.stores.sessions.base import Lease, SessionHead, StoredSession
+from service.stores.sessions.base import SessionHead, StoredSession
 
 TOKEN_BYTES = 4
-MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
-
-
-def not_found(session_id: str) -> NotFound:
-    """The same answer for an id that never was, is deleted, or is another tenant's."""
-    return NotFound(f"session {quoted(session_id)} does not exist", param="session_id", code="session_not_found")
-
-
-def already_exists(session_id: str) -> VersionConflict:
-    return VersionConflict(f"session {session_id!r} exists already", param="id")
-
-
-def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
-    """`remaining_s`: what is left of the other turn's lease."""
-    retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
-    return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
-
-
-def lease_lost(lease: Lease) -> LeaseLost:
-    return LeaseLost(
-        f"the lease on session {lease.session_id!r} was lost: another turn took it, or the session was deleted; "
-        "nothing of this turn was kept"
-    )
-
-
-def require_version(head: SessionHead, expected_version: int) -> None:
-    """The compare of compare-and-set; raises VersionConflict."""
-    if head.version != expected_version:
-        raise VersionConflict(
-            f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
-        )
 
 
 def new_head(
@@ -83,7 +52,7 @@ def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
 
 
 def sound(raw: bytes | None) -> bytes | None:
-    """What `load_kept` answers with: `raw`, or None where it is not what was stored."""
+    """What `load_retained` answers with: `raw`, or None where it is not what was stored."""
     if raw is not None:
         try:
             verify(raw)

@@ -10,7 +10,7 @@ import pytest
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.memory import MemorySessionStore
-from service.stores.sessions.retention import KeptSnapshot
+from service.stores.sessions.retention import RetainedSnapshot
 from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, gateway
@@ -27,8 +27,8 @@ async def long_turns(house: Gateway, num_turns: int = 6) -> tuple[int, ...]:
     return await log_of(house)
 
 
-async def kept_in(house: Gateway) -> tuple[KeptSnapshot, ...]:
-    return await house.services.store.list_kept(**KEY)
+async def kept_in(house: Gateway) -> tuple[RetainedSnapshot, ...]:
+    return await house.services.store.list_retained(**KEY)
 
 
 def last_request(house: Gateway) -> GenerationRequest:
@@ -40,7 +40,7 @@ def last_request(house: Gateway) -> GenerationRequest:
 def damage(house: Gateway, *versions: int) -> None:
     store = house.store
     assert isinstance(store, MemorySessionStore)
-    kept = store._records["default", "s1"].kept
+    kept = store._records["default", "s1"].retained
     for one in kept:
         if one.version in versions:
             kept[one] = kept[one][:-1] + b"\0"
@@ -133,7 +133,7 @@ async def test_R2_what_is_not_the_sessions_own_is_passed_over(changes: dict[str,
         log = await long_turns(house, 3)
         store = house.store
         assert isinstance(store, MemorySessionStore)
-        kept = store._records["default", "s1"].kept
+        kept = store._records["default", "s1"].retained
         for one, raw in kept.items():
             snapshot = Snapshot.decode(raw)
             kept[one] = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state).encode()
@@ -148,12 +148,12 @@ async def test_what_is_left_of_a_log_that_was_cut_off_is_passed_over() -> None:
         await long_turns(house, 4)
         store = house.store
         assert isinstance(store, MemorySessionStore)
-        left = dict(store._records["default", "s1"].kept)
+        left = dict(store._records["default", "s1"].retained)
         ok(await rewind(house, to_position=500))
         for _ in range(3):
             await say(house, *reversed(LONG))
         record = store._records["default", "s1"]
-        record.kept = {**left, **{one: raw for one, raw in record.kept.items() if one not in left}}
+        record.retained = {**left, **{one: raw for one, raw in record.retained.items() if one not in left}}
         log = await log_of(house)
         ok(await rewind(house, to_position=1_300))
         assert (await snapshot_of(house)).state == state_after(log[:1_299])

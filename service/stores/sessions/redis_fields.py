@@ -12,19 +12,19 @@ from typing import Any
 from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import CHECKSUM_BYTES
 from service.stores.sessions.base import Lease, LogMark, SessionHead
-from service.stores.sessions.records import TOKEN_BYTES
-from service.stores.sessions.retention import Keeping, KeptSnapshot
+from service.stores.sessions.codec import TOKEN_BYTES
+from service.stores.sessions.retention import RetainedSnapshot, Retention
 
 MICROSECONDS = 1_000_000
 SEAL_BYTES = 8  # letters of a chunk's SHA-1, which only scripts can compute for a chunk that they cut
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KeptSlot:
+class RetainedSlot:
     """An older snapshot and the slot, from 1 on, that holds it."""
 
     slot: int
-    snapshot: KeptSnapshot
+    snapshot: RetainedSnapshot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class StoredHead:
     fence: int
     lease_expires_at: float
     turn_bytes: int  # of the turn records
-    kept: tuple[KeptSlot, ...]
+    retained: tuple[RetainedSlot, ...]
 
     @property
     def num_bytes(self) -> int:
         """What the session counts for in its tenant's usage."""
-        kept_bytes = sum(slot.snapshot.num_bytes for slot in self.kept)
-        return self.head.snapshot_bytes + kept_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
+        retained_bytes = sum(slot.snapshot.num_bytes for slot in self.retained)
+        return self.head.snapshot_bytes + retained_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
 
 
 def to_us(seconds: float) -> int:
@@ -127,7 +127,7 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         int(fields["fence"]),
         _seconds(fields["lease_us"]),
         int(fields["turn_bytes"]),
-        tuple(_kept_slot(entry) for entry in fields["kept"].split(",") if entry),
+        tuple(_retained_slot(entry) for entry in fields["retained"].split(",") if entry),
     )
 
 
@@ -136,16 +136,16 @@ def lease_fields(lease: Lease) -> tuple[int, int, str]:
     return to_us(lease.created_at), lease.fence, lease.holder
 
 
-def _kept_slot(entry: str) -> KeptSlot:
+def _retained_slot(entry: str) -> RetainedSlot:
     slot, version, position, num_bytes = map(int, entry.split(":"))
-    return KeptSlot(slot, KeptSnapshot(version=version, position=position, num_bytes=num_bytes))
+    return RetainedSlot(slot, RetainedSnapshot(version=version, position=position, num_bytes=num_bytes))
 
 
-def keep_fields(keep: Keeping) -> tuple[str, str]:
+def retention_fields(retention: Retention) -> tuple[str, str]:
     """The arguments of a commit."""
-    joins = keep.joins
+    joins = retention.add
     joining = "" if joins is None else f"{joins.version}:{joins.position}:{joins.num_bytes}"
-    return ",".join(map(str, keep.stay)), joining
+    return ",".join(map(str, retention.keep)), joining
 
 
 def lease_of(stored: StoredHead, holder: str) -> Lease:

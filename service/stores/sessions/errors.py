@@ -1,0 +1,39 @@
+"""What the session stores refuse, in the same words."""
+
+from __future__ import annotations
+
+from nsm_core.errors import LeaseLost, NotFound, SessionBusy, VersionConflict
+from service.messages import quoted
+from service.stores.sessions.base import Lease, SessionHead
+
+MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
+
+
+def not_found(session_id: str) -> NotFound:
+    """The same answer for an id that never was, is deleted, or is another tenant's."""
+    return NotFound(f"session {quoted(session_id)} does not exist", param="session_id", code="session_not_found")
+
+
+def already_exists(session_id: str) -> VersionConflict:
+    return VersionConflict(f"session {session_id!r} exists already", param="id")
+
+
+def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
+    """`remaining_s`: what is left of the other turn's lease."""
+    retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
+    return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
+
+
+def lease_lost(lease: Lease) -> LeaseLost:
+    return LeaseLost(
+        f"the lease on session {lease.session_id!r} was lost: another turn took it, or the session was deleted; "
+        "nothing of this turn was kept"
+    )
+
+
+def require_version(head: SessionHead, expected_version: int) -> None:
+    """The compare of compare-and-set; raises VersionConflict."""
+    if head.version != expected_version:
+        raise VersionConflict(
+            f"session {head.session_id!r} is at version {head.version}, expected version {expected_version}"
+        )

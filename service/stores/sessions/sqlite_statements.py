@@ -1,0 +1,304 @@
+"""Statements of the SQLite store: sessions, their log, leases and snapshots as rows.
+
+All of them run inside a caller's transaction or read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+from nsm_core.errors import SnapshotCorrupt
+from nsm_core.hashing import checksum
+from service.stores.sessions.base import Lease, LogMark, SessionHead
+from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, encode_ids, expiry
+from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.retention import RetainedSnapshot, Retention
+from service.stores.sqlite.connection import empty_write_ahead_log, transaction
+from service.stores.sqlite.process_lock import ProcessLock
+from service.stores.sqlite.reserve import RESERVE_BYTES
+
+HEAD_COLUMNS = (
+    "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata, num_log_tokens, "
+    "snapshot_bytes, ttl_s, expires_at, forked_from"
+)
+ONE = "tenant = ? AND session_id = ?"
+EXISTS = "(expires_at IS NULL OR max(expires_at, lease_expires_at) > ?)"  # at a time
+
+
+def head_of(row: tuple[Any, ...]) -> SessionHead:
+    """A row of HEAD_COLUMNS, which are in the dataclass's order."""
+    names = HEAD_COLUMNS.split(", ")
+    fields = dict(zip(names, row, strict=True))
+    fields["metadata"] = MappingProxyType(json.loads(fields["metadata"]))
+    return SessionHead(**fields)
+
+
+def get_head(connection: sqlite3.Connection, tenant: str, session_id: str, now: float) -> SessionHead:
+    """Raises NotFound."""
+    query = f"SELECT {HEAD_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
+    row = connection.execute(query, (tenant, session_id, now)).fetchone()
+    if row is None:
+        raise not_found(session_id)
+    return head_of(row)
+
+
+def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
+    """A new session; takes the place of one that expired. Raises VersionConflict when the id exists."""
+    key = (head.tenant, head.session_id)
+    connection.execute(f"DELETE FROM sessions WHERE {ONE} AND NOT {EXISTS}", (*key, head.created_at))
+    if connection.execute(f"SELECT 1 FROM sessions WHERE {ONE}", key).fetchone() is not None:
+        raise already_exists(head.session_id)
+    names = HEAD_COLUMNS.split(", ")
+    values = [json.dumps(dict(head.metadata)) if name == "metadata" else getattr(head, name) for name in names]
+    places = ", ".join("?" * len(names))
+    connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({places})", values)
+
+
+def get_snapshot(connection: sqlite3.Connection, head: SessionHead) -> bytes | None:
+    query = f"SELECT snapshot FROM snapshots WHERE {ONE} AND version = ?"
+    row = connection.execute(query, (head.tenant, head.session_id, head.version)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def replace_snapshot(
+    connection: sqlite3.Connection, head: SessionHead, *, version: int, snapshot: bytes | None
+) -> None:
+    """The old one goes first: the new one then takes its pages, and they are written once."""
+    key = (head.tenant, head.session_id)
+    connection.execute(f"DELETE FROM snapshots WHERE {ONE}", key)
+    if snapshot is not None:
+        connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", (*key, version, snapshot))
+
+
+def append_chunk(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    ids: tuple[int, ...],
+    *,
+    version: int,
+    num_sampled: int,
+    seed: int | None,
+) -> None:
+    """What `version` added to the log."""
+    raw, seed_text = encode_ids(ids), None if seed is None else str(seed)
+    connection.execute(
+        "INSERT INTO log_chunks (tenant, session_id, version, ids, num_sampled, seed, checksum) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (head.tenant, head.session_id, version, raw, num_sampled, seed_text, checksum(raw)),
+    )
+
+
+def append_log(
+    connection: sqlite3.Connection, head: SessionHead, log_ids: tuple[int, ...], marks: Iterable[LogMark]
+) -> None:
+    """A whole log, cut into chunks at its marks."""
+    start = 0
+    for mark in marks:
+        ids = log_ids[start : mark.num_log_tokens]
+        append_chunk(connection, head, ids, version=mark.version, num_sampled=mark.num_sampled, seed=mark.seed)
+        start = mark.num_log_tokens
+
+
+def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMark, ...]:
+    query = f"SELECT version, length(ids), num_sampled, seed FROM log_chunks WHERE {ONE} ORDER BY version"
+    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    ends = itertools.accumulate(num_bytes // TOKEN_BYTES for _, num_bytes, _, _ in rows)
+    return tuple(
+        LogMark(version=version, num_log_tokens=end, num_sampled=num_sampled, seed=None if seed is None else int(seed))
+        for (version, _, num_sampled, seed), end in zip(rows, ends, strict=True)
+    )
+
+
+def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
+    """Raises SnapshotCorrupt when it is not what was stored."""
+    query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
+    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    if any(checksum(ids) != stored for ids, stored in rows):
+        raise SnapshotCorrupt(f"the token log of session {head.session_id!r} fails its checksum")
+    log = decode_ids(b"".join(ids for ids, _ in rows))
+    if len(log) != head.num_log_tokens:
+        raise SnapshotCorrupt(f"the log of session {head.session_id!r} has {len(log)} tokens of {head.num_log_tokens}")
+    return log
+
+
+def cut_log(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    num_log_tokens: int,
+    *,
+    num_sampled: int,
+    seed: int | None,
+) -> int:
+    """Drops the chunks beyond `num_log_tokens`; what is left of the first of them becomes the next version's.
+
+    Returns the newest version that is left whole, 0 for none.
+    """
+    left = [mark for mark in get_marks(connection, head) if mark.num_log_tokens <= num_log_tokens]
+    last_version, start = (left[-1].version, left[-1].num_log_tokens) if left else (0, 0)
+    rest = get_log(connection, head)[start:num_log_tokens]
+    statement = f"DELETE FROM log_chunks WHERE {ONE} AND version > ?"
+    connection.execute(statement, (head.tenant, head.session_id, last_version))
+    append_chunk(connection, head, rest, version=head.version + 1, num_sampled=num_sampled, seed=seed)
+    return int(last_version)
+
+
+_FREE = "lease_holder = NULL, lease_owner = NULL, lease_expires_at = 0"
+_HELD = f"{ONE} AND created_at = ? AND lease_holder = ? AND fence = ?"  # the newest lease, of this incarnation
+
+
+def take(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    *,
+    holder: str,
+    now: float,
+    lease_s: float,
+    process_lock: ProcessLock,
+) -> Lease:
+    """Raises SessionBusy while another lease lives and the store that took it is open."""
+    key = (head.tenant, head.session_id)
+    query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
+    fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
+    if old_holder is not None and old_expires_at > now and not process_lock.is_gone(old_owner):
+        raise session_busy(head.session_id, old_expires_at - now)
+    connection.execute(
+        f"UPDATE sessions SET fence = ?, lease_holder = ?, lease_owner = ?, lease_expires_at = ? WHERE {ONE}",
+        (fence + 1, holder, process_lock.name, now + lease_s, *key),
+    )
+    return Lease(
+        tenant=head.tenant,
+        session_id=head.session_id,
+        created_at=head.created_at,
+        holder=holder,
+        fence=fence + 1,
+        expires_at=now + lease_s,
+    )
+
+
+def renewed(connection: sqlite3.Connection, lease: Lease, *, now: float, lease_s: float) -> Lease:
+    """Raises LeaseLost."""
+    statement = f"UPDATE sessions SET lease_expires_at = ? WHERE {_HELD} AND {EXISTS}"
+    if connection.execute(statement, (now + lease_s, *_names(lease), now)).rowcount == 0:
+        raise lease_lost(lease)
+    return dataclasses.replace(lease, expires_at=now + lease_s)
+
+
+def free(connection: sqlite3.Connection, lease: Lease) -> None:
+    """A lease that is lost, or released already, is left alone."""
+    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {_HELD}", _names(lease))
+
+
+def free_whoever(connection: sqlite3.Connection, head: SessionHead) -> None:
+    """Whoever still has a lease that ran out has none from now on."""
+    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {ONE}", (head.tenant, head.session_id))
+
+
+def lease_left_s(
+    connection: sqlite3.Connection, key: tuple[str, str], *, now: float, process_lock: ProcessLock
+) -> float:
+    """How long the session's lease still holds; 0 when nobody has it, or whoever had it is gone."""
+    query = f"SELECT lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
+    holder, owner, expires_at = connection.execute(query, key).fetchone()
+    if holder is None or expires_at <= now or process_lock.is_gone(owner):
+        return 0.0
+    return float(expires_at - now)
+
+
+def held_head(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionHead:
+    """The head of the session that `lease` holds. Raises NotFound or LeaseLost."""
+    head = get_head(connection, lease.tenant, lease.session_id, now)
+    if connection.execute(f"SELECT 1 FROM sessions WHERE {_HELD}", _names(lease)).fetchone() is None:
+        raise lease_lost(lease)
+    return head
+
+
+def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version: int, now: float) -> SessionHead:
+    """The head that `lease` may move on. Raises NotFound, LeaseLost or VersionConflict."""
+    head = held_head(connection, lease, now)
+    require_version(head, expected_version)
+    return head
+
+
+def move_head(
+    connection: sqlite3.Connection,
+    head: SessionHead,
+    *,
+    now: float,
+    position: int,
+    model_fingerprint: str,
+    num_log_tokens: int,
+    snapshot: bytes | None,
+) -> SessionHead:
+    """To the next version; the session is free again."""
+    moved = dataclasses.replace(
+        head,
+        version=head.version + 1,
+        position=position,
+        updated_at=now,
+        model_fingerprint=model_fingerprint,
+        num_log_tokens=num_log_tokens,
+        snapshot_bytes=len(snapshot or b""),
+        expires_at=expiry(now, head.ttl_s),
+    )
+    connection.execute(
+        "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
+        f"snapshot_bytes = ?, expires_at = ?, {_FREE} WHERE {ONE}",
+        (moved.version, position, now, model_fingerprint, num_log_tokens, moved.snapshot_bytes, moved.expires_at,
+         head.tenant, head.session_id),
+    )  # fmt: skip
+    return moved
+
+
+def _names(lease: Lease) -> tuple[str, str, float, str, int]:
+    """The parameters of _HELD."""
+    return (lease.tenant, lease.session_id, lease.created_at, lease.holder, lease.fence)
+
+
+def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[RetainedSnapshot, ...]:
+    query = f"SELECT version, position, length(snapshot) FROM retained_snapshots WHERE {ONE} ORDER BY version"
+    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    return tuple(
+        RetainedSnapshot(version=version, position=position, num_bytes=num_bytes)
+        for version, position, num_bytes in rows
+    )
+
+
+def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention: Retention) -> None:
+    key = (head.tenant, head.session_id)
+    for snapshot in get_retained(connection, head):
+        if snapshot.version not in retention.keep:
+            connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
+    if retention.add is not None:
+        values = (*key, retention.add.version, retention.add.position, retention.snapshot)
+        connection.execute("INSERT INTO retained_snapshots VALUES (?, ?, ?, ?, ?)", values)
+
+
+def cut_retained(
+    connection: sqlite3.Connection, head: SessionHead, num_log_tokens: int, *, model_fingerprint: str
+) -> None:
+    """What a rewind leaves: those of the log that stays, unless another model goes on with it."""
+    end = num_log_tokens if model_fingerprint == head.model_fingerprint else 0
+    statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND position > ?"
+    connection.execute(statement, (head.tenant, head.session_id, end))
+
+
+def delete_most_retained(connection: sqlite3.Connection, tenant: str, session_id: str) -> None:
+    """Before the session itself is deleted: where they take much, each goes in a transaction of its own.
+
+    Deleting overwrites by way of the write-ahead log, and a full disk has only the reserve for that (sqlite_reserve).
+    """
+    query = f"SELECT version, length(snapshot) FROM retained_snapshots WHERE {ONE}"
+    rows = connection.execute(query, (tenant, session_id)).fetchall()
+    if sum(num_bytes for _, num_bytes in rows) <= RESERVE_BYTES // 2:
+        return
+    for version, _ in rows:
+        with transaction(connection):
+            statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?"
+            connection.execute(statement, (tenant, session_id, version))
+        empty_write_ahead_log(connection)
