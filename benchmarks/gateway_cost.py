@@ -35,7 +35,7 @@ from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.evaluation.provenance import command_line, source_commit
-from service.generate.deltas import ChoiceView
+from service.generate.deltas import DeltaBuilder
 from service.telemetry.metrics.requests import RequestMetrics
 from service.web.sse import TextFrame, frame
 
@@ -195,7 +195,7 @@ def parts() -> dict[str, float]:
     ids = tokenizer.encode(TEXT) * 40
     output = OutputStream(tokenizer, SamplingParams(max_tokens=len(ids)))
     events = [TokenEvent(index=index, token_id=token_id, text="word") for index, token_id in enumerate(ids)]
-    view, record = ChoiceView(tokenizer), RequestMetrics(CollectorRegistry()).start(arrival=time.monotonic())
+    view, record = DeltaBuilder(tokenizer), RequestMetrics(CollectorRegistry()).start(arrival=time.monotonic())
     text_frame = TextFrame(lambda text: frame({"id": "x" * 40, "choices": [{"index": 0, "text": text}]}))
     return {
         "detokenise": _us(output.feed, ids),

@@ -12,7 +12,7 @@ from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
 from nsm_core.engine.request import Finished, GenerationRequest
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import Run, choice_limit, ends_of
+from service.generate.choices import RequestGroup, choice_limit, ends_of
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.schemas.chat import ChatBody
@@ -27,23 +27,23 @@ class Chat:
     """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
-        self, run: Run, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
+        self, group: RequestGroup, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
     ) -> None:
-        self.run = run
+        self.group = group
         self._body = body
         self._tokenizer = tokenizer
         self._envelope = envelope
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
 
     def leave(self) -> None:
-        self.run.cancel()
+        self.group.cancel()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
         choices = range(self._body.n)
         texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
         yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
-        async with contextlib.aclosing(self.run.batches()) as batches:
+        async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 frames = []
                 for index, delta in batch:
@@ -58,19 +58,19 @@ class Chat:
                 if frames:
                     yield b"".join(frames)
         if self._body.has_usage_chunk:
-            totals = self._usage(ends_of(self.run))
+            totals = self._usage(ends_of(self.group))
             yield frame(self._envelope.wrap(CHUNK_KIND, [], usage=totals))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         texts: list[list[str]] = [[] for _ in range(self._body.n)]
         tokens: list[list[ScoredToken]] = [[] for _ in range(self._body.n)]
-        async with contextlib.aclosing(self.run.batches()) as batches:
+        async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 for index, delta in batch:
                     texts[index].append(self._prefixes[index].cut(delta))
                     tokens[index].extend(delta.tokens)
-        ends = ends_of(self.run)
+        ends = ends_of(self.group)
         choices = [
             {
                 "index": index,
@@ -151,7 +151,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     ]
     services.metrics.requests.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
     permit = services.tenants.enter(tenant, len(requests))
-    run = Run(
+    group = RequestGroup(
         services.backend,
         services.metrics,
         [start.apply(request) for request in requests],
@@ -160,7 +160,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
         is_stream=body.stream,
         keeps=[start.keep] * len(requests),
     )
-    return Chat(run, body, template, tokenizer, envelope)
+    return Chat(group, body, template, tokenizer, envelope)
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:

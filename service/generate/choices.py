@@ -19,7 +19,7 @@ from nsm_core.engine.request import (
 )
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
-from service.generate.deltas import ChoiceView, Delta
+from service.generate.deltas import Delta, DeltaBuilder
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.requests import RequestRecord
 from service.tenants.tenants import Permit
@@ -40,10 +40,10 @@ class Choice:
     finished: Finished | None = None
 
 
-class Run:
+class RequestGroup:
     """The choices of one HTTP request, in order.
 
-    Iterate `batches` once. Call `cancel` whenever the run is left, also when it ended well: it is idempotent and stops
+    Iterate `batches` once. Call `cancel` when the group is left, also after a good end: it is idempotent and stops
     what still runs, and it is the only clean-up there is.
     """
 
@@ -59,7 +59,7 @@ class Run:
         is_score_only: bool = False,
         keeps: Sequence[Callable[[PromptState | EndState], None] | None] = (),
     ) -> None:
-        """Submits all requests or none. Raises what `submit` raises. `permit` is left when the run is.
+        """Submits all requests or none. Raises what `submit` raises. `permit` is left with the group.
 
         `is_score_only`: end each request when its prompt is scored, before any token is sampled. `keeps`: for each
         request what gets its states, or nothing at all.
@@ -141,7 +141,7 @@ class Run:
 
     async def _view(self, index: int) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """One choice's deltas; the last one carries Finished."""
-        choice, view = self.choices[index], ChoiceView(self._tokenizer)
+        choice, view = self.choices[index], DeltaBuilder(self._tokenizer)
         async for events in choice.generation.batches():
             for start in range(0, len(events), EVENTS_AT_ONCE):
                 batch: list[tuple[int, Delta]] = []
@@ -156,7 +156,7 @@ class Run:
                     yield batch
 
 
-def _deltas(choice: Choice, view: ChoiceView, event: Event) -> Sequence[Delta]:
+def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]:
     """What an event shows; raises what kept the choice from a good end."""
     if isinstance(event, TokenEvent):
         if choice.is_score_only:
@@ -177,9 +177,9 @@ def _deltas(choice: Choice, view: ChoiceView, event: Event) -> Sequence[Delta]:
     return view.feed(event)
 
 
-def ends_of(run: Run) -> list[Finished]:
+def ends_of(group: RequestGroup) -> list[Finished]:
     """How each choice ended; to be asked when all deltas were read."""
-    return [choice.finished for choice in run.choices if choice.finished is not None]
+    return [choice.finished for choice in group.choices if choice.finished is not None]
 
 
 def choice_limit(backend: InferenceBackend) -> int:
@@ -198,6 +198,6 @@ def settle(event: Finished, choice: Choice) -> Finished:
             event, reason=FinishReason.LENGTH, text="", num_dropped_tokens=0, completion_tokens=0, stop_reason=None
         )
     if event.reason is FinishReason.ABORT:
-        # nobody here asked for it: whoever cancels a run no longer reads it
+        # nobody here asked for it: whoever cancels a group no longer reads it
         raise Overloaded("the server is stopping; this request was not finished")
     return event

@@ -12,7 +12,7 @@ from nsm_core.engine.request import GenerationRequest, TokenLogprob
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import Run, choice_limit, ends_of
+from service.generate.choices import RequestGroup, choice_limit, ends_of
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
 from service.prompts import Prompt
@@ -27,14 +27,16 @@ KIND = "text_completion"
 class Completion:
     """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
-    def __init__(self, run: Run, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope) -> None:
-        self.run = run
+    def __init__(
+        self, group: RequestGroup, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope
+    ) -> None:
+        self.group = group
         self._body = body
         self._views = views
         self._envelope = envelope
 
     def leave(self) -> None:
-        self.run.cancel()
+        self.group.cancel()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
@@ -42,7 +44,7 @@ class Completion:
         for index, view in enumerate(self._views):
             if view.echo_text:
                 yield self._frame(index, view.take_echo())
-        async with contextlib.aclosing(self.run.batches()) as batches:
+        async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 frames = []
                 for index, delta in batch:
@@ -58,7 +60,7 @@ class Completion:
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
         parts: list[list[dict[str, Any]]] = [[view.take_echo()] if view.echo_text else [] for view in self._views]
-        async with contextlib.aclosing(self.run.batches()) as batches:
+        async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 for index, delta in batch:
                     parts[index].extend(self._views[index].pieces(delta))
@@ -73,7 +75,7 @@ class Completion:
         return self._frame(index, text_piece(text))
 
     def _usage(self) -> dict[str, Any]:
-        ends, body = ends_of(self.run), self._body
+        ends, body = ends_of(self.group), self._body
         return usage(ends, choices_per_prompt=body.n, has_energy=body.include_energy)
 
 
@@ -128,7 +130,7 @@ class ChoiceText:
         return text_piece(text, logprobs=joined, routing=routing, reason=pieces[-1]["finish_reason"])
 
     def _echo_scored(self, scored: tuple[TokenLogprob | None, ...]) -> list[dict[str, Any]]:
-        if self._logprobs is None or self._prompt is None:  # scored only so that the run ends there
+        if self._logprobs is None or self._prompt is None:  # scored only so that the request ends there
             return []
         start = self._prompt.num_start
         tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
@@ -159,7 +161,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
     requests = _requests(body, prompts, sampling, envelope.id, deadline)
     services.metrics.requests.body_accepted(n=body.n, max_tokens=body.max_tokens)
-    run = Run(
+    group = RequestGroup(
         services.backend,
         services.metrics,
         [starts[number // body.n].apply(request) for number, request in enumerate(requests)],
@@ -169,7 +171,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
         is_score_only=body.is_score_only,
         keeps=[start.keep for start in starts for _ in range(body.n)],
     )
-    return Completion(run, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
+    return Completion(group, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
 
 
 async def _start(services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt) -> Start:

@@ -38,7 +38,7 @@ class Delta(NamedTuple):  # made for every token, in a fifth of the time that a 
         return not self.text and not self.tokens and self.prompt is None and self.finished is None
 
 
-class ChoiceView:
+class DeltaBuilder:
     """Feeds on the events of one request, in order; joined, the texts are the whole visible text.
 
     A token joins a piece with its logprobs when all of its own text is visible. Until then it waits here, and it

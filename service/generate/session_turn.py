@@ -20,7 +20,7 @@ from nsm_core.engine.request import TokenEvent
 from nsm_core.errors import InvalidRequest
 from service.deps import Arrival, Services
 from service.generate.completions import KIND, ChoiceText, text_piece
-from service.generate.deltas import ChoiceView, Delta
+from service.generate.deltas import Delta, DeltaBuilder
 from service.generate.openai_format import Envelope, usage
 from service.schemas.sessions import SESSION_ID, GenerateBody
 from service.state.resume import TurnRequest
@@ -34,7 +34,7 @@ from service.web.sse import EventStream, TextFrame, frame, until_done
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
 # fields of a body that change nothing in the result
-FRAMING_ONLY = {"stream", "stream_options", "include_energy", "include_routing", "timeout"}
+NON_SEMANTIC_FIELDS = {"stream", "stream_options", "include_energy", "include_routing", "timeout"}
 _STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
@@ -42,19 +42,19 @@ class SessionAnswer:
     """A turn that was begun. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(self, services: Services, source: TurnSource, *, has_usage_chunk: bool) -> None:
-        framing, tokenizer = source.framing, services.backend.tokenizer
+        render_options, tokenizer = source.render_options, services.backend.tokenizer
         self.is_replay = source.is_replay
         self._source = source
-        self._view = ChoiceView(tokenizer)
-        has_logprobs, has_routing = framing.get("has_logprobs", False), framing.get("has_routing", False)
+        self._view = DeltaBuilder(tokenizer)
+        has_logprobs, has_routing = render_options.get("has_logprobs", False), render_options.get("has_routing", False)
         self._text = ChoiceText(tokenizer, has_logprobs=has_logprobs, has_routing=has_routing)
         self._has_usage_chunk = has_usage_chunk
-        self._has_energy = framing.get("has_energy", False)
+        self._has_energy = render_options.get("has_energy", False)
         self._envelope = Envelope(
             id=source.turn_id,
-            created=framing.get("created", int(time.time())),
-            model=framing.get("model", services.model_name),
-            system_fingerprint=framing.get("system_fingerprint", services.system_fingerprint),
+            created=render_options.get("created", int(time.time())),
+            model=render_options.get("model", services.model_name),
+            system_fingerprint=render_options.get("system_fingerprint", services.system_fingerprint),
         )
 
     def leave(self) -> None:
@@ -156,7 +156,7 @@ async def open_session_turn(
     tokenizer = services.backend.tokenizer
     sampling = body.sampling(max_tokens_limit=services.settings.max_tokens_limit, vocab_size=tokenizer.vocab_size)
     body.check_routing(max_tokens=body.max_tokens)
-    digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
+    digest = digest_of(body.model_dump(exclude=NON_SEMANTIC_FIELDS))
     identity = _identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # no retry, whose turn there may be: before anything is done for it
         services.backend.require_room()
@@ -173,7 +173,7 @@ async def open_session_turn(
         deadline=arrival.time + (body.timeout or services.settings.request_timeout_s),
         identity=identity,
         digest=digest,
-        framing={
+        render_options={
             "created": int(time.time()),
             "model": services.model_name,
             "system_fingerprint": services.system_fingerprint,
@@ -198,7 +198,7 @@ async def open_stream(services: Services, tenant: str, stream_id: str) -> Sessio
         raise stream_not_found(stream_id)
     source = await services.turns.follow(tenant=tenant, session_id=found["session_id"], turn_id=stream_id)
     services.metrics.sessions.stream_resumed()
-    return SessionAnswer(services, source, has_usage_chunk=source.framing.get("has_usage_chunk", False))
+    return SessionAnswer(services, source, has_usage_chunk=source.render_options.get("has_usage_chunk", False))
 
 
 async def send_turn(answer: SessionAnswer, *, is_stream: bool, request_id: str, after: int = 0) -> Response:

@@ -11,7 +11,7 @@ from nsm_core.engine.request import Finished
 from nsm_core.errors import NotFound, NsmError, TurnCancelled
 from service.deps import Services
 from service.generate.chat import PrefixCutter
-from service.generate.choices import Run, ends_of
+from service.generate.choices import RequestGroup, ends_of
 from service.responses.chain import chat_template
 from service.responses.format import (
     Event,
@@ -138,15 +138,15 @@ class ReadAnswer:
 class FreeAnswer:
     """A response of which nothing is kept: it ends when its client leaves."""
 
-    def __init__(self, services: Services, run: Run, opened: Response) -> None:
-        self._run = run
+    def __init__(self, services: Services, group: RequestGroup, opened: Response) -> None:
+        self._group = group
         self._opened = opened
         self._item_id = new_item_id()
         self._cutter = PrefixCutter(chat_template(services).answer_prefix)
         self._texts: list[str] = []
 
     def leave(self) -> None:
-        self._run.cancel()
+        self._group.cancel()
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """A failure is an event too."""
@@ -171,7 +171,7 @@ class FreeAnswer:
 
     async def _pieces(self) -> AsyncGenerator[list[str], None]:
         """`_texts`, as they are added to."""
-        async with contextlib.aclosing(self._run.batches()) as batches:
+        async with contextlib.aclosing(self._group.batches()) as batches:
             async for batch in batches:
                 pieces = [self._cutter.cut(delta) for _, delta in batch if delta.text]
                 self._texts += pieces
@@ -179,7 +179,7 @@ class FreeAnswer:
                     yield pieces
 
     def _ended(self) -> Response:
-        finished: Finished = ends_of(self._run)[0]
+        finished: Finished = ends_of(self._group)[0]
         return ended_response(self._opened, finished, item_id=self._item_id, text="".join(self._texts))
 
 

@@ -21,7 +21,7 @@ from service.schemas.items import Item
 from service.schemas.responses import ContextFields, CreateResponseBody
 from service.turns.codec import digest_of
 
-FRAMING_ONLY = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
+NON_SEMANTIC_FIELDS = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
 GIVEN_UP = ("failed", "cancelled")
 
 
@@ -48,7 +48,7 @@ async def open_response(
     """
     services.check_model(body.model)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(tenant, key)
-    digest = digest_of(body.model_dump(exclude=FRAMING_ONLY))
+    digest = digest_of(body.model_dump(exclude=NON_SEMANTIC_FIELDS))
     earlier = None if key is None or not body.store else await _earlier(services, tenant, response_id, digest)
     if earlier is not None and earlier.response["status"] not in GIVEN_UP:
         return ReadAnswer(services, tenant, earlier)
@@ -87,10 +87,10 @@ async def _open_free(
     plan = await make_plan(services, tenant, body, context, body.items())
     opening = _opening(services, tenant, body, arrival, is_resumable=False)
     try:
-        run = await open_free_run(opening, plan, response_id=opened["id"], is_stream=body.stream)
+        group = await open_free_run(opening, plan, response_id=opened["id"], is_stream=body.stream)
     except NotFound as error:
         raise _gone(body, error) from error
-    return FreeAnswer(services, run, opened)
+    return FreeAnswer(services, group, opened)
 
 
 async def _open_stored(

@@ -6,18 +6,18 @@ import asyncio
 import dataclasses
 
 from nsm_core.engine.request import GenerationRequest
-from service.generate.choices import Run
+from service.generate.choices import RequestGroup
 from service.responses.chain import Place, TurnPlan
 from service.responses.opening import Opening
 from service.state.resume import Continuation, resume
 
 
-async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> Run:
+async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
     """Raises NotFound when the session is gone, and what `InferenceBackend.submit` raises."""
     services = opening.services
     request = await _request(opening, plan, response_id)
     permit = services.tenants.enter(opening.tenant)
-    return Run(
+    return RequestGroup(
         services.backend, services.metrics, [request], permit=permit, arrival=opening.arrival, is_stream=is_stream
     )
 

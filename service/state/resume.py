@@ -33,8 +33,8 @@ class TurnRequest:
     version the client believes the session is at. `arrival`, `deadline`: `time.monotonic()` readings.
 
     `request_id` is the turn's id. `identity`, `digest`: see TurnStart; a request with an identity that a turn was begun
-    for already gets that turn. `framing`: values for JSON that whoever answers wants back when a stored turn is read.
-    `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
+    for already gets that turn. `render_options`: how the answer is rendered, as JSON values, for readers of the stored
+    turn. `is_resumable`: its client learns the id before the end, so that it can read on where the turn goes on.
     `include_routing`: of this process only, its record has none.
     """
 
@@ -50,7 +50,7 @@ class TurnRequest:
     deadline: float | None = None
     identity: str | None = None
     digest: str = ""
-    framing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    render_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_resumable: bool = False
     include_routing: bool = False
 

@@ -20,7 +20,7 @@ from service.stores.sessions.turn_records import TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
-from service.turns.detokenize import Reframer
+from service.turns.detokenize import EventReplayer
 from service.turns.execution import TurnRun
 from service.turns.lease import HeldLease, Leases
 from service.turns.turn import Turn
@@ -112,13 +112,13 @@ class TurnOpening:
     ) -> TurnRun:
         with naming(request.session_id):
             generation = self.backend.submit(generation_request)
-        reframer = Reframer(self.backend.tokenizer, generation_request.sampling)
+        replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(
             generation,
             start,
             self.metrics.requests.start(arrival=request.arrival),
             request,
-            earlier=[reframer.feed(token) for token in earlier],
+            earlier=[replayer.feed(token) for token in earlier],
         )
         return TurnRun(
             turn=turn,
@@ -126,7 +126,7 @@ class TurnOpening:
             generation=generation,
             start=start,
             request=generation_request,
-            framing=request.framing,
+            render_options=request.render_options,
             earlier=earlier,
             num_chunks=num_chunks,
             metrics=self.metrics,

@@ -41,12 +41,12 @@ class Place:
 class TurnResult:
     """What is kept of a turn that ended. `place` is None, and `error` is not, when it was not committed.
 
-    `framing`: what whoever answers the client stored with the turn. Counts, reason and energy are those of `finished`;
+    `render_options`: see TurnRequest. Counts, reason and energy are those of `finished`;
     its text follows from the tokens. `session_joules`: see TurnEnd.
     """
 
     sampling: SamplingParams
-    framing: Mapping[str, Any]
+    render_options: Mapping[str, Any]
     tokens: Sequence[StoredToken]
     finished: Finished
     place: Place | None = None
@@ -75,7 +75,7 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
         "sampling": _sampling_fields(request.sampling),
         "has_own_seed": request.has_own_seed,
         "deadline_at": None if left_s is None else time.time() + left_s,
-        "framing": dict(request.framing),
+        "render_options": dict(request.render_options),
     }
     return _dump(fields)
 
@@ -94,7 +94,7 @@ def decode_request(raw: bytes, *, tenant: str, session_id: str, turn_id: str) ->
         has_own_seed=fields["has_own_seed"],
         arrival=now,
         deadline=None if deadline_at is None else now + (deadline_at - time.time()),
-        framing=fields["framing"],
+        render_options=fields["render_options"],
         is_resumable=True,  # somebody has come back to it
     )
     return request, fields["model_fingerprint"]
@@ -112,7 +112,7 @@ def encode_result(result: TurnResult) -> bytes:
     finished, error = result.finished, result.error
     fields = {
         "sampling": _sampling_fields(result.sampling),
-        "framing": dict(result.framing),
+        "render_options": dict(result.render_options),
         "tokens": [_token_fields(token) for token in result.tokens],
         "reason": finished.reason.value,
         "prompt_tokens": finished.prompt_tokens,
@@ -134,7 +134,7 @@ def decode_result(raw: bytes) -> TurnResult:
     energy = tuple(EnergyUse(**use) for use in fields["energy"])
     return TurnResult(
         sampling=_sampling_of(fields["sampling"]),
-        framing=fields["framing"],
+        render_options=fields["render_options"],
         tokens=[_token_of(token) for token in fields["tokens"]],
         finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
         place=None if fields["place"] is None else Place(**fields["place"]),

@@ -11,7 +11,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.turns.codec import StoredToken
 
 
-class Reframer:
+class EventReplayer:
     """Feeds on a turn's tokens from the first one on: text depends on all that came before."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:

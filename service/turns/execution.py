@@ -37,7 +37,7 @@ class TurnRun:
     generation: Generation
     start: Continuation
     request: GenerationRequest
-    framing: Mapping[str, Any]
+    render_options: Mapping[str, Any]
     earlier: Sequence[StoredToken]
     num_chunks: int
     metrics: Metrics
@@ -166,7 +166,7 @@ class TurnRun:
     ) -> EndedTurn:
         result = TurnResult(
             sampling=self.request.sampling,
-            framing=self.framing,
+            render_options=self.render_options,
             tokens=list(tokens),
             finished=finished,
             place=place,

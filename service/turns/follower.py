@@ -15,7 +15,7 @@ from service.messages import quoted
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.codec import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
-from service.turns.detokenize import Reframer
+from service.turns.detokenize import EventReplayer
 from service.turns.token_writer import happens
 from service.turns.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEnd, TurnEvent
 
@@ -50,7 +50,7 @@ class TurnFollower:
         has_stopped: asyncio.Event,
     ) -> None:
         self.turn_id = record.turn_id
-        self.framing: Mapping[str, Any] = {}
+        self.render_options: Mapping[str, Any] = {}
         self.end: TurnEnd | None = None
         self.rebuilt: str | None = None
         self.other_numerics: str | None = None
@@ -62,14 +62,14 @@ class TurnFollower:
         self._has_stopped = has_stopped
         self._taken: Turn | None = None
         self._num_chunks = 0
-        self._reframer: Reframer | None = None
+        self._replayer: EventReplayer | None = None
         self._kept: TurnResult | None = None
         if record.request:
             request, _ = decode_request(record.request, tenant=tenant, session_id=session_id, turn_id=record.turn_id)
-            self._reframer, self.framing = Reframer(tokenizer, request.sampling), request.framing
+            self._replayer, self.render_options = EventReplayer(tokenizer, request.sampling), request.render_options
         elif record.result is not None:
             self._kept = result = decode_result(record.result)
-            self._reframer, self.framing = Reframer(tokenizer, result.sampling), result.framing
+            self._replayer, self.render_options = EventReplayer(tokenizer, result.sampling), result.render_options
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         async with contextlib.aclosing(self.batches()) as batches:
@@ -106,17 +106,17 @@ class TurnFollower:
 
     @property
     def _num_tokens(self) -> int:
-        return 0 if self._reframer is None else self._reframer.num_tokens
+        return 0 if self._replayer is None else self._replayer.num_tokens
 
     def _new_tokens(self) -> list[StoredToken]:
         self._num_chunks += len(self._record.chunks)
         return [token for chunk in self._record.chunks for token in decode_tokens(chunk)]
 
     async def _frames(self, tokens: Sequence[StoredToken]) -> AsyncGenerator[list[TurnEvent], None]:
-        if self._reframer is None:
+        if self._replayer is None:
             raise RuntimeError("a turn without a request or a result has no tokens")
         for start in range(0, len(tokens), EVENTS_AT_ONCE):
-            yield [self._reframer.feed(token) for token in tokens[start : start + EVENTS_AT_ONCE]]
+            yield [self._replayer.feed(token) for token in tokens[start : start + EVENTS_AT_ONCE]]
             await asyncio.sleep(0)
 
     async def _wait_for_more(self) -> None:
@@ -152,11 +152,11 @@ class TurnFollower:
         return await asyncio.to_thread(decode_result, self._record.result)
 
     async def _end_of(self, result: TurnResult) -> TurnEnd:
-        if self._reframer is None:
+        if self._replayer is None:
             raise RuntimeError("a turn without a request or a result has no end")
         self.rebuilt, self.other_numerics = result.rebuilt, result.other_numerics
         head = await self._store.get(tenant=self._tenant, session_id=self._session_id)
-        finished = self._reframer.finish(result.finished)
+        finished = self._replayer.finish(result.finished)
         return TurnEnd(
             finished=finished,
             head=_head_at(head, result.place),

@@ -44,7 +44,7 @@ class TurnSource(Protocol):
     def turn_id(self) -> str: ...
 
     @property
-    def framing(self) -> Mapping[str, Any]:
+    def render_options(self) -> Mapping[str, Any]:
         """What the turn's request carried along, see TurnRequest."""
         ...
 
@@ -98,7 +98,7 @@ class Turn:
         self.digest = digest
         self.turn_id = ""  # until it has begun
         self.is_replay = False
-        self.framing: Mapping[str, Any] = {}
+        self.render_options: Mapping[str, Any] = {}
         self.begun = asyncio.Event()  # or refused
         self.ended = asyncio.Event()
         self.end: TurnEnd | None = None
@@ -201,7 +201,7 @@ class Turn:
     ) -> None:
         """The engine admitted the turn. `earlier`: what another process sampled of it."""
         self.turn_id = request.request_id
-        self.framing = request.framing
+        self.render_options = request.render_options
         self.is_resumable = request.is_resumable or request.identity is not None
         self._record = record
         self.other_numerics = start.other_numerics
@@ -273,7 +273,7 @@ class Follower:
         self._turn = turn
         self._has_left = False
         self.turn_id = turn.turn_id
-        self.framing = turn.framing
+        self.render_options = turn.render_options
         self.rebuilt = turn.rebuilt
         self.other_numerics = turn.other_numerics
 

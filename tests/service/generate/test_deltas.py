@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import Event, Finished, FinishReason, PromptScored, TokenEvent, TokenLogprob
 from nsm_core.sampling.params import SamplingParams
-from service.generate.deltas import ChoiceView, Delta
+from service.generate.deltas import Delta, DeltaBuilder
 from tests.fakes import tiny_tokenizer
 
 A, B, C, SPACE = (tiny_tokenizer().encode(char)[0] for char in "abc ")
@@ -28,7 +28,7 @@ def finished(text: str = "", *, dropped: int = 0, reason: FinishReason = FinishR
 
 
 def feed_all(events: Sequence[Event]) -> list[Delta]:
-    view = ChoiceView(tiny_tokenizer())
+    view = DeltaBuilder(tiny_tokenizer())
     return [delta for event in events for delta in view.feed(event)]
 
 

@@ -48,7 +48,7 @@ def request_of(**changes: object) -> TurnRequest:
         "sampling": SAMPLING,
         "has_own_seed": True,
         "arrival": time.monotonic(),
-        "framing": {"created": 5, "has_logprobs": True},
+        "render_options": {"created": 5, "has_logprobs": True},
     }
     return TurnRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -58,7 +58,16 @@ def test_a_request_comes_back_as_it_was() -> None:
     raw = encode_request(request, model_fingerprint="m1")
     again, fingerprint = decode_request(raw, tenant="a", session_id="s1", turn_id="t1")
     assert fingerprint == "m1"
-    same = ("request_id", "tenant", "session_id", "input_ids", "is_verbatim", "sampling", "has_own_seed", "framing")
+    same = (
+        "request_id",
+        "tenant",
+        "session_id",
+        "input_ids",
+        "is_verbatim",
+        "sampling",
+        "has_own_seed",
+        "render_options",
+    )
     assert [getattr(again, name) for name in same] == [getattr(request, name) for name in same]
     assert again.deadline is not None
     assert again.deadline - time.monotonic() == pytest.approx(100.0, abs=1.0)
@@ -84,7 +93,7 @@ def test_tokens_come_back_as_they_were(given_tokens: list[StoredToken]) -> None:
     assert decode_tokens(encode_tokens(given_tokens)) == given_tokens
     result = TurnResult(
         sampling=SAMPLING,
-        framing={"x": None},
+        render_options={"x": None},
         tokens=given_tokens,
         finished=FINISHED,
         place=Place(version=3, position=7, num_log_tokens=8),
@@ -97,7 +106,7 @@ def test_tokens_come_back_as_they_were(given_tokens: list[StoredToken]) -> None:
 @pytest.mark.parametrize("kind", NsmError.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_why_a_turn_failed_comes_back_in_words(kind: type[NsmError]) -> None:
     error = kind("told so", retry_after_s=1.0) if kind is errors.RateLimited else kind("told so")  # type: ignore[call-arg]
-    result = TurnResult(sampling=SAMPLING, framing={}, tokens=(), finished=FINISHED, error=error)
+    result = TurnResult(sampling=SAMPLING, render_options={}, tokens=(), finished=FINISHED, error=error)
     again = decode_result(encode_result(result)).error
     assert isinstance(again, NsmError)
     assert str(again) == "told so"
