@@ -103,7 +103,7 @@ def build_others() -> list[bool]:
     warps = {"num_warps": slots.NUM_WARPS}
     ids = {"given_ptr": "*i64", "sampled_ptr": "*i64", "pauses_ptr": "*u8"}
     return [
-        build("follow", overlap._follow, ids, {}, num_warps=1),
+        build("resolve", overlap._resolve, ids, {}, num_warps=1),
         build("begin", rows._begin, {"low_ptr": BF16}, {"D": 512, "WIDTH": 512, "HALF": 32, "ANGLES": 32}, num_warps=1),
         build("final norm", rows._final_norm, {}, {"D": 512, "WIDTH": 512}, num_warps=1),
         build("slots, sigmoid", slots._slot_step, sigmoid, SLOTS | {"TOP_K": 0}, **warps),

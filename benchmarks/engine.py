@@ -22,7 +22,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
-from nsm_core.execution.names import WISHES
+from nsm_core.execution.names import EXECUTOR_NAMES
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.bench.machine import cpu_name
@@ -127,7 +127,7 @@ def header(loaded: LoadedModel, threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
-    parser.add_argument("--executors", nargs="+", choices=WISHES, default=["auto"], help="one after the other")
+    parser.add_argument("--executors", nargs="+", choices=EXECUTOR_NAMES, default=["auto"], help="one after the other")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])

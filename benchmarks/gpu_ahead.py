@@ -50,16 +50,16 @@ class Subject:
         self._prompt_lengths = (1, 1, 5, 64, 100, 300) if has_gpu else (1,)
         self._options = CudaOptions() if has_gpu else CudaOptions(weights=CudaWeights.FP32, graphs=False)
 
-    def engine(self, num_rows: int, *, looks_ahead: bool, token_budget: int = 0, records_all: bool = False) -> Engine:
+    def engine(self, num_rows: int, *, overlaps: bool, token_budget: int = 0, records_all: bool = False) -> Engine:
         """`records_all`: graphs of all sizes are recorded before it is used."""
         options = dataclasses.replace(self._options, capture_at_start=records_all)
 
         def make(model: NsmModel, *, num_rows: int, poison: bool) -> CudaExecutor:
             executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
-            if executor.look_ahead is not None:
-                executor.look_ahead.min_rows = 1  # where it would not pay as well
-            if not looks_ahead:
-                executor.look_ahead = None
+            if executor.overlap is not None:
+                executor.overlap.min_rows = 1  # where it would not pay as well
+            if not overlaps:
+                executor.overlap = None
             return executor
 
         config = EngineConfig(max_slots=num_rows, token_budget=token_budget or max(256, 2 * num_rows), queue_limit=4096)
@@ -111,7 +111,7 @@ def run(engine: Engine, requests: list[GenerationRequest], seed: int) -> dict[st
 def check_identity(subject: Subject, num_requests: int, num_rows: int) -> Iterator[Row]:
     """Two turns; the second resumes the states of the first."""
     draw = random.Random(0)
-    engines = [subject.engine(num_rows, looks_ahead=looks_ahead, token_budget=16384) for looks_ahead in (False, True)]
+    engines = [subject.engine(num_rows, overlaps=overlaps, token_budget=16384) for overlaps in (False, True)]
     requests = [subject.random_request(draw, str(index)) for index in range(num_requests)]
     for turn in (1, 2):
         want, got = (run(engine, requests, seed=turn) for engine in engines)
@@ -136,7 +136,7 @@ def check_identity(subject: Subject, num_requests: int, num_rows: int) -> Iterat
 def decode_steps(subject: Subject, batches: tuple[tuple[int, float], ...], num_tokens: int) -> Iterator[Row]:
     """Wall time of a step that nobody joins or leaves, by turns."""
     for num_rows, temperature in batches:
-        engines = {name: subject.engine(num_rows, looks_ahead=name == "ahead") for name in ("waits", "ahead")}
+        engines = {name: subject.engine(num_rows, overlaps=name == "overlapped") for name in ("waits", "ahead")}
         times: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(3):
             for name, engine in engines.items():
@@ -157,7 +157,7 @@ def decode_steps(subject: Subject, batches: tuple[tuple[int, float], ...], num_t
         row: Row = {"rows": num_rows, "temperature": temperature}
         row |= {f"ms_{name}": value for name, value in ms.items()}
         row |= {f"tokens_per_s_{name}": round(1e3 * num_rows / value) for name, value in ms.items()}
-        yield row | {"gain": ms["waits"] / ms["ahead"]}
+        yield row | {"gain": ms["waits"] / ms["overlapped"]}
 
 
 def arriving(subject: Subject, num_rows: int, num_requests: int, prompt_len: int, *, keep_state: bool) -> Iterator[Row]:
@@ -165,7 +165,7 @@ def arriving(subject: Subject, num_rows: int, num_requests: int, prompt_len: int
     row: Row = {"rows": num_rows, "requests": num_requests, "prompt": prompt_len, "keep_state": keep_state}
     for name in ("waits", "ahead"):
         draw = random.Random(0)
-        engine = subject.engine(num_rows, looks_ahead=name == "ahead", token_budget=16384, records_all=True)
+        engine = subject.engine(num_rows, overlaps=name == "overlapped", token_budget=16384, records_all=True)
         for index in range(num_requests):
             wishes = SamplingParams(max_tokens=draw.randint(32, 160), temperature=1.0, seed=index, ignore_eos=True)
             prompt = tuple(draw.randrange(1, 256) for _ in range(prompt_len))

@@ -22,7 +22,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.execution.base import Upcoming
+from nsm_core.execution.base import NextInputs
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
@@ -59,8 +59,8 @@ class NoExecutor:
     savepoint = None
     prompt_unit = 1
 
-    def __init__(self, model: NoModel, *, num_rows: int, poison: bool, looks_ahead: bool = False) -> None:
-        self.look_ahead = NoLookAhead(self) if looks_ahead else None
+    def __init__(self, model: NoModel, *, num_rows: int, poison: bool, overlaps: bool = False) -> None:
+        self.overlap = NoOverlap(self) if overlaps else None
         self.initial = model.initial_state(1)
         self.pool = StatePool(SPEC, num_rows, poison=poison)
         self._hidden = torch.zeros(num_rows, 1)
@@ -76,7 +76,7 @@ class NoExecutor:
         return self._logits[: len(hidden)]
 
 
-class NoLookAhead:
+class NoOverlap:
     """Launches nothing."""
 
     min_rows = 1
@@ -86,10 +86,10 @@ class NoLookAhead:
 
     def pause_at(self, row: int, ids: Collection[int]) -> None: ...
 
-    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+    def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
         return self._executor.step(rows, ())
 
-    def beside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -102,17 +102,17 @@ def make_requests(num_rows: int, num_tokens: int, turn: int, *, stop: bool) -> l
     ]
 
 
-def new_engine(tokenizer: Tokenizer, num_rows: int, *, looks_ahead: bool) -> Engine:
+def new_engine(tokenizer: Tokenizer, num_rows: int, *, overlaps: bool) -> Engine:
     config = EngineConfig(max_slots=num_rows, token_budget=max(256, num_rows), queue_limit=num_rows)
-    executor = functools.partial(NoExecutor, looks_ahead=looks_ahead)
+    executor = functools.partial(NoExecutor, overlaps=overlaps)
     return Engine(NoModel(), tokenizer, fingerprint="none", config=config, executor=executor)
 
 
 def measure_steps(
-    tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int, *, stop: bool, looks_ahead: bool = False
+    tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int, *, stop: bool, overlaps: bool = False
 ) -> float:
     """Microseconds of CPU a step of decoding, without anybody who reads; the best of the repeats."""
-    engine, times = new_engine(tokenizer, num_rows, looks_ahead=looks_ahead), list[float]()
+    engine, times = new_engine(tokenizer, num_rows, overlaps=overlaps), list[float]()
     for turn in range(repeats):
         for request in make_requests(num_rows, num_tokens, turn, stop=stop):
             engine.add(request)
@@ -126,7 +126,7 @@ def measure_steps(
 
 async def measure_with_readers(tokenizer: Tokenizer, num_rows: int, num_tokens: int, repeats: int) -> float:
     """The same of all the process, with the engine's thread and a reader of each request on the event loop."""
-    engine, times = AsyncEngine(new_engine(tokenizer, num_rows, looks_ahead=False)), list[float]()
+    engine, times = AsyncEngine(new_engine(tokenizer, num_rows, overlaps=False)), list[float]()
 
     async def read(request: GenerationRequest) -> None:
         async for _ in engine.submit(request).batches():
@@ -156,7 +156,7 @@ def main() -> None:
         sizes = (tokenizer, num_rows, args.tokens, args.repeats)
         plain, stops = (measure_steps(*sizes, stop=stop) for stop in (False, True))
         readers = asyncio.run(measure_with_readers(*sizes))
-        ahead = measure_steps(*sizes, stop=False, looks_ahead=True)
+        ahead = measure_steps(*sizes, stop=False, overlaps=True)
         row = {"rows": num_rows, "step_us": plain, "step_with_stop_us": stops, "with_readers_us": readers}
         results.append(row | {"ahead_us": ahead})
         print(f"{num_rows:>5}{plain:>10.0f}{plain / num_rows:>9.2f}{stops:>20.0f}{readers:>14.0f}{ahead:>9.0f}")

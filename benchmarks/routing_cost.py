@@ -21,7 +21,7 @@ import torch
 from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
-from nsm_core.engine.routing_watch import WatchedRequests
+from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.scheduler import Plan
 from nsm_core.execution.choose import choose_executor
 from nsm_core.inspection.probe import RoutingProbe
@@ -53,12 +53,12 @@ def decode_ms(engine: Engine, requests: list[GenerationRequest]) -> float:
 
 
 def off_ns() -> float:
-    """Of `WatchedRequests.look` in a step that concerns no request that asks."""
+    """Of `RoutingWatch.look` in a step that concerns no request that asks."""
     watched, plan = (
-        WatchedRequests(RoutingProbe(load_checkpoint(None).model)),
+        RoutingWatch(RoutingProbe(load_checkpoint(None).model)),
         Plan(decode=(0,), prefill=(), admitted=()),
     )
-    call: Callable[[], Any] = lambda: watched.look(plan, {}, None)  # type: ignore[arg-type]  # noqa: E731
+    call: Callable[[], Any] = lambda: watched.capture(plan, {}, None)  # type: ignore[arg-type]  # noqa: E731
     return min(timeit.repeat(call, number=100_000, repeat=5)) / 100_000 * 1e9
 
 

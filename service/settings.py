@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
-from nsm_core.execution.names import Wish
+from nsm_core.execution.names import ExecutorName
 from nsm_core.model.bundled import find_checkpoint
 from service.messages import wish_of
 
@@ -109,10 +109,12 @@ class Settings(BaseSettings):
         default=None, description="Origins, with commas, whose web pages may use the server; * for any."
     )
 
-    executor: Annotated[Wish, Shown(section="Engine", page="[performance](performance.md)", is_engine=True)] = Field(
-        default="auto",
-        description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, else "
-        "eager. cuda: with bf16 matrices.",
+    executor: Annotated[ExecutorName, Shown(section="Engine", page="[performance](performance.md)", is_engine=True)] = (
+        Field(
+            default="auto",
+            description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, "
+            "else eager. cuda: with bf16 matrices.",
+        )
     )
     num_threads: Annotated[int | None, Shown(default="torch's default", is_engine=True)] = Field(
         default=None, ge=1, le=1024, description="CPU threads of the model."

@@ -1,55 +1,76 @@
-"""The requests of an engine that are not over. Plain Python."""
+"""The requests of an engine that have not ended. Plain Python."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 from nsm_core.engine.scheduler import Plan
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import DeadlineExceeded
 
 
-class LiveRequests:
-    """`by_id` has those that wait and those that run, `running` the latter, by slot: both are for reading."""
+class SlotListener(Protocol):
+    """A part of the engine that keeps something for each running request."""
 
-    def __init__(self) -> None:
+    def open(self, slot: int, sequence: RunningSequence) -> None:
+        """The request has got its slot."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The request of this slot has ended; it may be one for which nothing is kept."""
+        ...
+
+
+class ActiveRequests:
+    """`by_id`: waiting and running requests. `running`: the running ones, by slot. Callers only read both."""
+
+    def __init__(self, listeners: Sequence[SlotListener] = ()) -> None:
+        """`listeners`: opened in order. One that raises keeps nothing, and those after it are not asked."""
+        self._listeners = listeners
         self.by_id: dict[str, RunningSequence] = {}
         self.running: dict[int, RunningSequence] = {}
         self._cancelled: set[str] = set()
         self._with_deadline: set[str] = set()
 
     def add(self, sequence: RunningSequence) -> None:
-        """It waits."""
+        """Adds a waiting request."""
         request = sequence.request
         self.by_id[request.request_id] = sequence
         if request.deadline is not None:
             self._with_deadline.add(request.request_id)
 
-    def open(self, slot: int, sequence: RunningSequence) -> None:
-        """It has got its slot."""
+    def start(self, slot: int, sequence: RunningSequence) -> None:
+        """The request leaves the queue for `slot`. Raises what the first listener raises; then it still waits."""
+        for listener in self._listeners:
+            listener.open(slot, sequence)
         self.running[slot] = sequence
         sequence.slot = slot
 
     def remove(self, sequence: RunningSequence) -> None:
-        """It is over."""
+        """Removes a request that ends."""
         request_id = sequence.request.request_id
         del self.by_id[request_id]
         self._with_deadline.discard(request_id)
         if sequence.slot is not None:
             del self.running[sequence.slot]
+            for listener in self._listeners:
+                listener.close(sequence.slot)
 
     def has(self, sequence: RunningSequence) -> bool:
-        """Whether it is not over; another one may have its id, or its slot."""
+        """Whether this very sequence is active; another one may have its id or its slot."""
         return self.by_id.get(sequence.request.request_id) is sequence
 
     def cancel(self, request_id: str) -> None:
-        """Nothing where there is no such request."""
+        """Marks a request as cancelled; an unknown id is ignored."""
         if request_id in self.by_id:
             self._cancelled.add(request_id)
 
     def cancel_all(self) -> None:
         self._cancelled.update(self.by_id)
 
-    def take_ended(self, now: float) -> list[tuple[RunningSequence, DeadlineExceeded | None]]:
-        """Those that were cancelled since the last call, and with an error those whose deadline has passed."""
+    def pop_ended(self, now: float) -> list[tuple[RunningSequence, DeadlineExceeded | None]]:
+        """Requests cancelled since the last call, and, with an error, requests whose deadline has passed."""
         if not self._cancelled and not self._with_deadline:
             return []
         ended: list[tuple[RunningSequence, DeadlineExceeded | None]] = []
@@ -63,9 +84,9 @@ class LiveRequests:
         self._cancelled.clear()
         return ended
 
-    def of(self, plan: Plan) -> list[RunningSequence]:
-        """Those that take part in it."""
+    def in_plan(self, plan: Plan) -> list[RunningSequence]:
+        """The sequences that take part in the plan."""
         slots = (*plan.decode, *(chunk.slot for chunk in plan.prefill))
         found = [self.running[slot] for slot in slots if slot in self.running]
-        waiting = (self.by_id.get(admission.request_id) for admission in plan.admitted)
+        waiting = (self.by_id.get(assignment.request_id) for assignment in plan.admitted)
         return [*found, *(sequence for sequence in waiting if sequence is not None)]

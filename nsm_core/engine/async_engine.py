@@ -1,7 +1,7 @@
 """One thread that steps the engine, and its asyncio face.
 
-Who owns what: the thread owns the `Engine`; the event loop owns the table of handles. Commands go in through one inbox,
-the events of a step come out in one call to the loop. No lock is held while a step runs.
+The thread owns the `Engine`; the event loop owns the table of handles. Commands go in through one inbox, and the events
+of a step come out in one call to the loop. No lock is held while a step runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nsm_core.stats import EngineStats
 
 logger = logging.getLogger("nsm.engine")
 
-# An idle thread turns over this often, so that its heartbeat stays fresh.
+# An idle thread wakes this often, so that its heartbeat stays fresh.
 IDLE_TURN_S = 1.0
-# A thread that has not turned over for this long hangs.
+# A thread without a heartbeat for this long hangs.
 HEARTBEAT_LIMIT_S = 5.0
 
 
@@ -54,7 +54,7 @@ class GenerationHandle:
         return self._events.events()
 
     def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
-        """The same events, together all that are there when the consumer comes for more. `hold_s`: see EventQueue."""
+        """The same events in lists: all that are ready when the consumer asks. `hold_s`: see EventQueue."""
         return self._events.batches(hold_s=hold_s)
 
     def cancel(self) -> None:
@@ -66,7 +66,7 @@ class GenerationHandle:
         self._events.put(event)
 
     def fail(self, error: NsmError) -> None:
-        """The engine has no more to say about this request."""
+        """Ends the request with `error`, without the engine."""
         request = self.request
         cached = 0 if request.resume is None else request.resume.position
         prompt_tokens = cached + len(request.prompt_ids)
@@ -94,7 +94,7 @@ class _Inbox:
             self._changed.notify()
 
     def take(self, *, wait_s: float) -> tuple[list[_Submit | _Cancel], bool]:
-        """All commands, and whether the inbox was closed. Waits up to `wait_s` when there is nothing to tell."""
+        """All commands, and whether the inbox was closed. Waits up to `wait_s` if there is neither."""
         with self._changed:
             if not self._commands and not self._is_closed:
                 self._changed.wait(wait_s)
@@ -105,7 +105,7 @@ class _Inbox:
 class AsyncEngine:
     """Runs an engine in a thread. All methods but `GenerationHandle.cancel` belong to the loop that called `start`.
 
-    `after_step` is called on that thread when a step is over, and must not block.
+    `after_step` is called on that thread after each step, and must not block.
     """
 
     def __init__(self, engine: Engine, *, after_step: Callable[[], None] = lambda: None) -> None:
@@ -124,46 +124,45 @@ class AsyncEngine:
         self._stats = engine.stats()
 
     async def start(self) -> None:
-        """Start the thread; once."""
+        """Starts the thread; once."""
         self._loop = asyncio.get_running_loop()
         self._end = None
         self._heartbeat = time.monotonic()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Every request ends with `abort` after the step that runs now; then the thread ends. Idempotent.
+        """Every request ends with `abort` after the current step; then the thread ends. Idempotent.
 
-        It takes as long as that step, and may be given up.
+        It takes as long as that step, and may be cancelled.
         """
         self._end = self._end or EngineDead("the engine is stopping")
         self._inbox.close()
         if self._loop is not None:
-            await (
-                self._has_ended.wait()
-            )  # not a join on another thread: an interpreter that ends would wait for that one
+            # not a join in an executor: the interpreter would wait for that thread at its end
+            await self._has_ended.wait()
             self._thread.join()
 
     def require_room(self) -> None:
-        """Raises EngineDead or Overloaded where `submit` would at this moment, whatever it is asked."""
+        """Raises EngineDead or Overloaded if `submit` would now, for any request."""
         if self._end is not None:
             raise EngineDead(str(self._end))
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
-        """Queue a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
+        """Queues a request. Raises EngineDead, Overloaded, InvalidRequest, StateMismatch or SnapshotCorrupt."""
         if request.request_id in self._handles:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         self.require_room()
         self._engine.check(request)
-        self._check_watched(request)
+        self._check_num_watched(request)
         handle = GenerationHandle(request, self._inbox)
         self._handles[request.request_id] = handle
         self._inbox.put(_Submit(request, time.monotonic()))
         return handle
 
-    def _check_watched(self, request: GenerationRequest) -> None:
-        """Each takes memory for what is told, and the more there are the slower each is."""
+    def _check_num_watched(self, request: GenerationRequest) -> None:
+        """Bounds the memory for captured routing; each such request also slows the others down."""
         if not request.include_routing:
             return
         num_watched = sum(handle.request.include_routing for handle in self._handles.values())
@@ -180,7 +179,7 @@ class AsyncEngine:
         return dataclasses.replace(self._stats)
 
     def _run(self) -> None:
-        """The thread's whole life. However it ends, every request gets its last event."""
+        """The body of the thread. However it ends, every request gets its last event."""
         end = EngineDead("the engine was stopped")
         try:
             while self._turn():
@@ -191,7 +190,7 @@ class AsyncEngine:
         self._call_loop_end(end)
 
     def _turn(self) -> bool:
-        """Take commands, run one step, hand out its events. False, and everything ended, when the inbox was closed."""
+        """Takes commands, runs one step, posts its events. Once the inbox is closed, ends every request: False."""
         commands, is_closed = self._inbox.take(wait_s=0.0 if self._engine.has_work else IDLE_TURN_S)
         self._heartbeat = time.monotonic()
         events: Events = []
@@ -211,9 +210,9 @@ class AsyncEngine:
             self._engine.add(command.request, arrival=command.at)
         except NsmError as error:
             return self._refuse(command, error)
-        except Exception as error:  # of one request: it must not end those of others
-            logger.exception("a request could not be taken")
-            return self._refuse(command, EngineDead(f"the request could not be taken: {type(error).__name__}"))
+        except Exception as error:  # of one request: the others must not end with it
+            logger.exception("a request could not be queued")
+            return self._refuse(command, EngineDead(f"the request could not be queued: {type(error).__name__}"))
         return []
 
     @staticmethod
@@ -230,7 +229,7 @@ class AsyncEngine:
         try:
             self._loop.call_soon_threadsafe(self._close, end)
         except RuntimeError:
-            # The loop was closed before us: nobody is left to be told
+            # The loop was closed before: no reader is left
             logger.warning("the engine's event loop ended before the engine")
 
     def _deliver(self, events: Events) -> None:
@@ -241,7 +240,7 @@ class AsyncEngine:
                 del self._handles[request_id]
 
     def _close(self, end: EngineDead) -> None:
-        """On the loop, after the last events: what the engine did not end itself ends here."""
+        """On the loop, after the last events: ends the requests that the engine did not end."""
         self._end = end
         for handle in self._handles.values():
             handle.fail(end)

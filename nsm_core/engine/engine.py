@@ -10,18 +10,18 @@ import torch
 
 from nsm_core.config import EngineConfig
 from nsm_core.energy.meter import EnergyMeter
-from nsm_core.engine.active_requests import LiveRequests
+from nsm_core.engine.active_requests import ActiveRequests
 from nsm_core.engine.apply import Events as Events
-from nsm_core.engine.apply import Outcomes
-from nsm_core.engine.overlap import Hindrances, LaunchedStep
+from nsm_core.engine.apply import ResultApplier
+from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import FinishReason, GenerationRequest
-from nsm_core.engine.request_check import AdmissionCheck
-from nsm_core.engine.routing_watch import WatchedRequests
+from nsm_core.engine.request_check import RequestCheck
+from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Speculation
-from nsm_core.engine.step_stats import Accounts
+from nsm_core.engine.step_stats import StepStats
 from nsm_core.errors import InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
@@ -32,36 +32,10 @@ from nsm_core.tokenizer import Tokenizer
 
 logger = logging.getLogger("nsm.engine")
 
-# No step has succeeded between them: it is not the requests, which were others each time.
+# After so many failures without a success the fault is the engine's: the requests were others each time.
 MAX_FAILURES_IN_A_ROW = 5
-# What the libraries of an accelerator say when its context is lost; every later call would fail as well.
+# Error texts of an accelerator's libraries after its context is lost; every later call would fail as well.
 LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_", "device-side assert")
-
-
-class StepFailures:
-    """Of one engine, told of each of its steps."""
-
-    def __init__(self) -> None:
-        self._num_in_a_row = 0
-
-    def forget(self) -> None:
-        """A step succeeded."""
-        self._num_in_a_row = 0
-
-    def take(self, error: Exception) -> StepFailed:
-        """What the requests of a step end with that raised `error`; raises it where the engine is to end as well."""
-        self._num_in_a_row += 1
-        if shows_lost_device(error) or self._num_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise error
-        logger.error("a step of the engine failed, its requests end", exc_info=error)
-        return StepFailed(f"a step of the engine failed with this request in it: {type(error).__name__}")
-
-
-def shows_lost_device(error: Exception) -> bool:
-    """Whether an error says that an accelerator, or the memory it works on, is broken. Running out of it is no such."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in LOST_DEVICE)
 
 
 class Engine:
@@ -89,35 +63,32 @@ class Engine:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        self._admission = AdmissionCheck(
-            vocab_size=tokenizer.vocab_size,
-            spec=model.state_spec,
-            fingerprint=fingerprint,
+        self._request_check = RequestCheck(
+            vocab_size=tokenizer.vocab_size, spec=model.state_spec, fingerprint=fingerprint
         )
-        runs = executor(model, num_rows=config.max_slots, poison=poison)
+        made = executor(model, num_rows=config.max_slots, poison=poison)
         self._scheduler = Scheduler(
             max_slots=config.max_slots,
             token_budget=config.token_budget,
             queue_limit=config.queue_limit,
-            prompt_unit=runs.prompt_unit,
+            prompt_unit=made.prompt_unit,
         )
-        self._runner = Runner(runs)
-        self._live = LiveRequests()
+        self._runner = Runner(made)
         self._failures = StepFailures()
-        self._watched = WatchedRequests(probe, clock=clock)
-        self._speculation = Speculation(config, is_possible=runs.savepoint is not None)
-        self._hindrances = Hindrances(runs.look_ahead if runs.savepoint is None else None)
-        self._launched: LaunchedStep | None = None  # in flight; one of its requests is not over
-        counted = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
-        self._accounts = Accounts(counted, meter=meter, observer=observer)
-        self._outcomes = Outcomes(
-            live=self._live,
+        self._routing = RoutingWatch(probe, clock=clock)
+        self._speculation = Speculation(config, is_possible=made.savepoint is not None)
+        self._blockers = OverlapBlockers(made.overlap if made.savepoint is None else None)
+        self._active = ActiveRequests((self._runner, self._routing, self._speculation, self._blockers))
+        self._in_flight: InFlightStep | None = None  # one of its requests is active
+        counters = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
+        self._stats = StepStats(counters, meter=meter, observer=observer)
+        self._applier = ResultApplier(
+            active=self._active,
             scheduler=self._scheduler,
             runner=self._runner,
-            accounts=self._accounts,
-            watched=self._watched,
+            stats=self._stats,
             speculation=self._speculation,
-            hindrances=self._hindrances,
+            blockers=self._blockers,
             tokenizer=tokenizer,
             clock=clock,
         )
@@ -125,160 +96,182 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._live.by_id)
+        return bool(self._active.by_id)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt. Any thread may call it."""
-        self._admission.check(request)
+        self._request_check.check(request)
         if request.include_routing:
-            self._watched.check(request)
+            self._routing.check()
 
     def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
-        """Queue a request that came at `arrival` by the clock, or now. Raises what `check` raises, or Overloaded.
+        """Queues a request that arrived at `arrival` by the clock, or now. Raises as `check`, or Overloaded.
 
-        Whatever it raises, nothing of the request stays here.
+        After an error nothing of the request remains here.
         """
         self.check(request)
-        if request.request_id in self._live.by_id:
+        if request.request_id in self._active.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
         sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival)
-        self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), borders=request.keep_states_at)
-        self._live.add(sequence)
+        self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), boundaries=request.keep_states_at)
+        self._active.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """The request ends with `abort` before the next step; one that is over already is left alone."""
-        self._live.cancel(request_id)
+        """The request ends with `abort` before the next step; an unknown id is ignored."""
+        self._active.cancel(request_id)
 
     def abort_all(self) -> Events:
-        """End every request now."""
-        self._live.cancel_all()
+        """Ends every request now."""
+        self._active.cancel_all()
         return self._end_early()
 
     def step(self) -> Events:
-        """Advance every scheduled request once; return what became visible.
+        """Advances every scheduled request once and returns the new events.
 
-        Where the executor can look ahead the next step is in flight then. What goes wrong in a step ends the requests
-        that were in it; raises only where the engine cannot go on.
+        If steps overlap, the next step is in flight when this returns. An error in a step ends the requests that were
+        in it; this raises only if the engine cannot continue.
         """
         events = self._end_early()
-        launched, self._launched = self._launched, None
-        plan = self._plan(launched)
-        if launched is None and plan.is_empty:
-            self._accounts.rest()
+        in_flight, self._in_flight = self._in_flight, None
+        plan = self._plan(in_flight)
+        if in_flight is None and plan.is_empty:
+            self._stats.idle()
             return events
         started = time.monotonic()
-        if launched is not None or self._hindrances.allow(plan, self._live.by_id):
-            self._step_ahead(launched, plan, events)
+        if in_flight is not None or self._blockers.allow(plan, self._active.by_id):
+            self._step_overlapped(in_flight, plan, events)
         else:
             self._step_alone(plan, events)
-        if not self._live.by_id:
-            self._accounts.rest()
-        self._accounts.counted.step_seconds += time.monotonic() - started
+        if not self._active.by_id:
+            self._stats.idle()
+        self._stats.counters.step_seconds += time.monotonic() - started
         return events
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        stats = self._accounts.stats()
+        stats = self._stats.snapshot()
         stats.num_running, stats.num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         return stats
 
     def _end_early(self) -> Events:
-        """Between steps: what was cancelled, and whose deadline passed."""
+        """Between steps: ends cancelled requests and those whose deadline has passed."""
         events: Events = []
-        for sequence, error in self._live.take_ended(self._clock()):
-            self._charge_in_flight(sequence)
-            events += self._outcomes.finish(
+        for sequence, error in self._active.pop_ended(self._clock()):
+            self._record_in_flight_share(sequence)
+            events += self._applier.finish(
                 sequence, FinishReason.ABORT if error is None else FinishReason.ERROR, error=error
             )
-        if self._launched is not None and not self._launched.has_any(self._live.running):
-            self._launched = None
+        if self._in_flight is not None and not self._in_flight.has_any(self._active.running):
+            self._in_flight = None
         return events
 
-    def _charge_in_flight(self, sequence: RunningSequence) -> None:
-        """For its part in the step in flight, whose result it will not see."""
-        launched, slot = self._launched, sequence.slot
-        if launched is not None and slot is not None and launched.has(slot, sequence):
-            seconds = self._outcomes.seconds_of(launched)
-            self._accounts.charge_share(launched.plan, slot, sequence.request.request_id, seconds)
+    def _record_in_flight_share(self, sequence: RunningSequence) -> None:
+        """Charges a request that ends early for its part in the step in flight."""
+        step, slot = self._in_flight, sequence.slot
+        if step is not None and slot is not None and step.has(slot, sequence):
+            seconds = self._applier.seconds_of(step)
+            self._stats.record_share(step.plan, slot, sequence.request.request_id, seconds)
 
-    def _plan(self, launched: LaunchedStep | None) -> Plan:
-        """What to do next, behind the step in flight if there is one."""
-        plan = self._watched.put_off(self._scheduler.plan(), self._live.by_id)
-        return plan if launched is None else launched.behind(plan)
+    def _plan(self, in_flight: InFlightStep | None) -> Plan:
+        """The next step, after the one in flight if there is one."""
+        plan = self._routing.defer(self._scheduler.plan(), self._active.by_id)
+        return plan if in_flight is None else in_flight.without_ending(plan)
 
     def _step_alone(self, plan: Plan, events: Events) -> None:
-        """A step that is waited for before anything else is done."""
+        """Runs a step and waits for it."""
         try:
             self._advance(plan, events)
-            self._failures.forget()
+            self._failures.reset()
         except Exception as error:
-            self._outcomes.fail(self._live.of(plan), self._failures.take(error), events)
+            self._applier.fail(self._active.in_plan(plan), self._failures.to_step_failed(error), events)
 
-    def _step_ahead(self, launched: LaunchedStep | None, plan: Plan, events: Events) -> None:
-        """What the step in flight gave, once that of `plan` is launched behind it. Without one in flight, that of
-        `plan` is it, and the one after it is launched behind it.
+    def _step_overlapped(self, in_flight: InFlightStep | None, plan: Plan, events: Events) -> None:
+        """Launches the step of `plan`, then applies the step in flight. Without one in flight, the step of `plan` takes
+        its part, and the step after it is launched too.
         """
-        if launched is None:
+        if in_flight is None:
             try:
-                launched = self._launch(plan, None)
+                in_flight = self._launch(plan, None)
             except Exception as error:
-                self._outcomes.fail(self._live.of(plan), self._failures.take(error), events)
+                self._applier.fail(self._active.in_plan(plan), self._failures.to_step_failed(error), events)
                 return
-            plan = self._plan(launched)
-        following: LaunchedStep | None = None
+            plan = self._plan(in_flight)
+        following: InFlightStep | None = None
         failure: Exception | None = None
-        if not plan.is_empty and not self._accounts.is_look_due and self._hindrances.allow(plan, self._live.by_id):
+        if not plan.is_empty and not self._stats.is_sample_due and self._blockers.allow(plan, self._active.by_id):
             try:
-                following = self._launch(plan, launched)
-            except Exception as error:  # no reason to lose what is in flight
+                following = self._launch(plan, in_flight)
+            except Exception as error:  # the step in flight is still valid
                 failure = error
-        self._settle(launched, following, events)
+        self._complete(in_flight, following, events)
         if failure is not None:
-            self._outcomes.fail(self._live.of(plan), self._failures.take(failure), events)
-        elif following is not None and following.has_any(self._live.running):
-            self._launched = following
+            self._applier.fail(self._active.in_plan(plan), self._failures.to_step_failed(failure), events)
+        elif following is not None and following.has_any(self._active.running):
+            self._in_flight = following
 
-    def _launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
-        self._open(plan)
-        self._accounts.begin(plan, self._live.running, self._runner.pool, may_look=before is None)
-        launched = self._runner.launch(plan, self._live.running, before)
+    def _launch(self, plan: Plan, before: InFlightStep | None) -> InFlightStep:
+        self._start_admitted(plan)
+        self._stats.begin(plan, self._active.running, self._runner.pool, may_sample=before is None)
+        step = self._runner.launch(plan, self._active.running, before)
         self._scheduler.apply(plan)
-        return launched
+        return step
 
-    def _settle(self, launched: LaunchedStep, following: LaunchedStep | None, events: Events) -> None:
-        """Waits for the step in flight and applies it. One that fails takes the step behind it along."""
+    def _complete(self, step: InFlightStep, following: InFlightStep | None, events: Events) -> None:
+        """Waits for the step in flight and applies it. If it fails, the following step fails with it."""
         try:
-            ids = launched.wait()
+            ids = step.wait()
         except Exception as error:
             behind = [] if following is None else following.sequences.values()
-            self._outcomes.fail([*launched.sequences.values(), *behind], self._failures.take(error), events)
+            self._applier.fail([*step.sequences.values(), *behind], self._failures.to_step_failed(error), events)
             return
         try:
-            self._outcomes.apply_launched(launched, ids, following, events)
-            self._failures.forget()
+            self._applier.apply_in_flight(step, ids, following, events)
+            self._failures.reset()
         except Exception as error:
-            self._outcomes.fail(launched.sequences.values(), self._failures.take(error), events)
+            self._applier.fail(step.sequences.values(), self._failures.to_step_failed(error), events)
 
     def _advance(self, plan: Plan, events: Events) -> None:
-        """Runs the plan. What became visible is in `events`, also where this raises in the middle."""
-        self._open(plan)
-        self._accounts.begin(plan, self._live.running, self._runner.pool)
+        """Runs the plan. If this raises, `events` holds what became visible before."""
+        self._start_admitted(plan)
+        self._stats.begin(plan, self._active.running, self._runner.pool)
         started = time.monotonic()
-        routing = self._watched.look(plan, self._live.running, self._runner.pool)
-        drafts = self._speculation.propose(plan, self._live.running)
-        result = self._runner.run(plan, self._live.running, drafts)
-        self._accounts.charge(plan, self._live.running, time.monotonic() - started, result.num_read)
+        routing = self._routing.capture(plan, self._active.running, self._runner.pool)
+        drafts = self._speculation.propose(plan, self._active.running)
+        result = self._runner.run(plan, self._active.running, drafts)
+        self._stats.record(plan, self._active.running, time.monotonic() - started, result.num_read)
         self._scheduler.apply(plan)
-        self._outcomes.apply(plan, result, routing, events, drafts)
+        self._applier.apply(plan, result, routing, events, drafts)
 
-    def _open(self, plan: Plan) -> None:
+    def _start_admitted(self, plan: Plan) -> None:
         now = self._clock()
-        for admission in plan.admitted:
-            sequence = self._live.by_id[admission.request_id]
+        for assignment in plan.admitted:
+            sequence = self._active.by_id[assignment.request_id]
             sequence.timeline.admitted = now
-            self._runner.open(admission.slot, sequence)
-            self._live.open(admission.slot, sequence)
-            self._watched.add(admission.slot, sequence)
-            self._speculation.add(admission.slot, sequence)
-            self._hindrances.add(admission.slot, sequence)
-            self._accounts.counted.tokens_resumed += sequence.resumed_position
+            self._active.start(assignment.slot, sequence)
+            self._stats.counters.tokens_resumed += sequence.resumed_position
+
+
+class StepFailures:
+    """Counts failed steps, and decides whether a failure ends the requests of a step or the engine."""
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+
+    def reset(self) -> None:
+        """A step succeeded."""
+        self._num_in_a_row = 0
+
+    def to_step_failed(self, error: Exception) -> StepFailed:
+        """The error for the requests of a step that raised `error`. Raises `error` itself if the engine must end."""
+        self._num_in_a_row += 1
+        if is_device_lost(error) or self._num_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise error
+        logger.error("a step of the engine failed, its requests end", exc_info=error)
+        return StepFailed(f"a step of the engine failed with this request in it: {type(error).__name__}")
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether the error says that an accelerator or its context is broken; running out of memory does not."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in LOST_DEVICE)

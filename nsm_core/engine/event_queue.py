@@ -1,4 +1,4 @@
-"""The events of one request between whoever makes them and the one who reads them, on one event loop."""
+"""The events of one request between producer and reader, on one event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsm_core.engine.request import Event, Finished, TokenEvent
 
 
 class EventQueue:
-    """Unbounded: what a request may sample bounds it. For one reader; the last event is a Finished."""
+    """A queue for one reader; the last event is a Finished. `max_tokens` bounds its length."""
 
     def __init__(self) -> None:
         self._ready: list[Event] = []
@@ -29,11 +29,11 @@ class EventQueue:
                 yield event
 
     async def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
-        """The same events, together all that are there when the reader comes for more.
+        """The same events in lists: each holds all events that are ready when the reader asks.
 
-        Before each batch others get the event loop once: a reader that is behind then finds more at the next try.
-        `hold_s` is asked when the reader is done with tokens: others that come within so many seconds wait for each
-        other, until something comes that is no token.
+        Before each list the event loop runs other tasks once, so a slow reader gets longer lists. `hold_s` is called
+        after the reader has handled tokens: tokens that arrive within so many seconds are collected, until an event
+        arrives that is no token.
         """
         is_over = False
         while not is_over:

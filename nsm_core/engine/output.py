@@ -16,10 +16,10 @@ ROOT = 0
 
 
 class StopStrings:
-    """The automaton over the stop strings' UTF-8 bytes. Immutable; a place in it is a plain int, ROOT at the start.
+    """An Aho-Corasick automaton over the stop strings' UTF-8 bytes. Immutable; its nodes are ints, ROOT is the start.
 
-    Bytes and not characters, because tokens end inside characters. UTF-8 finds its own borders again, so a stop
-    string's bytes match where its characters do.
+    It works on bytes, because tokens end inside characters. UTF-8 is self-synchronising: a stop string's bytes match
+    exactly where its characters do.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -32,53 +32,53 @@ class StopStrings:
         self._fallback: list[int] = [ROOT] * len(self._next)
         self._link()
 
-    def advance(self, place: int, byte: int) -> int:
-        """The place after one more byte. Amortised constant time."""
-        while byte not in self._next[place]:
-            if place == ROOT:
+    def advance(self, node: int, byte: int) -> int:
+        """The node after one more byte. Amortised constant time."""
+        while byte not in self._next[node]:
+            if node == ROOT:
                 return ROOT
-            place = self._fallback[place]
-        return self._next[place][byte]
+            node = self._fallback[node]
+        return self._next[node][byte]
 
-    def num_held(self, place: int) -> int:
-        """How many of the last bytes may yet become a stop string: the longest suffix that begins one."""
-        return self._depth[place]
+    def num_held(self, node: int) -> int:
+        """The number of last bytes that may become a stop string: the longest suffix that begins one."""
+        return self._depth[node]
 
-    def match(self, place: int) -> str | None:
-        """The stop string that ends at this place; the longest one, i.e. the one that began first."""
-        return self._match[place]
+    def match(self, node: int) -> str | None:
+        """The stop string that ends at this node: the longest, so the one that began first."""
+        return self._match[node]
 
     def _add(self, stop: str) -> None:
-        place = ROOT
+        node = ROOT
         for byte in stop.encode("utf-8"):
-            if byte not in self._next[place]:
-                self._next[place][byte] = len(self._next)
+            if byte not in self._next[node]:
+                self._next[node][byte] = len(self._next)
                 self._next.append({})
-                self._depth.append(self._depth[place] + 1)
+                self._depth.append(self._depth[node] + 1)
                 self._match.append(None)
-            place = self._next[place][byte]
-        self._match[place] = stop
+            node = self._next[node][byte]
+        self._match[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: `fallback` is the place of the longest proper suffix that begins a stop string."""
-        places = deque(self._next[ROOT].values())
-        while places:
-            place = places.popleft()
-            for byte, child in self._next[place].items():
-                self._fallback[child] = self.advance(self._fallback[place], byte)
+        """Breadth first: `fallback` is the node of the longest proper suffix that begins a stop string."""
+        nodes = deque(self._next[ROOT].values())
+        while nodes:
+            node = nodes.popleft()
+            for byte, child in self._next[node].items():
+                self._fallback[child] = self.advance(self._fallback[node], byte)
                 if self._match[child] is None:
                     self._match[child] = self._match[self._fallback[child]]
-                places.append(child)
+                nodes.append(child)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatch:
-    """Why and where the output ended.
+    """The reason and the position of the output's end.
 
-    `reason`: the stop string or stop id, None for end of text. `num_dropped`: how many of the last tokens are wholly or
-    partly inside the match or after it, and so are not kept. `tail`: the visible bytes of the first dropped token, when
-    the match begins inside it. The bytes of the kept tokens followed by `tail` are exactly the visible text; `tail` may
-    begin or end inside a character, so it is bytes (`Tokenizer.encode_bytes` makes ids of it).
+    `reason`: the stop string or stop id, None for end of text. `num_dropped`: the number of last tokens that lie wholly
+    or partly inside the match or after it; they are dropped. `tail`: the visible bytes of the first dropped token, if
+    the match begins inside it. The bytes of the other tokens followed by `tail` are exactly the visible text. `tail`
+    may begin or end inside a character, so it is bytes (`Tokenizer.encode_bytes` turns it into ids).
     """
 
     reason: str | int | None
@@ -90,13 +90,13 @@ NO_IDS: frozenset[int] = frozenset()
 NO_STOPS = StopStrings(())
 
 
-class Step(NamedTuple):
-    """What one token brought.
+class OutputStep(NamedTuple):
+    """The effect of one token on the output.
 
-    `text`: newly visible. `stop`: set when the output ends here; then `text` is the last of it. `holding_since`: index
-    (the first token fed is 1) of the first token with text that is held back because it may begin a stop string; None
-    when nothing is held. It never falls, and whoever needs the state before a possible match needs the one before this
-    token was fed to the model.
+    `text`: newly visible text. `stop`: set when the output ends here; then `text` is the last of it. `holding_since`:
+    index (the first token is 1) of the first token whose text is held back because it may begin a stop string; None
+    when no text is held. It never falls. The state before a possible match is the one before this token was fed to the
+    model.
     """
 
     text: str
@@ -106,13 +106,13 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _shared(ids: frozenset[int]) -> frozenset[int]:
-    """One value for equal ones: hundreds of requests then look into the same memory."""
+    """One object for equal sets: hundreds of requests then share memory and cache."""
     return ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """The bytes of a token that may yet be cut: `start` is where they begin in the whole output."""
+class _HeldToken:
+    """A token whose bytes may still be cut. `start`: the offset of its first byte in the whole output."""
 
     index: int
     start: int
@@ -122,13 +122,13 @@ class _Piece:
 class OutputStream:
     """The visible output of one request, token by token.
 
-    The texts of all steps and of `finish`, joined, are the decoded kept tokens and tail: nothing of a matched stop
-    string ever shows, and what was held back in vain is released. The stop string that ends first wins, so the result
-    depends neither on where tokens end nor on what comes later; of two that end together, the one that began first.
-    Stop strings match the bytes that tokens stand for: U+FFFD matches itself, not a bad byte shown as U+FFFD.
+    The texts of all steps and of `finish`, joined, are the decoded tokens up to the stop and its tail: no part of a
+    matched stop string ever shows, and text held back without a match is released. The stop string that ends first
+    wins; of two that end together, the one that began first. So the result depends neither on token boundaries nor on
+    later tokens. Stop strings match the bytes of tokens: U+FFFD matches itself, not a bad byte shown as U+FFFD.
 
     Work and memory per token depend on the token's length and the longest stop string, never on the output so far.
-    `max_tokens` is not looked at here.
+    `max_tokens` is not applied here.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -139,17 +139,17 @@ class OutputStream:
         self._stop_ids = frozenset(params.stop_token_ids)
         end_ids = () if params.ignore_eos else (tokenizer.end_of_text_id,)
         self.end_ids = self._stop_ids.union(end_ids)
-        # Tokens with which text may begin to be held back, or a stop string be found whole
+        # Tokens after which text may be held back, or that hold a whole stop string
         self.holding_ids = tokenizer.ids_with(self._stops.starts) if params.stop else NO_IDS
-        self._not_plain = _shared(self.end_ids | {NOT_FINITE})
-        self._place = 0
+        self._special_ids = _shared(self.end_ids | {NOT_FINITE})
+        self._node = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
-        self._held = b""  # the last bytes, not visible yet
-        self._pieces: deque[_Piece] = deque()  # the tokens that hold them, oldest first
+        self._held = b""  # the last bytes, not yet visible
+        self._held_tokens: deque[_HeldToken] = deque()  # the tokens of these bytes, oldest first
         self._is_finished = False
 
-    def feed(self, token_id: int) -> Step:
+    def feed(self, token_id: int) -> OutputStep:
         """The next sampled token. Raises RuntimeError after the end."""
         if self._is_finished:
             raise RuntimeError("the output has ended")
@@ -159,10 +159,10 @@ class OutputStream:
         return self._feed_bytes(self._tokenizer.token_bytes(token_id))
 
     def feed_plain(self, token_id: int) -> str | None:
-        """`feed` of a token that does nothing but show its text, as most do: the text. None, and nothing done, where
-        there may be more to it: the end, no token at all, text that is held back.
+        """`feed` for a token that only adds text, as most do: the text. None, without any change, for tokens that may
+        end the output or hold text back, and for NOT_FINITE.
         """
-        if token_id in self._not_plain or token_id in self.holding_ids or self._place != ROOT:
+        if token_id in self._special_ids or token_id in self.holding_ids or self._node != ROOT:
             return None
         self._num_tokens += 1
         if self._has_stops:
@@ -170,51 +170,51 @@ class OutputStream:
         return self._decoder.feed(token_id)
 
     def finish(self) -> str:
-        """Ends an output that met no stop: text held back and an unfinished character. Empty after a stop."""
+        """Ends an output without a stop: releases held text and an unfinished character. Empty after a stop."""
         if self._is_finished:
             return ""
         return self._end(None).text
 
-    def _end(self, stop: StopMatch | None) -> Step:
+    def _end(self, stop: StopMatch | None) -> OutputStep:
         self._is_finished = True
         text = self._decoder.feed_bytes(self._held) + self._decoder.flush()
         self._held = b""
-        return Step(text=text, stop=stop)
+        return OutputStep(text=text, stop=stop)
 
-    def _feed_bytes(self, raw: bytes) -> Step:
-        if not self._has_stops:  # then nothing is ever held back
-            return Step(text=self._decoder.feed_bytes(raw))
-        if self._place == ROOT and self._stops.starts.isdisjoint(raw):  # nothing is held, and nothing will be
+    def _feed_bytes(self, raw: bytes) -> OutputStep:
+        if not self._has_stops:  # no text is ever held back
+            return OutputStep(text=self._decoder.feed_bytes(raw))
+        if self._node == ROOT and self._stops.starts.isdisjoint(raw):  # no text is held, and none will be
             self._num_bytes += len(raw)
-            return Step(text=self._decoder.feed_bytes(raw))
+            return OutputStep(text=self._decoder.feed_bytes(raw))
         if raw:
-            self._pieces.append(_Piece(index=self._num_tokens, start=self._num_bytes, raw=raw))
+            self._held_tokens.append(_HeldToken(index=self._num_tokens, start=self._num_bytes, raw=raw))
         for offset, byte in enumerate(raw):
-            self._place = self._stops.advance(self._place, byte)
-            stop = self._stops.match(self._place)
+            self._node = self._stops.advance(self._node, byte)
+            stop = self._stops.match(self._node)
             if stop is not None:
                 return self._cut(stop, self._num_bytes + offset + 1 - len(stop.encode("utf-8")))
         self._num_bytes += len(raw)
         return self._release(self._held + raw)
 
-    def _release(self, waiting: bytes) -> Step:
-        """Shows what cannot belong to a stop string any more."""
-        visible = len(waiting) - self._stops.num_held(self._place)
+    def _release(self, waiting: bytes) -> OutputStep:
+        """Shows the bytes that can no longer belong to a stop string."""
+        visible = len(waiting) - self._stops.num_held(self._node)
         self._held = waiting[visible:]
-        self._drop_pieces_before(self._num_bytes - len(self._held))
-        holding_since = self._pieces[0].index if self._pieces else None
-        return Step(text=self._decoder.feed_bytes(waiting[:visible]), holding_since=holding_since)
+        self._drop_held_before(self._num_bytes - len(self._held))
+        holding_since = self._held_tokens[0].index if self._held_tokens else None
+        return OutputStep(text=self._decoder.feed_bytes(waiting[:visible]), holding_since=holding_since)
 
-    def _cut(self, stop: str, match_start: int) -> Step:
-        """The output ends at byte `match_start` of all."""
+    def _cut(self, stop: str, match_start: int) -> OutputStep:
+        """Ends the output at byte `match_start` of the whole output."""
         waiting_start = self._num_bytes - len(self._held)
-        waiting = self._held + self._pieces[-1].raw
+        waiting = self._held + self._held_tokens[-1].raw
         self._held = waiting[: match_start - waiting_start]
-        self._drop_pieces_before(match_start)
-        first = self._pieces[0]
+        self._drop_held_before(match_start)
+        first = self._held_tokens[0]
         tail = first.raw[: match_start - first.start]
         return self._end(StopMatch(reason=stop, num_dropped=self._num_tokens + 1 - first.index, tail=tail))
 
-    def _drop_pieces_before(self, start: int) -> None:
-        while self._pieces and self._pieces[0].start + len(self._pieces[0].raw) <= start:
-            self._pieces.popleft()
+    def _drop_held_before(self, start: int) -> None:
+        while self._held_tokens and self._held_tokens[0].start + len(self._held_tokens[0].raw) <= start:
+            self._held_tokens.popleft()

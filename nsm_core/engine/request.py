@@ -1,4 +1,4 @@
-"""The values that go into an engine and come out of it. No torch here, so a gateway without one can use them."""
+"""The engine's requests and events. No torch here: a gateway on Triton servers uses them too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from nsm_core.errors import NsmError
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # part of this contract, defined where it is made
+from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # a part of events, made by the sampler
 from nsm_core.stats import EnergyUse
 
 
@@ -27,8 +27,8 @@ class FinishReason(enum.StrEnum):
 class Resume:
     """A stored state to start from.
 
-    `state` holds the tensors of one sequence as bytes (`StateSpec.pack`), `position` the number of tokens fed to reach
-    it, `fingerprint` the model that made it, `generated_counts` how often this session sampled each token (penalties).
+    `state`: the tensors of one sequence as bytes (`StateSpec.pack`). `position`: the number of tokens fed to reach it.
+    `fingerprint`: of the model that made it. `generated_counts`: the session's count of each sampled token (penalties).
     """
 
     state: bytes
@@ -42,14 +42,13 @@ class GenerationRequest:
     """One call to the engine.
 
     `prompt_ids`: the tokens to read first, in order (the caller puts a session's pending token in front); never empty.
-    `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or how many alternatives to report
-    for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with DeadlineExceeded.
-    `generated_counts`: only without `resume`, for a session whose whole log is read again: how often it had sampled
-    each token (penalties). `keep_states_at`: rising numbers of prompt tokens; the state after each is sent as a
-    PromptState.
-    `sampled_ids`: what was sampled of this request before, somewhere else: it goes on after them as if it had never
-    been interrupted. They count as output (penalties, stop strings, max_tokens); events come for those after them.
-    `include_routing`: whether its TokenEvents tell what the states did.
+    `keep_state`: whether Finished must carry an EndState. `prompt_logprobs`: None, or the number of alternatives to
+    report for each prompt token. `deadline`: a `time.monotonic()` reading after which the request ends with
+    DeadlineExceeded. `generated_counts`: only without `resume`, for a session whose whole log is read again: its count
+    of each sampled token (penalties). `keep_states_at`: rising numbers of prompt tokens; the state after each is sent
+    as a PromptState. `sampled_ids`: tokens of this request that another server has sampled. The request continues after
+    them as if it had not been interrupted. They count as output (penalties, stop strings, max_tokens) and have no
+    events. `include_routing`: whether its TokenEvents carry the routing of the model's states.
     """
 
     request_id: str
@@ -67,10 +66,9 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScored:
-    """Sent once, before the first token, when prompt_logprobs was asked for; entry i belongs to prompt_ids[i].
+    """Sent once, before the first token, for requests with prompt_logprobs; entry i belongs to prompt_ids[i].
 
-    The first entry is always None: nothing was fed before it, or what was belongs to a resumed state, which keeps no
-    logits.
+    The first entry is always None: no token was fed before it, or only those of a resumed state, which holds no logits.
     """
 
     logprobs: tuple[TokenLogprob | None, ...]
@@ -78,9 +76,9 @@ class PromptScored:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptState:
-    """The state inside or at the end of the prompt, where `keep_states_at` asked for it.
+    """The state inside or at the end of the prompt, at a position of `keep_states_at`.
 
-    Sent before the first token, one for each place: a prompt whose numbers are not finite gives none. `position`:
+    Sent before the first token, one for each position; a prompt whose logits are not finite has none. `position`:
     tokens fed to reach `state` (`StateSpec.pack`), resumed ones included.
     """
 
@@ -90,9 +88,9 @@ class PromptState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class TokenEvent:
-    """One sampled token: `index` counts from 1; `text` is what became visible with it (may be empty).
+    """One sampled token. `index` counts from 1; `text` is the newly visible text (may be empty).
 
-    `routing`: of the step that made it, where that was asked for; no part of the result.
+    `routing`: of the step that sampled it, for requests with `include_routing`. Equality ignores it.
     """
 
     index: int
@@ -110,7 +108,7 @@ class TokenEvent:
         logprob: TokenLogprob | None = None,
         routing: TokenRouting | None = None,
     ) -> None:
-        # Steps make hundreds of them: the generated form, by object.__setattr__, takes nearly twice the time
+        # A step makes hundreds of events: the generated __init__, by object.__setattr__, takes nearly twice the time
         _set_index(self, index)
         _set_token_id(self, token_id)
         _set_text(self, text)
@@ -125,12 +123,12 @@ _set_index, _set_token_id, _set_text, _set_logprob, _set_routing = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndState:
-    """What a session keeps after a turn.
+    """The state and log of a session after a turn.
 
-    `new_ids`: ids to append to the token log: prompt_ids without a leading pending token the log already has is the
-    caller's business; here it is exactly prompt_ids + the kept sampled tokens. Tokens that belong to a stop string or
-    stop id are not kept: they are not visible. `pending`: the last kept sampled token if it was not fed, else None.
-    `position`: tokens fed to reach `state`; always resumed position + len(new_ids) - (pending is not None).
+    `new_ids`: prompt_ids and the visible sampled tokens, for the token log; the caller removes a leading pending token
+    that the log already has. Tokens of a stop string or stop id are not visible and not included. `pending`: the last
+    of `new_ids` if it was not fed, else None. `position`: tokens fed to reach `state`; always resumed position +
+    len(new_ids) - (pending is not None).
     """
 
     state: bytes
@@ -142,8 +140,9 @@ class EndState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where a request's time went, in seconds: in the queue until it got a slot, then to its first token, then to its
-    end. `prefill_s`: None for a request that sampled nothing.
+    """A request's time in seconds: in the queue, from its slot to its first token, and from there to its end.
+
+    `prefill_s`: None for a request that sampled no token.
     """
 
     queue_s: float
@@ -153,13 +152,12 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The last event of every request, whatever happens to it.
+    """The last event of every request, however it ends.
 
     `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
-    end-of-text. `num_dropped_tokens`: how many of the last TokenEvents are not visible because of a stop string or id.
-    `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None from an engine
-    that did not tell; `energy`: this request's share, empty where nothing is measured. Both are no part of the result:
-    equal requests end equal.
+    end-of-text. `num_dropped_tokens`: the number of last TokenEvents that are not visible because of a stop string or
+    id. `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None if the
+    engine did not report them. `energy`: this request's share, empty without a meter. Equality ignores both.
     """
 
     reason: FinishReason
@@ -179,5 +177,5 @@ Event = PromptScored | PromptState | TokenEvent | Finished
 
 
 def joules_of(ends: Iterable[Finished]) -> float:
-    """Of all sources together."""
+    """The energy of all sources together, in joules."""
     return math.fsum(use.joules for end in ends for use in end.energy)

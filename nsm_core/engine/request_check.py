@@ -1,5 +1,6 @@
-"""What a request must be before it may enter the queue. Reads only; any thread may call it. No torch here: a gateway
-whose engine runs elsewhere refuses by the same rules.
+"""Validates requests before they enter the queue. Reads only; any thread may call it.
+
+No torch here: a gateway on Triton servers applies the same rules.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.sampling.counts import MAX_TOKEN_COUNT
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS, validate_for_vocab
 
-MAX_POSITION = 2**62  # far from where int64 ends, which a turn counts up towards
+MAX_POSITION = 2**62  # far below the end of int64, towards which a turn counts
 
 
 class PositionReader(Protocol):
-    """StateSpec, or StateLayout where there is no torch."""
+    """StateSpec, or StateLayout without torch."""
 
     def read_position(self, raw: bytes) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionCheck:
-    """The model's side of the check."""
+class RequestCheck:
+    """Checks requests against one model."""
 
     vocab_size: int
     spec: PositionReader
@@ -35,7 +36,7 @@ class AdmissionCheck:
         """Raises InvalidRequest, StateMismatch or SnapshotCorrupt."""
         self._check_prompt(request.prompt_ids)
         self._check_sampled(request)
-        self._check_places(request.keep_states_at, len(request.prompt_ids))
+        self._check_state_positions(request.keep_states_at, len(request.prompt_ids))
         validate_for_vocab(request.sampling, self.vocab_size)
         num_top = request.prompt_logprobs
         if num_top is not None and not 0 <= num_top <= MAX_TOP_LOGPROBS:
@@ -46,7 +47,7 @@ class AdmissionCheck:
             self._check_resume(request.resume)
             if request.generated_counts:
                 raise InvalidRequest("generated_counts belong to the resumed state", param="generated_counts")
-        problem = self._problem_of(request.generated_counts)
+        problem = self._counts_problem(request.generated_counts)
         if problem is not None:
             raise InvalidRequest(f"generated_counts {problem}", param="generated_counts")
 
@@ -67,14 +68,14 @@ class AdmissionCheck:
         if any(not 0 <= token_id < self.vocab_size for token_id in request.sampled_ids):
             raise InvalidRequest(f"sampled_ids must be in [0, {self.vocab_size - 1}]", param="sampled_ids")
         if request.sampled_ids and request.prompt_logprobs is not None:
-            raise InvalidRequest("a prompt is scored only before anything is sampled", param="prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs cannot be combined with sampled_ids", param="prompt_logprobs")
 
     @staticmethod
-    def _check_places(places: tuple[int, ...], prompt_len: int) -> None:
-        is_rising = all(before < after for before, after in itertools.pairwise(places))
-        if places and not (is_rising and places[0] >= 1 and places[-1] <= prompt_len):
+    def _check_state_positions(positions: tuple[int, ...], prompt_len: int) -> None:
+        is_rising = all(before < after for before, after in itertools.pairwise(positions))
+        if positions and not (is_rising and positions[0] >= 1 and positions[-1] <= prompt_len):
             raise InvalidRequest(
-                f"keep_states_at must be rising numbers in [1, {prompt_len}], got {places}", param="keep_states_at"
+                f"keep_states_at must be rising numbers in [1, {prompt_len}], got {positions}", param="keep_states_at"
             )
 
     def _check_resume(self, resume: Resume) -> None:
@@ -85,11 +86,11 @@ class AdmissionCheck:
             raise SnapshotCorrupt(f"the state stands at position {position}, expected {resume.position}")
         if not 0 <= position <= MAX_POSITION:  # draws count positions, and a client may have made the bytes
             raise SnapshotCorrupt(f"a state must stand at a position in [0, {MAX_POSITION}], got {position}")
-        problem = self._problem_of(resume.generated_counts)
+        problem = self._counts_problem(resume.generated_counts)
         if problem is not None:
             raise SnapshotCorrupt(f"the state's generated_counts {problem}")
 
-    def _problem_of(self, generated_counts: Mapping[int, int]) -> str | None:
+    def _counts_problem(self, generated_counts: Mapping[int, int]) -> str | None:
         for token_id, count in generated_counts.items():
             if not 0 <= token_id < self.vocab_size:
                 return f"must name token ids in [0, {self.vocab_size - 1}], got {token_id}"

@@ -1,4 +1,4 @@
-"""Turns plans into calls of the executor, and logits into tokens: the only part of the engine that touches tensors."""
+"""Runs plans: calls the executor and samples. The only part of the engine that handles tensors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from nsm_core.engine.overlap import LaunchedStep, upcoming
+from nsm_core.engine.overlap import InFlightStep, next_inputs
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
-from nsm_core.engine.speculation import NO_DRAFTS, DraftedStates, Drafts
+from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
 from nsm_core.errors import NumericalError
 from nsm_core.execution.base import Executor
-from nsm_core.sampling.device import LaunchedTokens
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
 from nsm_core.sampling.sampler import SampledRow, Sampler, SamplingRow
 from nsm_core.state.spec import State
 
 
-class Hidden:
-    """By slot. Slots of one token stay rows of one tensor: a step may have hundreds of them."""
+class HiddenStates:
+    """The hidden vectors of one step, by slot. Hundreds of slots may read one token: they stay rows of one tensor."""
 
     def __init__(self, slots: Sequence[int] = (), rows: Tensor | None = None) -> None:
-        """rows [len(slots),d]: after the one token of each of `slots`."""
+        """rows [len(slots),d]: after the single token of each of `slots`."""
         self._slots, self._rows = list(slots), rows
         self._chunks: dict[int, Tensor] = {}
 
@@ -44,7 +44,7 @@ class Hidden:
         return self._rows[index : index + 1]
 
     def last(self, slots: Sequence[int]) -> Tensor:
-        """[len(slots),d]: after each slot's last token. Fast where those of one token come first, in their order."""
+        """[len(slots),d]: after each slot's last token. Fast if the slots of one token come first, in their order."""
         num_rows = len(self._slots)
         if self._rows is None or slots[:num_rows] != self._slots:
             return torch.cat([self.chunk(slot)[-1:] for slot in slots])
@@ -53,17 +53,17 @@ class Hidden:
         return torch.cat([self._rows, *(self._chunks[slot][-1:] for slot in slots[num_rows:])])
 
     def tails(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """[sum of lengths,d]: after each of a slot's last tokens."""
+        """[sum of lengths,d]: after each of the last lengths[i] tokens of slots[i]."""
         return torch.cat([self.chunk(slot)[-length:] for slot, length in zip(slots, lengths, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, by slot. A slot whose numbers are not finite has a NumericalError; nobody else is touched.
+    """The result of a step, by slot. A slot whose logits are not finite has a NumericalError; others are unaffected.
 
-    `sampled`: slots that have read all their prompt. `scored`: the log-probabilities of the prompt tokens that follow
-    the ones read in this step, where they were asked for. `further`: what comes after `sampled`, of the slots that had
-    drafts: one for each that was accepted. `num_read`: tokens that decoding slots have read, where it was not one.
+    `sampled`: for slots that have read their whole prompt. `scored`: log-probabilities of the prompt tokens that follow
+    those read in this step, if requested. `further`: for slots with drafts, the tokens after `sampled`, one for each
+    accepted draft. `num_read`: for decoding slots, the number of tokens read, if not one.
     """
 
     sampled: dict[int, SampledToken | NumericalError] = dataclasses.field(default_factory=dict)
@@ -73,46 +73,46 @@ class StepResult:
 
 
 class Runner:
-    """An executor with the states of the running sequences, and the sampler. Not thread-safe: one thread calls it."""
+    """The executor with the states of the running sequences, and the sampler. A SlotListener. Not thread-safe."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._look_ahead = executor.look_ahead
+        self._overlap = executor.overlap
         self._sampler = Sampler(executor.draw)
         self.pool = executor.pool
-        self._drafted = DraftedStates()
+        self._rollback = DraftRollback()
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
-        """Lease the slot and put the resumed state, or the learned start, into it."""
+        """Leases the slot and writes the resumed state, or the learned start, into it."""
         resume = sequence.request.resume
         self.pool.lease(slot)
         try:
-            self.pool.write(slot, self._executor.initial if resume is None else _stored(resume, self._executor))
-            if self._look_ahead is not None:
-                self._look_ahead.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
+            self.pool.write(slot, self._executor.initial if resume is None else _unpacked_state(resume, self._executor))
+            if self._overlap is not None:
+                self._overlap.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
         except Exception:
             self.close(slot)
             raise
 
     def close(self, slot: int) -> None:
-        """Give the slot back."""
-        self._drafted.remove(slot)
+        """Frees the slot."""
+        self._rollback.remove(slot)
         self.pool.free(slot)
 
-    def take_back(self, slot: int, sequence: RunningSequence) -> None:
-        """If the last step had drafts for the slot, its state is the one before them."""
-        self._drafted.take_back(slot, sequence)
+    def rollback_drafts(self, slot: int, sequence: RunningSequence) -> None:
+        """Restores the state from before the drafts of the last step, if the slot had any."""
+        self._rollback.rollback(slot, sequence)
 
     @torch.inference_mode()
     def run(self, plan: Plan, sequences: Mapping[int, RunningSequence], drafts: Drafts = NO_DRAFTS) -> StepResult:
-        """Every slot of the plan reads its tokens; those that have read everything get a sampled token, and one more
-        for each of their `drafts` that was sampled anyway.
+        """Every slot of the plan reads its tokens. Slots that have read all their text get a sampled token, and another
+        for each accepted draft.
         """
         result = StepResult()
-        self._drafted.begin_step()
-        # A chunk of one token is what decoding does: it rides along
+        self._rollback.begin_step()
+        # A chunk of one token is read like a decoded one
         singles = [chunk for chunk in plan.prefill if chunk.length == 1]
-        if drafts or self._drafted.has_behind:
+        if drafts or self._rollback.has_pending:
             hidden = self._read_drafts(plan.decode, singles, sequences, drafts, result)
         else:
             hidden = self._read_one_each(plan.decode, singles, sequences)
@@ -128,20 +128,20 @@ class Runner:
         return result
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, sequences: Mapping[int, RunningSequence], before: LaunchedStep | None) -> LaunchedStep:
-        """`run` without waiting, for sequences that may look ahead; `before` is still in flight, if it is given.
+    def launch(self, plan: Plan, sequences: Mapping[int, RunningSequence], before: InFlightStep | None) -> InFlightStep:
+        """`run` without waiting, for sequences that `may_overlap`. `before`: the step in flight, if there is one.
 
         Raises what the executor raises.
         """
-        if self._look_ahead is None:
+        if self._overlap is None:
             raise RuntimeError("this executor waits for every step")
-        hidden, singles = Hidden(), [chunk for chunk in plan.prefill if chunk.length == 1]
+        hidden, singles = HiddenStates(), [chunk for chunk in plan.prefill if chunk.length == 1]
         if plan.decode or singles:
             slots = sorted((*plan.decode, *(chunk.slot for chunk in singles))) if singles else list(plan.decode)
-            hidden = Hidden(slots, self._look_ahead.step(slots, upcoming(slots, singles, sequences, before)))
+            hidden = HiddenStates(slots, self._overlap.step(slots, next_inputs(slots, singles, sequences, before)))
         self._read_prompts([chunk for chunk in plan.prefill if chunk.length > 1], sequences, hidden)
-        # in front of the tokens: who has waited for them has waited for the copies
-        kept = {
+        # before the tokens: waiting for them waits for the copies too
+        prompt_states = {
             chunk.slot: self.pool.copy(chunk.slot)
             for chunk in plan.prefill
             if chunk.start + chunk.length in sequences[chunk.slot].request.keep_states_at
@@ -156,30 +156,30 @@ class Runner:
                 ending.add(slot)
         taking_part = dict(zip(ready, rows, strict=True))
         taking_part |= {chunk.slot: sequences[chunk.slot] for chunk in plan.prefill}
-        return LaunchedStep(plan, taking_part, ready, tokens, ending, kept)
+        return InFlightStep(plan, taking_part, ready, tokens, ending, prompt_states)
 
-    def _no_tokens(self) -> LaunchedTokens:
-        """To wait for all the same: nobody is to launch steps without end."""
-        return LaunchedTokens(next(iter(self._executor.initial.values())).new_empty(0, dtype=torch.int64))
+    def _no_tokens(self) -> PendingTokens:
+        """An empty result to wait for, so that launches cannot run ahead without bound."""
+        return PendingTokens(next(iter(self._executor.initial.values())).new_empty(0, dtype=torch.int64))
 
     @torch.inference_mode()
-    def pack(self, slot: int, *, is_at_rest: bool = True) -> bytes:
-        """The slot's state. `is_at_rest`: nothing that was launched and not waited for has touched it."""
-        with self._beside() if is_at_rest else nullcontext():
+    def pack(self, slot: int, *, is_settled: bool = True) -> bytes:
+        """The slot's state as bytes. `is_settled`: every step that touched it has been waited for."""
+        with self._side_stream() if is_settled else nullcontext():
             return self.pool.pack(slot)
 
     @torch.inference_mode()
-    def pack_kept(self, state: State) -> bytes:
-        """A copy of a step that has been waited for."""
-        with self._beside():
+    def pack_copy(self, state: State) -> bytes:
+        """A copy [1, *shape] from a step that has been waited for, as bytes."""
+        with self._side_stream():
             return self.pool.spec.pack(state)
 
-    def _beside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._look_ahead is None else self._look_ahead.beside()
+    def _side_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._overlap is None else self._overlap.side_stream()
 
     @torch.inference_mode()
     def feed(self, slot: int, ids: Sequence[int], *, since: State | None = None) -> None:
-        """The slot reads `ids` (may be none) on top of `since` [1, *shape], or of what it holds."""
+        """The slot reads `ids` (maybe none) on top of `since` [1, *shape], or of its own state."""
         if since is not None:
             self.pool.write(slot, since)
         if ids:
@@ -187,14 +187,14 @@ class Runner:
 
     def _read_one_each(
         self, decode: Sequence[int], singles: Sequence[Chunk], sequences: Mapping[int, RunningSequence]
-    ) -> Hidden:
-        """One token for each slot."""
+    ) -> HiddenStates:
+        """Each slot reads one token."""
         ids = {slot: sequences[slot].sampled[-1] for slot in decode}
         ids |= {chunk.slot: sequences[chunk.slot].read_ids[chunk.start] for chunk in singles}
         if not ids:
-            return Hidden()
+            return HiddenStates()
         slots = sorted(ids)  # neighbours in a pool are read without a copy
-        return Hidden(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
+        return HiddenStates(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
 
     def _read_drafts(
         self,
@@ -203,26 +203,28 @@ class Runner:
         sequences: Mapping[int, RunningSequence],
         drafts: Drafts,
         result: StepResult,
-    ) -> Hidden:
-        """Slots that decode read all of their text, and their drafts."""
+    ) -> HiddenStates:
+        """Decoding slots read all of their text and their drafts."""
         ids = {slot: (*sequences[slot].unread, *drafts.get(slot, ())) for slot in decode}
         result.num_read.update({slot: len(own) for slot, own in ids.items() if len(own) > 1})
         savepoint = self._executor.savepoint
         for slot in decode:
             if slot in drafts and savepoint is not None:
-                self._drafted.begin(slot, sequences[slot], savepoint(slot, len(ids[slot])))
+                self._rollback.begin(slot, sequences[slot], savepoint(slot, len(ids[slot])))
             else:
-                self._drafted.catch_up(slot, sequences[slot])
+                self._rollback.catch_up(slot, sequences[slot])
         ids |= {chunk.slot: (sequences[chunk.slot].read_ids[chunk.start],) for chunk in singles}
-        hidden, slots = Hidden(), sorted(ids)
+        hidden, slots = HiddenStates(), sorted(ids)
         if all(len(own) == 1 for own in ids.values()):
             hidden.add(slots, torch.split(self._executor.step(slots, [ids[slot][0] for slot in slots]), 1))
         else:
             hidden.add(slots, self._executor.read(slots, [ids[slot] for slot in slots]))
         return hidden
 
-    def _read_prompts(self, chunks: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: Hidden) -> None:
-        """Those of like lengths together."""
+    def _read_prompts(
+        self, chunks: Sequence[Chunk], sequences: Mapping[int, RunningSequence], hidden: HiddenStates
+    ) -> None:
+        """Chunks of similar lengths are read together."""
         for group in group_by_length(chunks):
             slots = [chunk.slot for chunk in group]
             ids = [sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in group]
@@ -241,7 +243,7 @@ class Runner:
     def _sample(
         self,
         slots: list[int],
-        hidden: Hidden,
+        hidden: HiddenStates,
         sequences: Mapping[int, RunningSequence],
         result: StepResult,
     ) -> None:
@@ -255,30 +257,30 @@ class Runner:
         self,
         slots: list[int],
         drafts: Drafts,
-        hidden: Hidden,
+        hidden: HiddenStates,
         sequences: Mapping[int, RunningSequence],
         result: StepResult,
     ) -> None:
-        """As single steps would have: what is sampled after a draft counts if the draft was sampled before it."""
+        """Samples after every draft. A token counts if all drafts before it were sampled too, as in single steps."""
         lengths = [1 + len(drafts.get(slot, ())) for slot in slots]
         rows = [row for slot, length in zip(slots, lengths, strict=True) for row in _rows(sequences[slot], length)]
         sampled = iter(self._sampler.sample(self._executor.logits(hidden.tails(slots, lengths)), rows))
         for slot, length in zip(slots, lengths, strict=True):
-            first, *further = _agreed(list(itertools.islice(sampled, length)), drafts.get(slot, ()))
+            first, *further = _accepted(list(itertools.islice(sampled, length)), drafts.get(slot, ()))
             result.sampled[slot] = first
             if slot in drafts:
                 result.further[slot] = further
             if len(further) + 1 < length:
-                self._drafted.take_back(slot, sequences[slot])
+                self._rollback.rollback(slot, sequences[slot])
 
 
-def _stored(resume: Resume, executor: Executor) -> State:
-    """Where the pool is, without waiting for what is computed there."""
+def _unpacked_state(resume: Resume, executor: Executor) -> State:
+    """The stored state on the pool's device, without waiting for its computations."""
     return executor.pool.spec.unpack(resume.state, next(iter(executor.initial.values())).device)
 
 
 def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:
-    """The next `number` places of a text, of which tokens sampled between them change nothing but the position."""
+    """The next `number` rows of a text. Between them only the position changes, since there are no penalties."""
     params, counts, position = sequence.params, sequence.generated_counts, sequence.position
     later = [
         SamplingRow(params=params, position=position + offset, generated_counts=counts) for offset in range(1, number)
@@ -286,8 +288,10 @@ def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:
     return [sequence, *later]
 
 
-def _agreed(sampled: list[SampledToken | NumericalError], drafts: Sequence[int]) -> list[SampledToken | NumericalError]:
-    """sampled[i + 1] came after drafts[i]: those of `sampled` up to the first that is not the draft in its place."""
+def _accepted(
+    sampled: list[SampledToken | NumericalError], drafts: Sequence[int]
+) -> list[SampledToken | NumericalError]:
+    """`sampled` up to the first token that differs from its draft; sampled[i + 1] was sampled after drafts[i]."""
     for index, draft in enumerate(drafts):
         token = sampled[index]
         if not isinstance(token, SampledToken) or token.token_id != draft:
@@ -296,13 +300,13 @@ def _agreed(sampled: list[SampledToken | NumericalError], drafts: Sequence[int])
 
 
 def _ready(plan: Plan, sequences: Mapping[int, RunningSequence]) -> list[int]:
-    """The slots that have read all they have to, those of one token first, in the order in which these are read."""
-    last = [chunk for chunk in plan.prefill if _is_last(chunk, sequences)]
+    """The slots that have read all their text; slots of one token first, in the order in which they are read."""
+    last = [chunk for chunk in plan.prefill if _ends_text(chunk, sequences)]
     if not last:
         return list(plan.decode)
     single = [chunk.slot for chunk in last if chunk.length == 1]
     return [*sorted((*plan.decode, *single)), *(chunk.slot for chunk in last if chunk.length > 1)]
 
 
-def _is_last(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:
+def _ends_text(chunk: Chunk, sequences: Mapping[int, RunningSequence]) -> bool:
     return chunk.start + chunk.length == len(sequences[chunk.slot].read_ids)

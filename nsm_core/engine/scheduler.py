@@ -1,16 +1,16 @@
-"""Decides what one step does. Plain Python: no torch, no clock, no text.
+"""Decides the content of a step. Plain Python: no torch, no clock, no text.
 
-The policy, in one place:
+The policy:
 
-- Every request that has read its prompt decodes one token in every step, and drafts of more (speculation.py); decoding
-  is never put off (but for requests whose routing is told, beside others: watched.py).
-- What is left of the token budget reads prompts. Prompts take turns: one that was served goes to the back of the line.
-  A step serves as many as can get a chunk of MIN_CHUNK_LEN tokens (short prompts take less and leave the rest), from
-  the front, in equal shares; what nobody else needs goes to the front again. So a huge prompt delays a short one that
-  comes later by a few steps, and chunks stay large enough for the model to be fast.
-- Where the model's bits depend on where a prompt is cut, it is cut at multiples of a unit, whatever else runs. Then a
-  step reads one unit at least, if there is any prompt, even where decoding has taken the whole budget.
-- Requests wait in order of arrival for a slot; the lowest free slot is given first, so that running rows stay dense.
+- Every request that has read its prompt decodes one token a step, plus drafts (speculation.py). Decoding is deferred
+  only for requests with routing capture beside others (routing_watch.py).
+- The rest of the token budget reads prompts, in turn: a prompt that got a chunk goes to the back of the line. A step
+  serves as many prompts from the front as can get a chunk of MIN_CHUNK_LEN tokens, in equal shares; shorter prompts
+  take less, and the remainder goes to the front again. So a huge prompt delays a later short one by a few steps, and
+  chunks stay large enough for the model to be fast.
+- Where the model's bits depend on the cuts of a prompt, prompts are cut at multiples of a unit. Then a step with
+  prompts reads at least one unit, even if decoding has used the whole budget.
+- Requests wait for a slot in order of arrival. The lowest free slot is assigned first, so running rows stay dense.
 """
 
 from __future__ import annotations
@@ -21,34 +21,11 @@ from collections.abc import Sequence
 
 from nsm_core.errors import Overloaded
 
-# A batch pays for padding; a further call of the model pays for its many small operations. Up to this much padding, or
-# this share of the batch's real tokens, is cheaper than a call.
+MIN_CHUNK_LEN = 64
+# A batch pays for padding; another call of the model pays for its many small operations. Padding up to so many tokens,
+# or up to this share of the batch's real tokens, is cheaper than a call.
 MAX_PADDING_TOKENS = 32
 MAX_PADDING_SHARE = 0.25
-
-
-def group_by_length(chunks: Sequence[Chunk]) -> list[tuple[Chunk, ...]]:
-    """Splits chunks into right-padded batches, longest chunk first, none with more padding than the limits allow."""
-    groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: (-chunk.length, chunk.slot)):
-        if groups and _is_padding_bounded([*groups[-1], chunk]):
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
-    return [tuple(sorted(group, key=lambda chunk: chunk.slot)) for group in groups]
-
-
-def num_padding_tokens(group: Sequence[Chunk]) -> int:
-    """Tokens of padding when the chunks are one batch."""
-    return max(chunk.length for chunk in group) * len(group) - sum(chunk.length for chunk in group)
-
-
-def _is_padding_bounded(group: Sequence[Chunk]) -> bool:
-    num_real = sum(chunk.length for chunk in group)
-    return num_padding_tokens(group) <= max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * num_real)
-
-
-MIN_CHUNK_LEN = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +38,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Admission:
+class SlotAssignment:
     """A request that leaves the queue for a slot."""
 
     slot: int
@@ -72,7 +49,7 @@ class Admission:
 class Plan:
     """One step: slots to fill first, slots that decode one token, pieces of prompts to read."""
 
-    admitted: tuple[Admission, ...] = ()
+    admitted: tuple[SlotAssignment, ...] = ()
     decode: tuple[int, ...] = ()
     prefill: tuple[Chunk, ...] = ()
 
@@ -88,11 +65,11 @@ class Plan:
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """What the scheduler knows of one request."""
+    """How far one request has read its prompt."""
 
     request_id: str
     prompt_len: int
-    borders: tuple[int, ...]
+    boundaries: tuple[int, ...]
     num_read: int = 0
 
     @property
@@ -100,9 +77,9 @@ class _Progress:
         return self.num_read == self.prompt_len
 
     @property
-    def next_border(self) -> int:
-        """Where the chunk that comes next must end at the latest."""
-        return next((border for border in self.borders if border > self.num_read), self.prompt_len)
+    def next_boundary(self) -> int:
+        """The latest end of the next chunk."""
+        return next((boundary for boundary in self.boundaries if boundary > self.num_read), self.prompt_len)
 
 
 class Scheduler:
@@ -125,32 +102,32 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, request_id: str, *, prompt_len: int, borders: tuple[int, ...] = ()) -> None:
-        """Put a request in the queue. Raises Overloaded when more would wait than the queue may hold.
+    def add(self, request_id: str, *, prompt_len: int, boundaries: tuple[int, ...] = ()) -> None:
+        """Puts a request in the queue. Raises Overloaded when the queue is full.
 
-        No chunk goes across one of the `borders` (rising numbers of prompt tokens): somebody wants the state there.
+        No chunk crosses one of the `boundaries` (rising numbers of prompt tokens), so the state there can be copied.
         """
         if len(self._waiting) >= self._queue_limit + len(self._free_slots):
             raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
-        self._waiting[request_id] = _Progress(request_id, prompt_len, borders)
+        self._waiting[request_id] = _Progress(request_id, prompt_len, boundaries)
 
     def plan(self) -> Plan:
-        """What to do next; changes nothing."""
+        """The next step; changes nothing."""
         admitted = tuple(
-            Admission(slot, request_id)
+            SlotAssignment(slot, request_id)
             for slot, request_id in zip(sorted(self._free_slots), self._waiting, strict=False)
         )
         decode = tuple(self._decoding)
         unread = [self._unread(slot, self._running[slot]) for slot in self._reading]
-        unread += [self._unread(admission.slot, self._waiting[admission.request_id]) for admission in admitted]
+        unread += [self._unread(assignment.slot, self._waiting[assignment.request_id]) for assignment in admitted]
         return Plan(admitted, decode, _share(unread, self._token_budget - len(decode), self._prompt_unit))
 
     def apply(self, plan: Plan) -> None:
-        """The plan was run: requests got their slots and have read their chunks."""
-        for admission in plan.admitted:
-            self._free_slots.remove(admission.slot)
-            self._running[admission.slot] = self._waiting.pop(admission.request_id)
-            self._reading.append(admission.slot)
+        """Records that the plan was run: requests got their slots and read their chunks."""
+        for assignment in plan.admitted:
+            self._free_slots.remove(assignment.slot)
+            self._running[assignment.slot] = self._waiting.pop(assignment.request_id)
+            self._reading.append(assignment.slot)
         for chunk in plan.prefill:
             progress = self._running[chunk.slot]
             progress.num_read += chunk.length
@@ -161,7 +138,7 @@ class Scheduler:
                 self._reading.append(chunk.slot)
 
     def remove(self, request_id: str) -> None:
-        """The request is over, or was cancelled: its place in the queue or its slot is free."""
+        """The request ended: its slot, or its position in the queue, becomes free."""
         if self._waiting.pop(request_id, None) is not None:
             return
         slot = next(slot for slot, progress in self._running.items() if progress.request_id == request_id)
@@ -171,11 +148,11 @@ class Scheduler:
 
     @staticmethod
     def _unread(slot: int, progress: _Progress) -> Chunk:
-        return Chunk(slot, progress.num_read, progress.next_border - progress.num_read)
+        return Chunk(slot, progress.num_read, progress.next_boundary - progress.num_read)
 
 
 def _share(unread: Sequence[Chunk], budget: int, unit: int) -> tuple[Chunk, ...]:
-    """Cuts what is unread (next in turn first) down to `budget` tokens, at multiples of `unit`."""
+    """Cuts the unread pieces (next in turn first) down to `budget` tokens, at multiples of `unit`."""
     if unit > 1:
         budget = max(budget, unit)
     if not unread or budget <= 0:
@@ -196,3 +173,24 @@ def _share(unread: Sequence[Chunk], budget: int, unit: int) -> tuple[Chunk, ...]
 def _whole_units(length: int, most: int, unit: int) -> int:
     """All of `length`, or as many whole units as fit into `most`."""
     return length if length <= most else max(0, most) // unit * unit
+
+
+def group_by_length(chunks: Sequence[Chunk]) -> list[tuple[Chunk, ...]]:
+    """Splits chunks into right-padded batches, longest chunk first, none with more padding than the limits allow."""
+    groups: list[list[Chunk]] = []
+    for chunk in sorted(chunks, key=lambda chunk: (-chunk.length, chunk.slot)):
+        if groups and _is_padding_bounded([*groups[-1], chunk]):
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return [tuple(sorted(group, key=lambda chunk: chunk.slot)) for group in groups]
+
+
+def num_padding_tokens(group: Sequence[Chunk]) -> int:
+    """Tokens of padding when the chunks are one batch."""
+    return max(chunk.length for chunk in group) * len(group) - sum(chunk.length for chunk in group)
+
+
+def _is_padding_bounded(group: Sequence[Chunk]) -> bool:
+    num_real = sum(chunk.length for chunk in group)
+    return num_padding_tokens(group) <= max(MAX_PADDING_TOKENS, MAX_PADDING_SHARE * num_real)

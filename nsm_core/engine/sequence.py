@@ -1,4 +1,4 @@
-"""One running request: what was asked, what was sampled, what is visible."""
+"""One running request: its parameters, sampled tokens, visible output and rewind points."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from nsm_core.engine.output import NO_IDS, OutputStream, Step
+from nsm_core.engine.output import NO_IDS, OutputStep, OutputStream
 from nsm_core.engine.request import GenerationRequest, PromptState, Timings
 from nsm_core.sampling.counts import TokenCounts
-from nsm_core.sampling.device import pack_wishes
+from nsm_core.sampling.device import pack_sampling_params
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
@@ -35,13 +35,14 @@ class Timeline:
 
 # A second copy is made only when the first is this many tokens old: copies are rare, and few tokens are read again.
 MIN_SPACING_TOKENS = 64
+NO_COUNTS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewindPoint:
-    """A state to go back to: the one after `num_fed` sampled tokens were fed on top of the prompt.
+    """A state to rewind to: the one after `num_fed` sampled tokens were fed on top of the prompt.
 
-    `state` [1, *shape] has read `num_read` of them, fewer where drafts of tokens were taken back.
+    `state` [1, *shape] has read `num_read` of them, fewer after a rollback of drafts.
     """
 
     num_fed: int
@@ -50,14 +51,14 @@ class RewindPoint:
 
 
 class RewindPoints:
-    """At most two copies: the one to go back to, and a younger one that takes its place when the held text moves on."""
+    """At most two copies of a state: the rewind target, and a younger one that replaces it when the held text moves."""
 
     def __init__(self) -> None:
         self._points: list[RewindPoint] = []
 
     def update(self, *, num_fed: int, num_read: int, holding_since: int | None, copy: Callable[[], State]) -> None:
-        """Called after each sampled token. `holding_since`: index (from 1) of the first token that may be taken back,
-        None when none can; `copy` gives the state now, which has read `num_read` of `num_fed` sampled tokens.
+        """After each sampled token. `holding_since`: index (from 1) of the first token that may be dropped, None if
+        there is none. `copy` returns the current state, which has read `num_read` of `num_fed` sampled tokens.
         """
         if holding_since is None:
             self._points.clear()
@@ -69,7 +70,7 @@ class RewindPoints:
             self._points.append(RewindPoint(num_fed, num_read, copy()))
 
     def is_copy_near(self, *, num_fed: int) -> bool:
-        """Whether `update` may ask for a second copy within a few tokens."""
+        """Whether `update` may make a second copy within a few tokens."""
         return len(self._points) == 1 and num_fed - self._points[0].num_fed >= MIN_SPACING_TOKENS - 3
 
     def latest(self, *, num_kept: int) -> RewindPoint:
@@ -77,46 +78,43 @@ class RewindPoints:
         return next(point for point in reversed(self._points) if point.num_fed <= num_kept)
 
 
-NO_COUNTS: Mapping[int, int] = MappingProxyType({})
-
-
 class RunningSequence:
-    """A request from the moment it is queued; its state lives in the slot of the pool that it gets later.
+    """A request from the moment it is queued. Its state lies in the pool, in the slot that it gets later.
 
-    It is a `SampledRow` as well: steps of hundreds of rows make no values of their own for the sampler.
+    It is also the sampler's `SampledRow`, so steps of hundreds of rows create no values for the sampler.
     """
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float) -> None:
-        """`arrival`: in seconds, by the clock that the timeline is kept by."""
+        """`arrival`: in seconds, by the clock of the timeline."""
         self.request = request
         self.params = request.sampling
-        self.wishes = pack_wishes(request.sampling)
+        self.packed_params = pack_sampling_params(request.sampling)
         self.timeline = Timeline(arrival)
         self.slot: int | None = None
         self.sampled: list[int] = []
         self.vocab_size = tokenizer.vocab_size
-        self.num_in_flight = 0  # tokens whose sampling was launched, and whose ids are not known here yet
-        self.num_fed_before_drafts: int | None = None  # set while the state is one from before refused drafts
+        self.num_in_flight = 0  # tokens whose sampling was launched and whose ids have not reached the host
+        self.num_fed_before_drafts: int | None = None  # set after a rollback: the state is older than the text
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
         self.output = OutputStream(tokenizer, request.sampling)
-        # Tokens before which its state may have to be kept, since text is held back from them on
-        self.pausing_ids = self.output.holding_ids if self.may_be_taken_back else NO_IDS
+        # Text is held back from these tokens on, so the state before them may be needed
+        self.pausing_ids = self.output.holding_ids if self.may_rewind else NO_IDS
         self.rewind_points = RewindPoints()
-        # All tokens of context the request stands on, resumed ones included
+        # All tokens of context, resumed ones included
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
-        # What penalties look at, and nobody else: an array as long as the vocabulary
+        # An array as long as the vocabulary, so only for requests with penalties
         self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
         is_plain = self._counts is None and not request.sampled_ids
         self._num_plain = self.params.max_tokens - 1 if is_plain else 0
-        reread = _settled(request, tokenizer)
-        for token_id in reread:
-            self.take(token_id)
-        self.read_ids = (*request.prompt_ids, *reread)  # what is read before the first token is sampled here
+        replayed = _replayed_ids(request, tokenizer)
+        for token_id in replayed:
+            self.append(token_id)
+        self.read_ids = (*request.prompt_ids, *replayed)  # read before the first token is sampled here
 
     @property
     def resumed_counts(self) -> Mapping[int, int]:
-        """How often the session had sampled each token before this turn."""
+        """The session's count of each sampled token before this turn."""
         resume = self.request.resume
         return self.request.generated_counts if resume is None else resume.generated_counts
 
@@ -132,7 +130,7 @@ class RunningSequence:
 
     @property
     def num_fed(self) -> int:
-        """Sampled tokens that the state has read; between steps all but the last one, unless drafts were refused."""
+        """Sampled tokens that the state has read: between steps all but the last one, fewer after a rollback."""
         return len(self.sampled) - 1 if self.num_fed_before_drafts is None else self.num_fed_before_drafts
 
     @property
@@ -142,28 +140,28 @@ class RunningSequence:
 
     @property
     def generated_counts(self) -> Mapping[int, int]:
-        """How often each token was sampled; empty where no penalty looks at it."""
+        """The count of each sampled token; empty without penalties."""
         return NO_COUNTS if self._counts is None else self._counts
 
     @property
-    def may_be_taken_back(self) -> bool:
-        """Whether the state at the end may be older than the newest one: a stop string took tokens back."""
+    def may_rewind(self) -> bool:
+        """Whether the end state may be older than the newest state, because a stop string dropped tokens."""
         return self.request.keep_state and bool(self.request.sampling.stop)
 
-    def take_prompt_states(self) -> list[PromptState]:
-        """Those kept since the last call."""
-        kept, self.prompt_states = self.prompt_states, []
-        return kept
+    def pop_prompt_states(self) -> list[PromptState]:
+        """The prompt states since the last call."""
+        states, self.prompt_states = self.prompt_states, []
+        return states
 
     @property
-    def given_id(self) -> int | None:
-        """What the next token is to be, when it was sampled before, somewhere else."""
+    def forced_id(self) -> int | None:
+        """The id that the next token must have, because it was sampled before, on another server."""
         num_sampled = len(self.sampled)
         return self.request.sampled_ids[num_sampled] if num_sampled < len(self.request.sampled_ids) else None
 
-    def take_plain(self, token_id: int) -> str | None:
-        """One more sampled token where it brings text and nothing else: the text. None, and nothing done, for all
-        others: the first and the last, ids that end a text or hold it back, those of requests with penalties.
+    def append_plain(self, token_id: int) -> str | None:
+        """Appends a token that only adds text, and returns the text. None, without any change, for the first and the
+        last token, for ids that may end the output or hold text back, and for requests with penalties.
         """
         if not 0 < len(self.sampled) < self._num_plain:
             return None
@@ -172,27 +170,27 @@ class RunningSequence:
             self.sampled.append(token_id)
         return text
 
-    def take(self, token_id: int) -> Step:
-        """One more sampled token."""
+    def append(self, token_id: int) -> OutputStep:
+        """Appends a sampled token."""
         self.sampled.append(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
         return self.output.feed(token_id)
 
 
-def _settled(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The first of `sampled_ids`, which may be read like a prompt: no stop string can take any of them back.
+def _replayed_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The first of `sampled_ids`, which are read like a prompt: no stop string can drop any of them.
 
-    What follows, one token at least, is sampled again and comes out as given, so that stops, the state to go back to
-    and the end are found as in a request that was never interrupted.
+    The others, at least one, are sampled again with forced results, so that stops, rewind points and the end are found
+    as in an uninterrupted request.
     """
     if not request.sampled_ids:
         return ()
-    output, num_settled = OutputStream(tokenizer, request.sampling), 0
+    output, num_replayed = OutputStream(tokenizer, request.sampling), 0
     for number, token_id in enumerate(request.sampled_ids[: request.sampling.max_tokens][:-1], start=1):
         step = output.feed(token_id)
         if step.stop is not None:
             break
         if step.holding_since is None:
-            num_settled = number
-    return request.sampled_ids[:num_settled]
+            num_replayed = number
+    return request.sampled_ids[:num_replayed]

@@ -1,4 +1,4 @@
-"""What an engine's steps have cost and shown: counters, energy, a look at the model now and then."""
+"""Statistics of the engine's steps: counters, energy, samples of the model's states."""
 
 from __future__ import annotations
 
@@ -21,80 +21,84 @@ from nsm_core.stats import EnergyUse, EngineStats
 
 
 def meter_of(model: nn.Module, *, core_watts: float = CORE_WATTS) -> EnergyMeter:
-    """`core_watts`: of one busy core, for an estimate where nothing is measured."""
+    """The meter of the GPU that the model is on, and of the CPUs. `core_watts`: of one busy core, for an estimate."""
     device = next(model.parameters()).device
     uuids = [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
     return make_meter(gpu_uuids=uuids, core_watts=core_watts)
 
 
-class Accounts:
-    """Of one engine, told by it before and after each step. Without a meter or an observer it has none of theirs."""
+class StepStats:
+    """The engine's counters, the energy of its requests, and samples of the model's states.
 
-    def __init__(self, stats: EngineStats, *, meter: EnergyMeter | None, observer: ModelObserver | None) -> None:
-        self.counted = stats
+    `counters` may be changed by other parts of the engine. Without a meter there is no energy, without an observer no
+    samples.
+    """
+
+    def __init__(self, counters: EngineStats, *, meter: EnergyMeter | None, observer: ModelObserver | None) -> None:
+        self.counters = counters
         self._ledger = None if meter is None else EnergyLedger(meter)
         self._observer = observer
 
     @property
-    def is_look_due(self) -> bool:
-        """Whether the next step that decodes is to be looked at; its ids must be known."""
+    def is_sample_due(self) -> bool:
+        """Whether the next decoding step is to be sampled; its token ids must be on the host."""
         return self._observer is not None and self._observer.is_due
 
     def begin(
-        self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool, *, may_look: bool = True
+        self, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool, *, may_sample: bool = True
     ) -> None:
         """Before a step."""
         if self._ledger is not None:
             self._ledger.begin()
-        if self._observer is not None and plan.decode and may_look and self._observer.is_due:
-            self._observe(self._observer, plan, running, pool)
+        if self._observer is not None and plan.decode and may_sample and self._observer.is_due:
+            self._sample(self._observer, plan, running, pool)
 
-    def charge(
+    def record(
         self, plan: Plan, running: Mapping[int, RunningSequence], seconds: float, num_read: Mapping[int, int]
     ) -> None:
-        """After a step of `seconds`, while its requests are still there. `num_read`: tokens that decoding slots have
-        read, of those that read more than one.
+        """After a step of `seconds`, before any of its requests ends. `num_read`: tokens read by each decoding slot
+        that read more than one.
         """
-        self.counted.num_steps += 1
-        self.counted.step_rows += len(plan.decode) + len(plan.prefill)
-        self.counted.step_tokens += plan.num_tokens + sum(num_read.values()) - len(num_read)
-        self.counted.tokens_computed += sum(chunk.length for chunk in plan.prefill)
+        self.counters.num_steps += 1
+        self.counters.step_rows += len(plan.decode) + len(plan.prefill)
+        self.counters.step_tokens += plan.num_tokens + sum(num_read.values()) - len(num_read)
+        self.counters.tokens_computed += sum(chunk.length for chunk in plan.prefill)
         if self._ledger is not None:
             tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}
             tokens |= {running[chunk.slot].request.request_id: chunk.length for chunk in plan.prefill}
             self._ledger.work(tokens, seconds, now=time.monotonic())
 
-    def charge_share(self, plan: Plan, slot: int, request_id: str, seconds: float) -> None:
-        """The request of this slot ends while a step is in flight that has taken `seconds` so far."""
+    def record_share(self, plan: Plan, slot: int, request_id: str, seconds: float) -> None:
+        """The slot's request ends while the step of `plan` is in flight, `seconds` after its start."""
         if self._ledger is not None:
             num_tokens = next((chunk.length for chunk in plan.prefill if chunk.slot == slot), 1)
             self._ledger.work({request_id: num_tokens}, seconds * num_tokens / plan.num_tokens, now=time.monotonic())
 
-    def count_drafts(self, *, num_drafted: int, num_accepted: int) -> None:
-        """Of one request in one step."""
-        self.counted.num_drafts += 1
-        self.counted.num_draft_tokens += num_drafted
-        self.counted.num_accepted_tokens += num_accepted
+    def record_drafts(self, *, num_drafted: int, num_accepted: int) -> None:
+        """The drafts of one request in one step."""
+        self.counters.num_drafts += 1
+        self.counters.num_draft_tokens += num_drafted
+        self.counters.num_accepted_tokens += num_accepted
 
-    def rest(self) -> None:
-        """Nothing is to be done for now."""
+    def idle(self) -> None:
+        """No request is active."""
         if self._ledger is not None:
             self._ledger.rest()
 
-    def close(self, request_id: str) -> tuple[EnergyUse, ...]:
-        """The request is over; what it has used."""
+    def take_energy(self, request_id: str) -> tuple[EnergyUse, ...]:
+        """The energy charged to a request that ends."""
         return () if self._ledger is None else self._ledger.close_account(request_id)
 
-    def stats(self) -> EngineStats:
-        """A copy."""
-        stats = dataclasses.replace(self.counted)
+    def snapshot(self) -> EngineStats:
+        """A copy of all figures."""
+        stats = dataclasses.replace(self.counters)
         if self._ledger is not None:
             stats.energy, stats.request_energy = self._ledger.total, self._ledger.charged
         if self._observer is not None:
             stats.num_observed, stats.layers = self._observer.num_observed, self._observer.layers
         return stats
 
-    def _observe(
+    def _sample(
         self, observer: ModelObserver, plan: Plan, running: Mapping[int, RunningSequence], pool: StatePool
     ) -> None:
         slots = plan.decode[:MAX_ROWS]
@@ -108,4 +112,4 @@ class Accounts:
         )
         device = next(iter(state.values())).device
         if device.type == "cuda":
-            self.counted.device_memory_bytes = torch.cuda.memory_allocated(device)
+            self.counters.device_memory_bytes = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""How an engine runs a model: the seam between what is decided (requests, batches) and a device's way to compute it."""
+"""The seam between the engine's decisions (requests, batches) and the computation on a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nsm_core.state.spec import State, StateSpec
 
 
 class SequenceModel(Protocol):
-    """What a model must offer to be served. Functional: a state that is given is never modified."""
+    """A model that can be served. Functional: it never modifies a state that it is given."""
 
     @property
     def state_spec(self) -> StateSpec: ...
@@ -40,26 +40,26 @@ class SequenceModel(Protocol):
 
 
 class Savepoint(Protocol):
-    """What a row of a pool held."""
+    """The state of a pool's row at one moment."""
 
     def restore(self) -> None:
-        """The row holds it again, to the bit. Once, before anybody else uses the row."""
+        """Writes it back, to the bit. Once, before the row is used for another sequence."""
         ...
 
 
 class TakeSavepoint(Protocol):
     def __call__(self, row: int, num_tokens: int, /) -> Savepoint:
-        """Before a leased row reads up to `num_tokens` that may be taken back."""
+        """Before a leased row reads up to `num_tokens` that may be rolled back."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Upcoming:
-    """What R rows read in a step that is launched while the ids which the step before sampled are still on the device.
+class NextInputs:
+    """The ids of R rows in a step that is launched while the ids sampled by the step before are still on the device.
 
-    Row i reads the id sampled[sources[i]] (`sampled` [N] int64, there), unless it is NOT_FINITE or one that the row
-    pauses at: then nothing of the row is touched and its hidden vector means nothing. Where sources[i] is negative the
-    row reads ids[i], whatever it is. Both are [R] int64.
+    Row i reads the id sampled[sources[i]] (`sampled` [N] int64, on the device), unless it is NOT_FINITE or a pausing id
+    of the row: then the row is skipped and its hidden vector is undefined. If sources[i] is negative the row reads
+    ids[i]. Both are [R] int64.
     """
 
     ids: npt.NDArray[np.int64]
@@ -67,24 +67,24 @@ class Upcoming:
     sampled: Tensor | None
 
 
-class LookAhead(Protocol):
-    """How a device is given a step more than is waited for. It computes in the order of the calls."""
+class Overlap(Protocol):
+    """Launches steps without waiting for the ones before. The device computes them in the order of the calls."""
 
     @property
     def min_rows(self) -> int:
-        """With fewer rows a step is over before Python is done with the last one: to look ahead does not pay."""
+        """With fewer rows overlap does not pay: the device would wait for Python anyway."""
         ...
 
     def pause_at(self, row: int, ids: Collection[int]) -> None:
-        """From the next call of `step` on the row pauses at these ids, instead of those given before."""
+        """Sets the row's pausing ids, from the next call of `step` on."""
         ...
 
-    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
-        """`Executor.step` with ids that are not known yet, without waiting for the device: hidden [len(rows), d]."""
+    def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
+        """`Executor.step` with ids that are still on the device, without waiting: hidden [len(rows), d]."""
         ...
 
-    def beside(self) -> AbstractContextManager[object]:
-        """Within it rows are read from the pool without waiting for steps in flight; none of these may touch them."""
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A context for reading rows of the pool without waiting for steps in flight, which must not touch the rows."""
         ...
 
 
@@ -118,31 +118,31 @@ class Executor(Protocol):
 
     @property
     def draw(self) -> Draw:
-        """How tokens are drawn from logits that are on the host."""
+        """Draws tokens from logits on the host."""
         ...
 
     @property
     def prompt_unit(self) -> int:
-        """A row's bits depend on where its prompt is cut, unless cuts lie this many tokens, or a multiple, apart.
+        """Prompts must be cut at multiples of so many tokens, so that a row's bits do not depend on the cuts.
 
-        1: they never do, or always.
+        1: any cut gives the same bits, or no rule would.
         """
         ...
 
     @property
     def savepoint(self) -> TakeSavepoint | None:
-        """How drafts of tokens are taken back; None: none may be tried.
+        """Takes savepoints for the rollback of drafts; None: no tokens may be drafted.
 
-        An executor that has it gives hidden, logits and states the same bits however a text is cut into calls: after
-        drafts that come true they are those of single steps.
+        An executor with savepoints computes hidden vectors, logits and states with the same bits however a text is cut
+        into calls. So accepted drafts leave the bits of single steps.
         """
         ...
 
     @property
-    def look_ahead(self) -> LookAhead | None:
-        """How a step is launched before the one before it is over; None: every step is waited for.
+    def overlap(self) -> Overlap | None:
+        """Launches steps without waiting; None: every step is waited for.
 
-        An executor that has it does not wait for the device in `read` and `logits` either.
+        An executor with overlap does not wait for the device in `read` and `logits` either.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which executor runs a model here: what was asked for, and what the model, its file and the machine allow."""
+"""Chooses the executor of a model: by the requested name, the model, its file and the machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution.base import Executor, ExecutorFactory
-from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, why_not_cuda
+from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, cuda_unsupported_reason
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
-from nsm_core.execution.names import Wish
+from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.library import PORTABLE, variants
-from nsm_core.execution.native.unpacked import unpacked
-from nsm_core.execution.native.weights import NativeWeights, why_not_native
+from nsm_core.execution.native.unpacked import unpacked_model
+from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat
@@ -27,9 +27,9 @@ logger = logging.getLogger("nsm.execution")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenExecutor:
-    """`model`: what the factory is to be given, and observers: the loaded model, or a twin that needs less memory.
+    """`model`: for the factory and for observers: the loaded model, or a copy that needs less memory.
 
-    `numerics`: the class within which equal input gives equal bits, for the states that the executor makes.
+    `numerics`: the class within which equal input gives equal bits, of states that the executor computes.
     """
 
     name: str
@@ -38,27 +38,27 @@ class ChosenExecutor:
     numerics: str
 
 
-def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
-    """The executor of `loaded`, on as many threads as torch has now. Says in the log what it chose and why.
+def choose_executor(loaded: LoadedModel, name: ExecutorName = "auto") -> ChosenExecutor:
+    """The executor of `loaded`, with torch's current number of threads. Logs the choice and its reason.
 
-    Raises ConfigError where `native` or `cuda` was asked for and cannot be had.
+    Raises ConfigError if `native` or `cuda` was requested and is not available.
     """
-    if wish.startswith("cuda") or (wish == "auto" and loaded.model.embedding.weight.is_cuda):
-        reason = why_not_cuda(loaded.model)
+    if name.startswith("cuda") or (name == "auto" and loaded.model.embedding.weight.is_cuda):
+        reason = cuda_unsupported_reason(loaded.model)
         if reason is None:
-            return _cuda(loaded, CudaWeights(wish.removeprefix("cuda-")) if "-" in wish else CudaWeights.BF16)
-        if wish != "auto":
+            return _cuda(loaded, CudaWeights(name.removeprefix("cuda-")) if "-" in name else CudaWeights.BF16)
+        if name != "auto":
             raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
         logger.warning(
             "%s runs on the eager executor, many times slower than the one for GPUs: %s", loaded.name, reason
         )
         return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
-    reason = None if wish == "native" else _why_eager(loaded, wish)
+    reason = None if name == "native" else _eager_reason(loaded, name)
     if reason is None:
-        reason = why_not_native(loaded.model)
+        reason = native_unsupported_reason(loaded.model)
         if reason is None:
             return _native(loaded)
-        if wish == "native":
+        if name == "native":
             raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
         logger.warning(
             "%s runs on the eager executor, several times slower than the native one: %s", loaded.name, reason
@@ -68,10 +68,10 @@ def choose_executor(loaded: LoadedModel, wish: Wish = "auto") -> ChosenExecutor:
     return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
 
 
-def _why_eager(loaded: LoadedModel, wish: Wish) -> str | None:
-    """Why nothing else is tried; None when it is."""
-    if wish == "eager":
-        return "as it was asked for"
+def _eager_reason(loaded: LoadedModel, name: ExecutorName) -> str | None:
+    """The reason to use the eager executor without trying the native one; None if there is none."""
+    if name == "eager":
+        return "as requested"
     if loaded.model.embedding.weight.device.type != "cpu":
         return "the model is not on a CPU"
     if loaded.weight_format != WeightFormat.INT8:
@@ -89,7 +89,7 @@ def _native(loaded: LoadedModel) -> ChosenExecutor:
     )
     weights = NativeWeights(loaded.model)
     factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights)
-    return ChosenExecutor("native", factory, unpacked(loaded.model, weights), NUMERICS)
+    return ChosenExecutor("native", factory, unpacked_model(loaded.model, weights), NUMERICS)
 
 
 def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
@@ -99,13 +99,13 @@ def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
-    """Raises ConfigError where the kernels do not compute on this device what the model says."""
-    # The kernels' compiler is loaded where it is needed only
+    """Raises ConfigError if the kernels fail their check on this device."""
+    # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
-    from nsm_core.execution.cuda.self_check import why_wrong
+    from nsm_core.execution.cuda.self_check import failed_check
 
     executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
-    reason = why_wrong(executor, model)
+    reason = failed_check(executor, model)
     if reason is not None:
         raise ConfigError(f"the kernels for GPUs fail their check on this device ({reason}): set NSM_EXECUTOR=eager")
     return executor

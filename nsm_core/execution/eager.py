@@ -1,4 +1,4 @@
-"""The model as it is written, operation by operation: the reference for every other executor, on any device."""
+"""The eager executor: the model's own operations, on any device. The reference for every other executor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import LookAhead, SequenceModel, TakeSavepoint
+from nsm_core.execution.base import Overlap, SequenceModel, TakeSavepoint
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -24,9 +24,9 @@ class EagerExecutor:
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
 
     draw = staticmethod(draw_reference)
-    prompt_unit = 1  # products of other shapes round otherwise
+    prompt_unit = 1  # products of other shapes round differently
     savepoint: TakeSavepoint | None = None  # for the same reason
-    look_ahead: LookAhead | None = None  # nothing computes while Python works
+    overlap: Overlap | None = None  # the CPU computes in the calling thread
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -36,7 +36,7 @@ class EagerExecutor:
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One right-padded batch: rows of very different lengths are better read by several calls."""
+        """Reads one right-padded batch; the caller splits rows of very different lengths."""
         longest = max(len(row) for row in ids)
         padded = self._tensor([[*row, *[0] * (longest - len(row))] for row in ids])
         is_ragged = any(len(row) < longest for row in ids)

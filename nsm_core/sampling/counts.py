@@ -1,4 +1,4 @@
-"""How often one sequence has sampled each token: what penalties look at."""
+"""The number of times that one sequence has sampled each token, for penalties."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-MAX_TOKEN_COUNT = 2**53  # in one session; exact in float64, and far enough below int64 to count on
+MAX_TOKEN_COUNT = 2**53  # in one session; exact in float64, and far below the end of int64
 
 
 class TokenCounts(Mapping[int, int]):
     """A mapping {token id: count above 0} over a dense array.
 
-    The sampler reads the array as it is, so the cost of a penalty does not grow with the length of the session; any
-    other mapping has to be converted at every token.
+    The sampler reads the array directly, so the cost of a penalty does not grow with the session. Other mappings are
+    converted for every token.
     """
 
     def __init__(self, vocab_size: int, counts: Mapping[int, int] | None = None) -> None:
@@ -23,11 +23,11 @@ class TokenCounts(Mapping[int, int]):
             self._counts[token_id] = count
 
     def add(self, token_id: int) -> None:
-        """The token was sampled once more."""
+        """Counts one more sample of the token."""
         self._counts[token_id] += 1
 
     def remove(self, token_id: int) -> None:
-        """Takes one `add` back: the token is not kept. Raises KeyError when the count is 0."""
+        """Reverts one `add`. Raises KeyError if the count is 0."""
         if self._counts[token_id] == 0:
             raise KeyError(token_id)
         self._counts[token_id] -= 1

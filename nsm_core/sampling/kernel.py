@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsm_core.sampling.result import NOT_FINITE as NOT_FINITE  # what the kernel below writes as a number
+from nsm_core.sampling.result import NOT_FINITE as NOT_FINITE  # the kernel below writes it as a number
 
-# The columns of a row's wishes, all in 64 bits; the last three are the bits of doubles.
-NUM_WISHES = 7
+# The columns of a row's parameters, all in 64 bits; the last three are the bits of doubles.
+NUM_PARAMS = 7
 LARGEST_VOCABULARY = 16384  # a row lies in the registers of one program
 
 
@@ -83,12 +83,12 @@ def _draw(weights, ids, u):
 
 
 @triton.jit
-def _choose(x, top, ids, wishes_ptr, smallest):
+def _choose(x, top, ids, params_ptr, smallest):
     """The token of a row that is not greedy; x [V padded], `top` its largest."""
-    temperature = tl.load(wishes_ptr + 4).to(tl.float64, bitcast=True).to(tl.float32)
-    top_k = tl.load(wishes_ptr + 3).to(tl.int32)
-    top_p = tl.load(wishes_ptr + 5).to(tl.float64, bitcast=True)
-    min_p = tl.load(wishes_ptr + 6).to(tl.float64, bitcast=True).to(tl.float32)
+    temperature = tl.load(params_ptr + 4).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k = tl.load(params_ptr + 3).to(tl.int32)
+    top_p = tl.load(params_ptr + 5).to(tl.float64, bitcast=True)
+    min_p = tl.load(params_ptr + 6).to(tl.float64, bitcast=True).to(tl.float32)
     weights = tl.exp((x - top) / tl.maximum(temperature, smallest))
     if top_k > 0:
         weights = _keep_top_k(weights, top_k)
@@ -96,13 +96,13 @@ def _choose(x, top, ids, wishes_ptr, smallest):
         weights = _keep_top_p(weights, top_p)
     if min_p > 0.0:
         weights = tl.where(weights >= min_p * tl.max(weights, axis=0), weights, 0.0)
-    u = _uniform(tl.load(wishes_ptr), tl.load(wishes_ptr + 1), tl.load(wishes_ptr + 2))
+    u = _uniform(tl.load(params_ptr), tl.load(params_ptr + 1), tl.load(params_ptr + 2))
     return _draw(weights, ids, u)
 
 
 @triton.jit
 def _sample(
-    logits_ptr, stride, wishes_ptr, chosen_ptr, vocab_size, smallest, WISHES: tl.constexpr, VOCAB: tl.constexpr
+    logits_ptr, stride, params_ptr, chosen_ptr, vocab_size, smallest, PARAMS: tl.constexpr, VOCAB: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, VOCAB)
@@ -112,18 +112,18 @@ def _sample(
     num_finite = tl.sum((is_finite & is_id).to(tl.int32), axis=0)
     top = tl.max(x, axis=0)
     chosen = tl.min(tl.where(x == top, ids, VOCAB), axis=0)
-    if wishes_ptr is not None:
-        wishes_ptr += row * WISHES
-        is_drawn = tl.load(wishes_ptr + 4) != 0  # a temperature of 0 has no bit set
+    if params_ptr is not None:
+        params_ptr += row * PARAMS
+        is_drawn = tl.load(params_ptr + 4) != 0  # a temperature of 0 has no bit set
         if is_drawn & (num_finite == vocab_size):
-            chosen = _choose(x, top, ids, wishes_ptr, smallest)
+            chosen = _choose(x, top, ids, params_ptr, smallest)
     tl.store(chosen_ptr + row, tl.where(num_finite == vocab_size, chosen, -1).to(tl.int64))
 
 
-def choose_tokens(logits: Tensor, wishes: Tensor | None) -> Tensor:
+def choose_tokens(logits: Tensor, params: Tensor | None) -> Tensor:
     """logits [B,V] fp32 -> ids [B] int64, NOT_FINITE for a row that is not finite.
 
-    wishes [B, NUM_WISHES] int64: seed, choice index, position, top-k, then the bits of the fp64 temperature, top-p and
+    params [B, NUM_PARAMS] int64: seed, choice index, position, top-k, then the bits of the fp64 temperature, top-p and
     min-p. None: every row is greedy.
     """
     rows, vocab_size = logits.shape
@@ -131,11 +131,11 @@ def choose_tokens(logits: Tensor, wishes: Tensor | None) -> Tensor:
     _sample[(rows,)](
         logits,
         logits.stride(0),
-        wishes,
+        params,
         chosen,
         vocab_size,
         torch.finfo(torch.float32).tiny,
-        WISHES=NUM_WISHES,
+        PARAMS=NUM_PARAMS,
         VOCAB=triton.next_power_of_2(vocab_size),
         num_warps=16 if vocab_size > 2048 else 4,
     )

@@ -1,4 +1,4 @@
-"""What a request wishes of the sampler. Plain values: no torch here."""
+"""Sampling parameters of a request. Plain values: no torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from nsm_core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024  # of one stop string: what is matched on every token must stay small
+MAX_STOP_CHARS = 1024  # of one stop string: it is matched on every token
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
@@ -18,9 +18,9 @@ MAX_TOP_K = 2**31 - 1
 SEED_BITS = 64
 
 
-def _check(condition: bool, param: str, wish: str, given: object) -> None:
+def _check(condition: bool, param: str, expected: str, given: object) -> None:
     if not condition:
-        raise InvalidRequest(f"{param} must be {wish}, got {given!r}", param=param)
+        raise InvalidRequest(f"{param} must be {expected}, got {given!r}", param=param)
 
 
 def _is_int(value: object) -> bool:
@@ -29,10 +29,10 @@ def _is_int(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Frozen wishes of one request; every value is checked here, once. Raises InvalidRequest.
+    """The sampling parameters of one request; every value is checked here, once. Raises InvalidRequest.
 
-    `seed` is always set by whoever builds the value (drawn once when the client gave none), so that a stored turn can
-    be repeated. A draw depends on (seed, choice_index, absolute position) only. Token ids are checked against a
+    The builder of the value always sets `seed` (drawn once if the client gave none), so that a stored turn can be
+    repeated. A draw depends on (seed, choice_index, absolute position) only. Token ids are checked against a
     vocabulary by `validate_for_vocab`.
     """
 
@@ -74,8 +74,8 @@ class SamplingParams:
             value = getattr(self, name)
             if name == "logprobs" and value is None:
                 continue
-            wish = f"a whole number of at least {low}" if high == math.inf else f"a whole number in [{low}, {high}]"
-            _check(_is_int(value) and low <= value <= high, name, wish, value)
+            expected = f"a whole number of at least {low}" if high == math.inf else f"a whole number in [{low}, {high}]"
+            _check(_is_int(value) and low <= value <= high, name, expected, value)
 
     def _check_real_numbers(self) -> None:
         for name, low, high in (
@@ -94,8 +94,8 @@ class SamplingParams:
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         for text in self.stop:
             _check(text != "", "stop", "made of non-empty strings", list(self.stop))
-            wish = f"made of strings of at most {MAX_STOP_CHARS} characters"
-            _check(len(text) <= MAX_STOP_CHARS, "stop", wish, f"{text[:20]}… of {len(text)} characters")
+            expected = f"made of strings of at most {MAX_STOP_CHARS} characters"
+            _check(len(text) <= MAX_STOP_CHARS, "stop", expected, f"{text[:20]}… of {len(text)} characters")
             _check(_is_unicode(text), "stop", "made of valid Unicode strings (no unpaired surrogates)", text)
 
     @property
@@ -108,12 +108,17 @@ class SamplingParams:
         """Whether tokens sampled before change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are chosen from the raw logits alone: no log-probabilities, bias or penalties."""
+        return self.logprobs is None and not self.logit_bias and not self.has_penalties
+
 
 def top_k_count(top_k: int) -> int:
     """A client's top_k as SamplingParams has it: -1 means all tokens, as 0 does. Raises InvalidRequest."""
     if not -1 <= top_k <= MAX_TOP_K:
-        wish = f"-1 or 0 (all tokens), or in [1, {MAX_TOP_K}]"
-        raise InvalidRequest(f"top_k must be {wish}, got {str(top_k)[:80]}", param="top_k")
+        expected = f"-1 or 0 (all tokens), or in [1, {MAX_TOP_K}]"
+        raise InvalidRequest(f"top_k must be {expected}, got {str(top_k)[:80]}", param="top_k")
     return max(top_k, 0)
 
 

@@ -1,4 +1,4 @@
-"""The steps between a model's logits and the distribution that is drawn from, each on one row.
+"""The steps from a model's logits to the distribution of the draw, each on one row.
 
 Arrays are [V] fp32 and are changed in place. No step lets one row of the batch touch another, so a row's result cannot
 depend on its neighbours. The order in which the sampler applies them is in `sampler.py`.
@@ -66,7 +66,7 @@ def to_weights(logits: npt.NDArray[np.float32], temperatures: npt.NDArray[np.flo
         np.exp(logits, out=logits)
 
 
-def keep_wanted(weights: Row, params: SamplingParams) -> None:
+def apply_filters(weights: Row, params: SamplingParams) -> None:
     """Top-k, then top-p of what top-k left, then min-p: weights of the other tokens become 0."""
     keep_top_k(weights, params.top_k)
     if params.top_p >= 1.0 and params.min_p <= 0.0:

@@ -1,17 +1,17 @@
-"""What the sampler reports. Plain values: no torch here."""
+"""Results of the sampler. Plain values: no torch here."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-# In place of the id of a row whose logits are not finite, where ids are numbers on a device
+# The id of a row whose logits are not finite, where ids are on a device
 NOT_FINITE = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Natural-log probability of one token, and of the most likely ones at that place (most likely first).
+    """Natural-log probability of one token, and of the most likely ones at its position (most likely first).
 
     Always of the model's own distribution: the log-softmax of the raw logits, before bias, penalties, temperature and
     filters.

@@ -1,6 +1,6 @@
 """Counter-based randomness: a draw is a pure function of (seed, choice index, position).
 
-There is no stream to carry along, so a resumed, moved or forked session draws what the unbroken one would have drawn.
+There is no generator state, so a resumed, moved or forked session draws the same numbers as an uninterrupted one.
 
 The construction, exactly (all words are unsigned 64-bit integers):
 
@@ -25,11 +25,11 @@ _MANTISSA_BITS = 53
 
 
 def uniform(seed: int, choice_index: int, position: int) -> float:
-    """The one draw of this place, in [0, 1). Every argument is in [0, 2**64)."""
+    """The draw at this position, in [0, 1). Every argument is in [0, 2**64)."""
     philox = np.random.Philox(key=seed | (choice_index << _WORD_BITS), counter=position)
     return float(int(philox.random_raw()) >> (_WORD_BITS - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS
 
 
-def uniforms(places: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.float64]:
+def uniforms(keys: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.float64]:
     """`uniform` of each (seed, choice index, position): [B] float64."""
-    return np.array([uniform(*place) for place in places], dtype=np.float64)
+    return np.array([uniform(*key) for key in keys], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""[B, V] logits -> B tokens, each row by its own wishes."""
+"""[B, V] logits -> B tokens, each row by its own parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from torch import Tensor
 
 from nsm_core.errors import NumericalError
 from nsm_core.ops.dispatch import runs_kernels
-from nsm_core.sampling.device import LaunchedTokens, fits_device, launch_on_device, pack_wishes, sample_on_device
+from nsm_core.sampling.device import (
+    PendingTokens,
+    fits_device,
+    launch_on_device,
+    pack_sampling_params,
+    sample_on_device,
+)
 from nsm_core.sampling.logprobs import to_numpy, token_logprob
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.sampling.processors import adjust, keep_wanted, needs_adjustment, to_weights
+from nsm_core.sampling.processors import adjust, apply_filters, needs_adjustment, to_weights
 from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.rng import uniforms
 
@@ -24,7 +30,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class SampledRow(Protocol):
-    """What the sampler must know of one row."""
+    """One row of a batch, as the sampler reads it."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -36,37 +42,37 @@ class SampledRow(Protocol):
 
     @property
     def generated_counts(self) -> Mapping[int, int]:
-        """How often the session sampled each token, where penalties look at it; a `TokenCounts` is read as it is."""
+        """The session's count of each sampled token, for rows with penalties; a `TokenCounts` needs no conversion."""
         ...
 
     @property
-    def wishes(self) -> bytes:
-        """`pack_wishes` of its params."""
+    def packed_params(self) -> bytes:
+        """`pack_sampling_params` of its parameters."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """A SampledRow by itself."""
+    """A SampledRow as a plain value."""
 
     params: SamplingParams
     position: int
     generated_counts: Mapping[int, int]
 
     @property
-    def wishes(self) -> bytes:
-        return pack_wishes(self.params)
+    def packed_params(self) -> bytes:
+        return pack_sampling_params(self.params)
 
 
 class Draw(Protocol):
     """Steps 4 to 6 of `Sampler`, for rows that are not greedy. `draw_reference` is its specification.
 
-    The uniform draws are the same everywhere; weights may be rounded otherwise, so a token may differ where a draw lies
-    within rounding of the border between two.
+    The uniform draws are the same everywhere. Weights may be rounded differently, so a token may differ if a draw lies
+    within rounding of the boundary between two tokens.
     """
 
     def __call__(self, logits: Logits, indices: Sequence[int], rows: Sequence[SampledRow]) -> npt.NDArray[np.int64]:
-        """logits [B, V], not modified; indices [R]: which of its rows `rows` [R] stand for. Returns ids [R]."""
+        """logits [B, V], not modified; indices [R]: the index into logits of each of `rows` [R]. Returns ids [R]."""
         ...
 
 
@@ -86,24 +92,23 @@ class Sampler:
     A row's result is a function of its own logits, params, position and counts: neighbours and batch size change
     nothing, not even the last bit. Log-probabilities are those of the raw logits, before step 1.
 
-    Rows on a GPU that need neither steps 1 to 3 nor log-probabilities are chosen there, and no logits come to the host.
+    Plain rows (`SamplingParams.is_plain`) on a GPU are sampled there; their logits are not copied to the host.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
-        """`draw`: that of the executor, which knows the machine; None: the reference."""
+        """`draw`: that of the executor; None: the reference."""
         self._draw = draw or draw_reference
 
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
         """logits [B, V], one row of it for each of `rows`; not modified.
 
-        A row with NaN or infinite logits gives a NumericalError in its place (returned, not raised: the other rows have
-        their tokens).
+        A row with NaN or infinite logits gives a NumericalError, returned and not raised: the other rows have tokens.
         """
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
         if not (runs_kernels(logits) and fits_device(logits)):
             return self._sample_on_host(logits, rows)
-        plain_rows = [_is_plain(row) for row in rows]
+        plain_rows = [row.params.is_plain for row in rows]
         if all(plain_rows):
             return _sample_plain(logits, rows)
         chosen: list[SampledToken | NumericalError] = [not_finite(row.position) for row in rows]
@@ -115,20 +120,20 @@ class Sampler:
                     chosen[index] = token
         return chosen
 
-    def launch(self, logits: Tensor, rows: Sequence[SampledRow]) -> LaunchedTokens:
-        """Like `sample`, for rows that `is_plain` says yes to; a device is not waited for before `wait`."""
+    def launch(self, logits: Tensor, rows: Sequence[SampledRow]) -> PendingTokens:
+        """Like `sample`, for plain rows; only `PendingTokens.wait` waits for the device."""
         if runs_kernels(logits) and fits_device(logits):
             return launch_on_device(logits, rows)
         sampled = self._sample_on_host(logits, rows)
         ids = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
-        return LaunchedTokens(torch.tensor(ids, device=logits.device))
+        return PendingTokens(torch.tensor(ids, device=logits.device))
 
     def _sample_on_host(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
         raw = to_numpy(logits)
         is_finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(raw).all(axis=-1))
         good = [index for index in range(len(rows)) if is_finite[index]]
         adjusted = _adjust(raw, rows, good)
-        token_ids = adjusted.argmax(axis=-1)  # all that greedy rows need
+        token_ids = adjusted.argmax(axis=-1)  # enough for greedy rows
         drawn = [index for index in good if not rows[index].params.is_greedy]
         if drawn:
             token_ids[drawn] = self._draw(adjusted, drawn, [rows[index] for index in drawn])
@@ -139,15 +144,6 @@ class Sampler:
             _report(raw[index], ids[index], row.params) if finite else not_finite(row.position)
             for index, (row, finite) in enumerate(zip(rows, is_finite.tolist(), strict=True))
         ]
-
-
-def _is_plain(row: SampledRow) -> bool:
-    return row.params.logprobs is None and not needs_adjustment(row.params, row.generated_counts)
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """Whether a request's tokens can all be chosen where the logits are, without the tokens chosen before."""
-    return params.logprobs is None and not params.logit_bias and not params.has_penalties
 
 
 def _sample_plain(logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
@@ -172,7 +168,7 @@ def draw_reference(logits: Logits, indices: Sequence[int], rows: Sequence[Sample
     weights = logits[indices]  # a copy
     to_weights(weights, np.array([row.params.temperature for row in rows], dtype=np.float32))
     for row_weights, row in zip(weights, rows, strict=True):
-        keep_wanted(row_weights, row.params)
+        apply_filters(row_weights, row.params)
     draws = uniforms([(row.params.seed, row.params.choice_index, row.position) for row in rows])
     # torch and not numpy: its cumulative sum over rows is ten times as fast; it runs serially along each row
     cumulative = torch.from_numpy(weights).cumsum(dim=-1, dtype=torch.float64)
@@ -190,5 +186,5 @@ def _report(raw: npt.NDArray[np.float32], token_id: int, params: SamplingParams)
 
 
 def not_finite(position: int) -> NumericalError:
-    """What ends a request whose logits are not finite."""
+    """The error of a request whose logits are not finite."""
     return NumericalError(f"the model gave logits that are not finite at position {position}")

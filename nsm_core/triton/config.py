@@ -11,7 +11,7 @@ from typing import Any
 from nsm_core.config import EngineConfig, require_at_least, require_one_of
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
-from nsm_core.execution.names import WISHES, Wish
+from nsm_core.execution.names import EXECUTOR_NAMES, ExecutorName
 from nsm_core.wire.calls import MAX_TIMEOUT_S
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
@@ -36,7 +36,7 @@ class WorkerConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     model: Path | None = None
     device: str = "auto"
-    executor: Wish = "auto"
+    executor: ExecutorName = "auto"
     num_threads: int = 0
     max_prompt_tokens: int = 131072
     max_tokens_limit: int = 131072
@@ -49,7 +49,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         require_one_of("device", self.device, DEVICES)
-        require_one_of("executor", self.executor, WISHES)
+        require_one_of("executor", self.executor, EXECUTOR_NAMES)
         for name, low in (
             ("num_threads", 0),
             ("max_prompt_tokens", 1),

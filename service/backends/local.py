@@ -12,7 +12,7 @@ from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.execution.choose import choose_executor
-from nsm_core.execution.names import Wish
+from nsm_core.execution.names import ExecutorName
 from nsm_core.heap import trim_heap
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
@@ -37,7 +37,7 @@ class LocalBackend:
         loaded: LoadedModel,
         config: EngineConfig,
         *,
-        executor: Wish = "auto",
+        executor: ExecutorName = "auto",
         meter: EnergyMeter | None = None,
     ) -> None:
         """Keeps nothing of `loaded` that the executor does not need.

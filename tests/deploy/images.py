@@ -88,7 +88,7 @@ class Image:
         self.config: dict[str, Any] = self.described["config"]
 
     @contextlib.contextmanager
-    def unpacked(self) -> Iterator[Path]:
+    def unpacked_model(self) -> Iterator[Path]:
         """Its files, for reading."""
         container = run("buildah", "from", "--pull-never", self.tag).strip()
         try:
@@ -108,7 +108,7 @@ class Image:
         data = directory / "data"
         data.mkdir(exist_ok=True)
         shutil.chown(data, int(user), int(group))
-        with self.unpacked() as root, (directory / "log").open("wb") as log:
+        with self.unpacked_model() as root, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
                 ["unshare", "--mount", "--pid", "--fork", "bash", "-euo", "pipefail", "-c", CONFINED,
                  "bash", root, data, *inside, *command],

@@ -1,4 +1,4 @@
-"""Decode as recorded graphs of fused kernels, prompts by the model's own kernels: the executor for a GPU."""
+"""The executor for GPUs: decode steps as CUDA graphs of fused kernels, prompts by the model's own kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsm_core.execution.base import TakeSavepoint
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import run_linear
 from nsm_core.execution.cuda.options import CudaOptions
-from nsm_core.execution.cuda.overlap import CudaLookAhead
+from nsm_core.execution.cuda.overlap import CudaOverlap
 from nsm_core.execution.cuda.prompt_reader import PromptReader
 from nsm_core.execution.cuda.prompts import PROMPT_UNIT, prompt_model
 from nsm_core.execution.cuda.recording import record
@@ -56,12 +56,13 @@ class CudaExecutor:
             for bucket in self._buckets:
                 self._graphs[bucket] = self._capture(bucket)
             self._prompts.record_all()
-        # tokens of larger vocabularies are chosen on the host
+        # larger vocabularies are sampled on the host
         is_drawn_here = model.config.vocab_size <= LARGEST_VOCABULARY
-        ahead = CudaLookAhead(self, model.config.vocab_size, self._device) if is_drawn_here else None
-        self.look_ahead: CudaLookAhead | None = ahead
+        self.overlap: CudaOverlap | None = (
+            CudaOverlap(self, model.config.vocab_size, self._device) if is_drawn_here else None
+        )
 
-    draw = staticmethod(draw_reference)  # of the few rows that are not drawn on the device
+    draw = staticmethod(draw_reference)  # for the few rows that are not drawn on the device
     prompt_unit = PROMPT_UNIT
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 
@@ -87,7 +88,7 @@ class CudaExecutor:
 
     @property
     def largest_batch(self) -> int:
-        """Rows that a step may have."""
+        """The most rows of one step."""
         return self._buckets[-1]
 
     def inputs(self, num_rows: int) -> Tensor:
@@ -98,7 +99,7 @@ class CudaExecutor:
         return self._step.inputs(bucket)
 
     def replay(self, num_rows: int) -> Tensor:
-        """Launches the step that `inputs` holds: hidden [num_rows, d]."""
+        """Launches the step whose inputs were written: hidden [num_rows, d]."""
         bucket = self._bucket(num_rows)
         if self.options.graphs:
             self._graphs[bucket].replay()

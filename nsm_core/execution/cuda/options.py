@@ -1,4 +1,4 @@
-"""How a GPU computes a model, and whether it can. The kernels and their compiler are not imported here."""
+"""Options of the executor for GPUs, and the models that it supports. Imports neither kernels nor their compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_WINDOW = 16384
 
 
 class CudaWeights(enum.StrEnum):
-    """What the large matrices are multiplied in. Router, gates, states and softmax are fp32 with each."""
+    """The dtype of products with large matrices. Router, gates, states and softmax are fp32 with each."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -30,20 +30,20 @@ class CudaWeights(enum.StrEnum):
 
     @property
     def prompt_dtype(self) -> torch.dtype:
-        """The same of prompts: bf16 with fp16 too, since the decay factors of a chunk pass the range of fp16."""
+        """The dtype for prompts: bf16 also with fp16, because a chunk's decay factors exceed the range of fp16."""
         return torch.float32 if self is CudaWeights.FP32 else torch.bfloat16
 
     @property
     def ring_dtype(self) -> torch.dtype:
-        """What the keys and values of windows lie in: those of bf16 prompts without loss where it is bf16."""
+        """The dtype of windows' keys and values; bf16 holds those of bf16 prompts without loss."""
         return self.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
-    """`graphs`: record the launches of a step once and replay them; without, every step launches them one by one.
+    """`graphs`: record the launches of a step once and replay them; else every step launches them one by one.
 
-    `capture_at_start`: record all sizes when the executor is made, not when a batch of the size first comes.
+    `capture_at_start`: record all sizes when the executor is made, not at the first batch of each size.
     """
 
     weights: CudaWeights = CudaWeights.BF16
@@ -56,8 +56,8 @@ def numerics(weights: CudaWeights, device: torch.device) -> str:
     return f"cuda/{weights}/kernels-2/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
 
 
-def why_not_cuda(model: NsmModel) -> str | None:
-    """What keeps the model from the executor for GPUs; None where it can run."""
+def cuda_unsupported_reason(model: NsmModel) -> str | None:
+    """The reason why the executor for GPUs cannot run the model; None if it can."""
     if not runs_kernels(model.embedding.weight):
         return "it is not on a GPU, or the kernels' compiler (triton) is not installed"
     kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
@@ -77,7 +77,7 @@ def why_not_cuda(model: NsmModel) -> str | None:
 
 
 def _slot_tile(config: ModelConfig) -> int:
-    """Keys of a head's slots, as many as a program holds."""
+    """Numbers in the keys of a head's slots, as one program holds them."""
     return _power_of_two(config.num_memory_slots) * _power_of_two(config.head_dim)
 
 

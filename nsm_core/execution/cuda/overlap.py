@@ -1,4 +1,4 @@
-"""Steps of a GPU that are launched while the ones before them still run."""
+"""Overlap on a GPU: steps that are launched while the ones before still run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import Upcoming
+from nsm_core.execution.base import NextInputs
 from nsm_core.execution.cuda.decode import NO_ROW
-from nsm_core.execution.cuda.kernels.overlap import follow
+from nsm_core.execution.cuda.kernels.overlap import resolve_inputs
 from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 
 MIN_ROWS = 32  # `python -m benchmarks.gpu_ahead`: slower below, by a tenth at one row
 
 
-class Recorded(Protocol):
-    """The steps of an executor, by size."""
+class RecordedSteps(Protocol):
+    """The recorded steps of an executor, by size."""
 
     @property
     def pool(self) -> StatePool: ...
@@ -30,53 +30,56 @@ class Recorded(Protocol):
     def largest_batch(self) -> int: ...
 
     def inputs(self, num_rows: int) -> Tensor:
-        """[2, B] int64, B >= num_rows: rows of the pool, and ids, of the step that is replayed next."""
+        """[2, B] int64, B >= num_rows: rows of the pool, and ids, of the next replayed step."""
         ...
 
     def replay(self, num_rows: int) -> Tensor:
-        """Launches the step that `inputs` holds: hidden [num_rows, d]."""
+        """Launches the step whose inputs were written: hidden [num_rows, d]."""
         ...
 
 
-class CudaLookAhead:
-    """See LookAhead. What comes from the host lies in pinned memory: copies of other memory wait for the device."""
+class CudaOverlap:
+    """See Overlap. Host data lies in pinned memory: copies of pageable memory wait for the device."""
 
-    def __init__(self, steps: Recorded, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, steps: RecordedSteps, vocab_size: int, device: torch.device) -> None:
         self._steps, self._device = steps, device
         self.min_rows = MIN_ROWS
         self._pauses = torch.zeros(steps.pool.num_rows, vocab_size, dtype=torch.uint8, device=device)
-        self._nothing = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self._no_ids = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._compile()
-        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def _compile(self) -> None:
-        """Now, not when the first request comes."""
-        given, (rows, ids) = torch.full((3, 2), NO_ROW, device=self._device), torch.zeros_like(self._nothing)
+        """Compiles the kernel now, not at the first request."""
+        given, (rows, ids) = torch.full((3, 2), NO_ROW, device=self._device), torch.zeros_like(self._no_ids)
         with torch.cuda.device_of(given):  # type: ignore[no-untyped-call]
-            follow(given=given, sampled=self._nothing, pauses=self._pauses, rows=rows, ids=ids, no_row=NO_ROW)
+            resolve_inputs(given=given, sampled=self._no_ids, pauses=self._pauses, rows=rows, ids=ids, no_row=NO_ROW)
 
     @torch.inference_mode()
     def pause_at(self, row: int, ids: Collection[int]) -> None:
         pauses = np.zeros(self._pauses.shape[1], np.uint8)
         given = np.fromiter(ids, np.int64, len(ids))
-        pauses[given[given < len(pauses)]] = 1  # a tokenizer may have more ids than the model says
+        pauses[given[given < len(pauses)]] = 1  # a tokenizer may have more ids than the model
         self._pauses[row].copy_(to_device(pauses, self._device))
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
+    def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
         self._steps.pool.check_leased(rows)
         most = self._steps.largest_batch
         parts = [
             self._step_once(
-                rows[at : at + most], upcoming.ids[at : at + most], upcoming.sources[at : at + most], upcoming.sampled
+                rows[at : at + most],
+                inputs.ids[at : at + most],
+                inputs.sources[at : at + most],
+                inputs.sampled,
             )
             for at in range(0, len(rows), most)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def beside(self) -> AbstractContextManager[object]:
-        """A stream of its own, which waits for nothing: steps that touched the rows must have been waited for."""
-        return nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A separate stream. It does not wait, so steps that touched the rows must have been waited for."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _step_once(
         self,
@@ -92,9 +95,9 @@ class CudaLookAhead:
         given[1, :num_rows] = ids
         given[2, :num_rows], given[2, num_rows:] = sources, -1
         with torch.cuda.device_of(inputs):  # type: ignore[no-untyped-call]
-            follow(
+            resolve_inputs(
                 given=to_device(given, self._device),
-                sampled=self._nothing if sampled is None else sampled,
+                sampled=self._no_ids if sampled is None else sampled,
                 pauses=self._pauses,
                 rows=inputs[0],
                 ids=inputs[1],

@@ -1,4 +1,4 @@
-"""Prompts into rows of a pool, recorded for a few sizes: a short one does not cost a launch for each of its kernels."""
+"""Reads prompts into rows of a pool, by CUDA graphs of a few sizes: a short prompt does not pay for each launch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nsm_core.sampling.device import to_device
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
 
-# Tokens and rows that are recorded: what is read is padded to the next ones, which changes no bit of it.
+# Recorded numbers of tokens and rows. A prompt is padded to the next size, which does not change its bits.
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 ROWS = (1, 2, 4, 8, 16, 32)
-MAX_RECORDED_TOKENS = 16384  # padding included; with more, the device works longer than Python launches
-# Tokens that are read at a time, over all rows: more keep the device busy, and take memory.
+MAX_RECORDED_TOKENS = 16384  # with padding; beyond it the device takes longer than Python's launches
+# Tokens of one call, over all rows: more keep the device busy, and take memory.
 PREFILL_TOKENS = 16 * SUPER_CHUNK_LEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Recorded:
-    """ids [R,T] and lengths [R] are what it reads beside the states. It leaves hidden [R,T,d]."""
+    """Inputs, besides the states: ids [R,T] and lengths [R]. Output: hidden [R,T,d]."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
@@ -35,14 +35,14 @@ class _Recorded:
 
 
 class PromptReader:
-    """The prompts of one executor. `graphs`: record; without, every kernel is launched anew."""
+    """Reads the prompts of one executor. `graphs`: record launches; else every kernel is launched each time."""
 
     def __init__(self, model: NsmModel, pool: StatePool, device: torch.device, *, graphs: bool) -> None:
         """`model`: as `prompt_model` makes it."""
         self._model, self._pool, self._device = model, pool, device
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._memory: Any = None  # what graphs share; torch names no type for it
-        # what all graphs share, so that none keeps memory of its own: states before and after, hidden vectors
+        self._memory: Any = None  # the graphs' memory pool; torch names no type for it
+        # shared by all graphs, to save memory: states before and after, hidden vectors
         self._states: State = {}
         self._hidden = torch.empty(0)
         self._last_use: torch.cuda.Event | None = None
@@ -61,14 +61,14 @@ class PromptReader:
         return self._replay(size, rows, ids)
 
     def record_all(self) -> None:
-        """Every size now, not when it first comes."""
+        """Records every size now, not at its first use."""
         for num_rows in ROWS:
             for length in LENGTHS:
                 if num_rows * length <= MAX_RECORDED_TOKENS and self._memory is not None:
                     self._record(num_rows, length)
 
     def _size(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-        """Rows and tokens of the graph to replay; None where none would pay."""
+        """Rows and tokens of the graph to replay; None if none would pay."""
         length = next((length for length in LENGTHS if length >= max(map(len, ids))), None)
         number = next((number for number in ROWS if number >= len(rows)), None)
         if self._memory is None or length is None or number is None or number * length > MAX_RECORDED_TOKENS:
@@ -76,7 +76,7 @@ class PromptReader:
         return number, length
 
     def _read_at_once(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        """One right-padded batch: rows of very different lengths are better read by several calls."""
+        """Reads one right-padded batch; the caller splits rows of very different lengths."""
         lengths = [len(row) for row in ids]
         piece_len = max(1, PREFILL_TOKENS // SUPER_CHUNK_LEN // len(rows)) * SUPER_CHUNK_LEN
         is_ragged = min(lengths) < max(lengths)
@@ -93,7 +93,7 @@ class PromptReader:
         recorded = self._recorded.get(size) or self._record(*size)
         stream, number = torch.cuda.current_stream(self._device), len(rows)
         if self._last_use is not None:
-            stream.wait_event(self._last_use)  # on another stream: what it left is still being taken
+            stream.wait_event(self._last_use)  # on another stream: its results are still being copied
         lengths = [len(row) for row in ids]
         recorded.ids.copy_(self._padded(ids, *size))
         recorded.lengths.copy_(to_device(np.array([*lengths, *[0] * (size[0] - number)], np.int64), self._device))
@@ -125,7 +125,7 @@ class PromptReader:
         return self._recorded[num_rows, length]
 
     def _padded(self, ids: Sequence[Sequence[int]], num_rows: int, length: int) -> Tensor:
-        """[num_rows, length] int64, zeros where there is no token."""
+        """[num_rows, length] int64, padded with zeros."""
         padded = np.zeros((num_rows, length), np.int64)
         for index, row in enumerate(ids):
             padded[index, : len(row)] = row

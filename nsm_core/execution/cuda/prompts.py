@@ -1,7 +1,7 @@
-"""How a GPU reads prompts: the model as it is written, with products and attention that sum in one order.
+"""The model for prompts on a GPU: its own operations, with products and attention that sum in a fixed order.
 
-The vendor's library chooses how it sums by the shapes it is given, so by what is read together. Here a token's bits
-depend on its own text alone, where prompts are cut at multiples of PROMPT_UNIT tokens (and windows are such multiples).
+The vendor's library chooses the order of a sum by the shapes, so by the rest of the batch. Here a token's bits depend
+on its own text alone, if prompts are cut at multiples of PROMPT_UNIT tokens (and windows are such multiples).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT_UNIT = max(CHUNK_LEN, KEYS)
 
 
 class TiledLinear(nn.Module):
-    """An nn.Linear by the kernel of the decode steps: a row's outputs depend on no other row, nor on their number."""
+    """An nn.Linear by the kernel of decode steps: a row's outputs depend neither on other rows nor on their number."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()

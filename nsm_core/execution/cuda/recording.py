@@ -1,4 +1,4 @@
-"""Launches that are recorded once, as a CUDA graph, and replayed."""
+"""CUDA graphs: launches that are recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def record(work: Callable[[], None], device: torch.device, *, memory: Any = None) -> torch.cuda.CUDAGraph:
-    """The launches of `work`, which runs once before: that compiles its kernels. Waits for the device.
+    """A graph of the launches of `work`, which runs once before to compile its kernels. Waits for the device.
 
-    `memory`: `torch.cuda.graph_pool_handle()` that graphs share which are never replayed at the same time.
+    `memory`: a `torch.cuda.graph_pool_handle()` shared by graphs that are never replayed at the same time.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""What the kernels must show on the device that they were just compiled for, before they serve anybody."""
+"""A check of freshly compiled kernels on their device, before they serve requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from nsm_core.model.nsm import NsmModel
 NUM_TOKENS = 2
 PROMPT_LENGTHS = (100, 70, 5)
 REPEATS = 3
-# Relative, of logits against the model as it is written in fp32; some twenty times what was seen
+# Relative error of logits against the eager fp32 model; some twenty times the observed errors
 TOLERANCE = {CudaWeights.BF16: 0.06, CudaWeights.FP16: 0.01, CudaWeights.FP32: 1e-4}
 
 
 @torch.inference_mode()
-def why_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
-    """Reads a few tokens and prompts in rows of the pool, none of which may be leased; None where all is well.
+def failed_check(executor: CudaExecutor, model: NsmModel) -> str | None:
+    """Reads a few tokens and prompts in rows of the pool, none of which may be leased. None if the check passes.
 
-    A row beside others must have the bits that it has alone, every time, and be near the model as it is written.
+    A row must have the same bits beside others and alone, every time, and be close to the eager model.
     """
-    return _why_steps_are_wrong(executor, model) or _why_prompts_are_wrong(executor, model)
+    return _failed_steps(executor, model) or _failed_prompts(executor, model)
 
 
-def _why_steps_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
+def _failed_steps(executor: CudaExecutor, model: NsmModel) -> str | None:
     num_rows = executor.pool.num_rows
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (NUM_TOKENS, num_rows), generator=generator)
@@ -39,10 +39,10 @@ def _why_steps_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
     for token in ids[:, some].to(batches[0].device):
         hidden, state = model.step(token, state)
         want = model.logits(hidden)
-    return _why_too_far(executor, batches[0][some], want, "logits")
+    return _failed_tolerance(executor, batches[0][some], want, "logits")
 
 
-def _why_prompts_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | None:
+def _failed_prompts(executor: CudaExecutor, model: NsmModel) -> str | None:
     generator, device = torch.Generator().manual_seed(1), model.embedding.weight.device
     lengths = PROMPT_LENGTHS[: executor.pool.num_rows]
     texts = [torch.randint(model.config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -52,17 +52,17 @@ def _why_prompts_are_wrong(executor: CudaExecutor, model: NsmModel) -> str | Non
         if device.type == "cuda" and not hidden.equal(_read(executor, [text])[0]):
             return f"a prompt of {len(text)} tokens has other bits than alone"
     want, _ = model.forward(torch.tensor(texts[:1], device=device), model.initial_state(1))
-    return _why_too_far(executor, executor.logits(beside[0]), model.logits(want[0]), "logits of a prompt")
+    return _failed_tolerance(executor, executor.logits(beside[0]), model.logits(want[0]), "logits of a prompt")
 
 
-def _why_too_far(executor: CudaExecutor, got: Tensor, want: Tensor, what: str) -> str | None:
+def _failed_tolerance(executor: CudaExecutor, got: Tensor, want: Tensor, what: str) -> str | None:
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
     tolerance = TOLERANCE[executor.options.weights]
     return None if error <= tolerance else f"{what} are off by {error:.2g}, {tolerance:g} is allowed"
 
 
 def _read(executor: CudaExecutor, texts: list[list[int]]) -> list[Tensor]:
-    """Texts from the start, one a row: hidden [length,d] of each. The rows are free again."""
+    """Reads texts from the start, one a row: hidden [length,d] of each. Frees the rows."""
     rows = list(range(len(texts)))
     _lease(executor, rows)
     try:
@@ -83,7 +83,7 @@ def _free(executor: CudaExecutor, rows: list[int]) -> None:
 
 
 def _logits(executor: CudaExecutor, rows: list[int], ids: Tensor) -> Tensor:
-    """ids [tokens, len(rows)], read from the start; logits [len(rows), V] after the last. The rows are free again."""
+    """ids [tokens, len(rows)], read from the start; logits [len(rows), V] after the last. Frees the rows."""
     _lease(executor, rows)
     try:
         for token in ids.tolist():

@@ -1,35 +1,24 @@
-"""Drawing tokens by the native kernels: the same steps as the sampler's, several times as fast.
+"""Draws tokens by the native kernels: the same steps as the sampler's, several times as fast.
 
-The draws are those of the sampler to the bit. Weights are rounded otherwise: a token differs where the draw lies within
-rounding of the border between two.
+The uniform draws have the sampler's bits. Weights are rounded differently: a token differs if the draw lies within
+rounding of the boundary between two tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from nsm_core.execution.native.library import load_library, variants
-from nsm_core.sampling.params import SamplingParams
-
-
-class Drawn(Protocol):
-    """What a draw needs of a row."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-    @property
-    def position(self) -> int: ...
+from nsm_core.sampling.sampler import SampledRow
 
 
 def draw_tokens(
-    logits: npt.NDArray[np.float32], indices: Sequence[int], rows: Sequence[Drawn]
+    logits: npt.NDArray[np.float32], indices: Sequence[int], rows: Sequence[SampledRow]
 ) -> npt.NDArray[np.int64]:
-    """logits [B, V] in one block, finite in the rows indices [R]; `rows` [R] want one token each. Returns ids [R]."""
+    """logits [B, V] contiguous, finite in the rows indices [R], which belong to `rows` [R]. Returns ids [R]."""
     library = load_library()
     if library is None:
         raise RuntimeError("the native kernels were not built")

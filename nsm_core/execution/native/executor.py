@@ -1,4 +1,4 @@
-"""The model on hand-written CPU kernels: int8 weights and activations, states in place in the pool."""
+"""The native executor: hand-written CPU kernels, int8 weights and activations, states in place in the pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import LookAhead
+from nsm_core.execution.base import Overlap
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.library import load_library
 from nsm_core.execution.native.savepoint import NativeSavepoint
@@ -22,10 +22,10 @@ from nsm_core.model.pulse import PulseMixer
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State
 
-# All processors and variants of the kernels give the same bits: products of int8 are summed exactly, sums of fp32 are
-# added in one fixed order, which depends on the token's place in its text alone.
+# All processors and variants of the kernels give the same bits: int8 products are summed exactly, and fp32 sums have
+# one fixed order, which depends on the token's position in its text alone.
 NUMERICS = "cpu/int8/native-1"
-# Tokens that go through the layers together: weights are read once for them all, activations stay in the cache.
+# Tokens that pass the layers together: weights are read once for all of them, activations stay in the cache.
 PIECE_TOKENS = 64
 
 Ints = npt.NDArray[np.int32]
@@ -34,9 +34,8 @@ Ints = npt.NDArray[np.int32]
 class NativeExecutor:
     """Rows advance in place, in the pool (see Executor).
 
-    Equal requests give equal bits, whatever shares their batch and however their prompts are cut.
-
-    Calls release the interpreter's lock. Raises ValueError for a model that `why_not_native` refuses.
+    Equal requests give equal bits, whatever else is in their batch and however their prompts are cut. Calls release the
+    interpreter's lock. Raises ValueError for a model with a `native_unsupported_reason`.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class NativeExecutor:
         weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False
 
     draw = staticmethod(draw_tokens)
-    prompt_unit = 1  # cut anywhere, a prompt gives the same bits
-    look_ahead: LookAhead | None = None  # nothing computes while Python works
+    prompt_unit = 1  # every cut of a prompt gives the same bits
+    overlap: Overlap | None = None  # the CPU computes in the calling thread
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
@@ -115,7 +114,7 @@ class NativeExecutor:
 
 
 def _initial_state(model: NsmModel) -> State:
-    """`model.initial_state(1)` that takes no memory: the learned slots where they lie in the model, and one zero."""
+    """`model.initial_state(1)` without extra memory: views of the learned slots in the model, and of one zero."""
     state = {spec.name: torch.zeros((), dtype=spec.dtype).expand(1, *spec.shape) for spec in model.state_spec.tensors}
     for index, block in enumerate(model.layers):
         if isinstance(block.mixer, PulseMixer):
@@ -124,7 +123,7 @@ def _initial_state(model: NsmModel) -> State:
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
-    """Where row 0 of each lies, and how many numbers further row 1."""
+    """The address of row 0 of each tensor, and the stride to row 1 in numbers."""
     starts = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
     return (ctypes.c_void_p * len(starts))(*starts), (ctypes.c_int64 * len(strides))(*strides)

@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: the functions of `src/api.cpp`, by ctypes."""
+"""The compiled kernels in Python: the functions of `src/api.cpp`, by ctypes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger("nsm.native")
 MAX_HEAD_DIM = 256  # kernels.h
 MAX_SLOTS = 1024
 LANES = 16
-PORTABLE = "portable"  # the variant without any instruction set of its own
+PORTABLE = "portable"  # the variant that needs no instruction set extension
 _NUM_VARIANTS = 3
 
 
 class Part(enum.IntEnum):
-    """What a layer is made of: `Part` in model.h."""
+    """The parts of a layer: `Part` in model.h."""
 
     PROJECT = 0
     OUT = 1
@@ -74,7 +74,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library of these sources; None when it was not built, or does not load here."""
+    """The library of these sources; None if it was not built or does not load here."""
     path = library_path()
     if not path.exists():
         return None
@@ -90,7 +90,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def variants() -> tuple[str, ...]:
-    """The kernels' variants that this processor runs, fastest first; none without the library."""
+    """The variants of the kernels that this processor supports, fastest first; none without the library."""
     library = load_library()
     if library is None:
         return ()

@@ -1,4 +1,4 @@
-"""What a row held before it read drafts."""
+"""Savepoints of the native executor: a row's state before it reads drafts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from nsm_core.state.spec import POSITION
 
 
 class NativeSavepoint:
-    """See Executor.savepoint. Slots and tails are copied whole; of the rings of windows, what will be written over."""
+    """See Executor.savepoint. Copies slots and tails whole, and of windows' rings the entries to be overwritten."""
 
     def __init__(self, pool: StatePool, row: int, num_tokens: int) -> None:
         pool.check_leased((row,))
         position = int(pool.tensors[POSITION][row])
         self._whole: list[tuple[Tensor, Tensor]] = []
-        self._places: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._ring_entries: list[tuple[Tensor, Tensor, Tensor]] = []
         for name, tensor in pool.tensors.items():
             held = tensor[row]
             if name.endswith(".kv"):  # [kv_heads, 2, window, K]
-                places = torch.arange(position, position + num_tokens) % held.shape[2]
-                self._places.append((held, places, held.index_select(2, places)))
+                indices = torch.arange(position, position + num_tokens) % held.shape[2]
+                self._ring_entries.append((held, indices, held.index_select(2, indices)))
             else:
                 self._whole.append((held, held.clone()))
 
     def restore(self) -> None:
         for held, copy in self._whole:
             held.copy_(copy)
-        for held, places, copy in self._places:
-            held.index_copy_(2, places, copy)
+        for held, indices, copy in self._ring_entries:
+            held.index_copy_(2, indices, copy)

@@ -1,4 +1,4 @@
-"""The model as it is written, over the packed weights: for whoever looks at a model whose fp32 weights are gone."""
+"""The eager model over the packed weights, for observers and probes after the fp32 weights were freed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 
-# Rows that are made at a time: the memory they take does not show beside the packed ones.
+# Rows that are unpacked at a time: their memory is negligible beside the packed ones.
 PIECE_ROWS = 256
 
 
 class UnpackedMatrix(nn.Module):
-    """A matrix [rows, cols] that exists in fp32 only while it is used: in place of a Linear without bias, or an
-    Embedding.
-    """
+    """A matrix [rows, cols] that is unpacked to fp32 for each use: replaces a Linear without bias or an Embedding."""
 
     def __init__(self, weights: NativeWeights, layer: int, part: Part, size: tuple[int, int]) -> None:
         super().__init__()
@@ -30,7 +28,7 @@ class UnpackedMatrix(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[rows, cols] fp32, made for whoever asks."""
+        """[rows, cols] fp32, unpacked at each call."""
         return self.rows(torch.arange(self._num_rows))
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ class UnpackedMatrix(nn.Module):
 
 
 class HalfLinear(nn.Module):
-    """A Linear whose matrix [rows, cols] lies in fp16, as the kernels read routers, and is used in fp32."""
+    """A Linear whose matrix [rows, cols] is stored in fp16, as in the kernels' routers, and used in fp32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class HalfLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[rows, cols] fp32, made for whoever asks."""
+        """[rows, cols] fp32, unpacked at each call."""
         return self.get_buffer("rounded").float()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,16 +62,16 @@ class HalfLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def unpacked(model: NsmModel, weights: NativeWeights) -> NsmModel:
-    """A twin of `model` with the matrices of `weights` and routers in fp16, none in fp32; it shares everything else.
+def unpacked_model(model: NsmModel, weights: NativeWeights) -> NsmModel:
+    """A copy of `model` with the packed matrices of `weights` and routers in fp16; it shares everything else.
 
-    It computes what `model` does, up to how weights are rounded, slower. For inference only.
+    It computes the same as `model`, up to the rounding of weights, but slower. For inference only.
     """
-    kept: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
     def replace(index: int, part: Part, module: nn.Module) -> None:
         num_rows, num_cols = module.get_parameter("weight").shape
-        kept[id(module)] = UnpackedMatrix(weights, index, part, (num_rows, num_cols))
+        memo[id(module)] = UnpackedMatrix(weights, index, part, (num_rows, num_cols))
 
     replace(0, Part.EMBEDDING, model.embedding)
     for index, block in enumerate(model.layers):
@@ -83,5 +81,5 @@ def unpacked(model: NsmModel, weights: NativeWeights) -> NsmModel:
         replace(index, Part.OUT, block.mixer.get_submodule("out"))
         if isinstance(block.mixer, PulseMixer):
             logits = block.mixer.router.logits
-            kept[id(logits)] = HalfLinear(logits)
-    return copy.deepcopy(model, kept)
+            memo[id(logits)] = HalfLinear(logits)
+    return copy.deepcopy(model, memo)

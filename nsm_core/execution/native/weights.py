@@ -18,7 +18,7 @@ from nsm_core.model.router import SoftmaxRouter
 from nsm_core.model.storage import quantize_rows
 
 
-def why_not_native(model: object) -> str | None:
+def native_unsupported_reason(model: object) -> str | None:
     """Why this model cannot run on the native kernels here, in words; None when it can."""
     if load_library() is None:
         return "the native kernels were not built (make setup builds them where there is a C++ compiler)"
@@ -44,11 +44,11 @@ def why_not_native(model: object) -> str | None:
 class NativeWeights:
     """A packed copy of a model's weights; matrices that are int8 by rows stay what they are, others are rounded to it.
 
-    `variant`: one of `variants()`. Raises ValueError for a model that `why_not_native` refuses.
+    `variant`: one of `variants()`. Raises ValueError for a model that `native_unsupported_reason` refuses.
     """
 
     def __init__(self, model: NsmModel, variant: str | None = None) -> None:
-        reason, library = why_not_native(model), load_library()
+        reason, library = native_unsupported_reason(model), load_library()
         if reason is not None or library is None:
             raise ValueError(reason)
         self.variant = variants()[0] if variant is None else variant

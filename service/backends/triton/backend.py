@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
-from nsm_core.engine.request_check import AdmissionCheck
+from nsm_core.engine.request_check import RequestCheck
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
@@ -38,7 +38,7 @@ class TritonBackend:
         self._num_failovers = 0
         self._counts = EngineStats()
         self._model: ModelInfo | None = None
-        self._admission: AdmissionCheck | None = None
+        self._admission: RequestCheck | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -59,7 +59,7 @@ class TritonBackend:
         await self.upstreams.start()
         description, tokenizer = self.upstreams.served
         self._model = description.model
-        self._admission = AdmissionCheck(
+        self._admission = RequestCheck(
             vocab_size=tokenizer.vocab_size,
             spec=StateLayout(self._model.state_layout),
             fingerprint=self._model.fingerprint,

@@ -1,4 +1,4 @@
-"""Engines that wait for every step, and engines that look ahead."""
+"""Engines that wait for every step, and engines whose steps overlap."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterator
 import pytest
 
 from nsm_core.execution.eager import EagerExecutor
-from nsm_core.sampling.device import LaunchedTokens
+from nsm_core.sampling.device import PendingTokens
 from tests.nsm_core.engine import harness
-from tests.nsm_core.engine.overlap_pairs import Noting
+from tests.nsm_core.engine.overlap_pairs import RecordingExecutor
 
 
-@pytest.fixture(scope="module", params=["waiting", "ahead"])
-def waiting_or_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What `make_engine` makes when it is not told how."""
+@pytest.fixture(scope="module", params=["waiting", "overlapped"])
+def waiting_or_overlapped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The default executor of `make_engine`."""
     with pytest.MonkeyPatch.context() as patch:
-        is_ahead = request.param == "ahead"
-        patch.setattr(harness, "default_executor", harness.looking_ahead() if is_ahead else EagerExecutor)
+        is_overlapped = request.param == "overlapped"
+        patch.setattr(harness, "default_executor", harness.overlapped() if is_overlapped else EagerExecutor)
         yield
 
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    wait = LaunchedTokens.wait
-    monkeypatch.setattr(Noting, "notes", found, raising=False)
+    wait = PendingTokens.wait
+    monkeypatch.setattr(RecordingExecutor, "notes", found, raising=False)
 
-    def noting_wait(tokens: LaunchedTokens) -> list[int]:
+    def noting_wait(tokens: PendingTokens) -> list[int]:
         found.append("wait")
         return wait(tokens)
 
-    monkeypatch.setattr(LaunchedTokens, "wait", noting_wait)
+    monkeypatch.setattr(PendingTokens, "wait", noting_wait)
     return found

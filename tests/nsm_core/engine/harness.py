@@ -22,7 +22,7 @@ from nsm_core.engine.request import (
     Resume,
     TokenEvent,
 )
-from nsm_core.execution.base import Executor, ExecutorFactory, Savepoint, SequenceModel, Upcoming
+from nsm_core.execution.base import Executor, ExecutorFactory, NextInputs, Savepoint, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import NOT_FINITE
@@ -91,8 +91,8 @@ class _WholeRow:
         self._pool.write(self._row, self._state)
 
 
-class FakeLookAhead:
-    """Computes at once what it is asked to launch, in the order of the calls, as a device would."""
+class FakeOverlap:
+    """Computes launched steps at once, in the order of the calls, as a device would."""
 
     min_rows = 1
 
@@ -100,21 +100,21 @@ class FakeLookAhead:
         self._executor = executor
         self._width = 1
         self._pauses: dict[int, frozenset[int]] = {}
-        self.num_left_out = 0  # times that a row was not touched
-        self.num_beside = 0  # times that something was read without waiting
+        self.num_skipped = 0  # times that a row was not touched
+        self.num_side_reads = 0  # times that something was read without waiting
 
     def pause_at(self, row: int, ids: Collection[int]) -> None:
         self._pauses[row] = frozenset(ids)
 
-    def step(self, rows: Sequence[int], upcoming: Upcoming) -> Tensor:
-        sampled = [] if upcoming.sampled is None else upcoming.sampled.tolist()
-        ids = upcoming.ids.tolist()
+    def step(self, rows: Sequence[int], inputs: NextInputs) -> Tensor:
+        sampled = [] if inputs.sampled is None else inputs.sampled.tolist()
+        ids = inputs.ids.tolist()
         live = []
-        for index, (row, source) in enumerate(zip(rows, upcoming.sources.tolist(), strict=True)):
+        for index, (row, source) in enumerate(zip(rows, inputs.sources.tolist(), strict=True)):
             ids[index] = ids[index] if source < 0 else sampled[source]
             if source < 0 or (ids[index] != NOT_FINITE and ids[index] not in self._pauses[row]):
                 live.append(index)
-        self.num_left_out += len(rows) - len(live)
+        self.num_skipped += len(rows) - len(live)
         hidden = torch.full((len(rows), self._width), torch.nan)
         if live:
             stepped = self._executor.step([rows[index] for index in live], [ids[index] for index in live])
@@ -122,17 +122,17 @@ class FakeLookAhead:
             hidden[live], self._width = stepped, stepped.shape[1]
         return hidden
 
-    def beside(self) -> AbstractContextManager[object]:
-        self.num_beside += 1
+    def side_stream(self) -> AbstractContextManager[object]:
+        self.num_side_reads += 1
         return nullcontext()
 
 
-def looking_ahead(factory: ExecutorFactory = EagerExecutor) -> ExecutorFactory:
-    """The same executor, launched a step ahead; without drafts."""
+def overlapped(factory: ExecutorFactory = EagerExecutor) -> ExecutorFactory:
+    """The same executor with overlapped steps and without drafts."""
 
     def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
         executor: Any = factory(model, num_rows=num_rows, poison=poison)
-        executor.savepoint, executor.look_ahead = None, FakeLookAhead(executor)
+        executor.savepoint, executor.overlap = None, FakeOverlap(executor)
         return cast(Executor, executor)
 
     return make

@@ -1,4 +1,4 @@
-"""Engines that look ahead beside ones that wait, and executors that note what they are asked for."""
+"""Pairs of overlapped and waiting engines, and executors that record their calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.tokenizer import Tokenizer
 from tests.nsm_core.engine.harness import (
-    FakeLookAhead,
+    FakeOverlap,
     Outcome,
-    looking_ahead,
     make_engine,
+    overlapped,
     run_all,
 )
 
 
 class Pair:
-    """Two engines for one model, one of which looks ahead."""
+    """Two engines for one model; the steps of one overlap."""
 
     def __init__(
         self, model: SequenceModel, tokenizer: Tokenizer, executor: ExecutorFactory = EagerExecutor, **limits: Any
@@ -30,27 +30,27 @@ class Pair:
         self.made: list[Any] = []
 
         def make(model: SequenceModel, *, num_rows: int, poison: bool) -> Any:
-            self.made.append(looking_ahead(executor)(model, num_rows=num_rows, poison=poison))
+            self.made.append(overlapped(executor)(model, num_rows=num_rows, poison=poison))
             return self.made[-1]
 
         self.plain = make_engine(model, tokenizer, executor=executor, speculation="off", **limits)
-        self.ahead = make_engine(model, tokenizer, executor=make, speculation="off", **limits)
+        self.overlapped = make_engine(model, tokenizer, executor=make, speculation="off", **limits)
 
     @property
-    def fake(self) -> FakeLookAhead:
-        fake = self.made[0].look_ahead
-        assert isinstance(fake, FakeLookAhead)
+    def fake(self) -> FakeOverlap:
+        fake = self.made[0].overlap
+        assert isinstance(fake, FakeOverlap)
         return fake
 
     def compare(self, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = ()) -> dict[str, Outcome]:
         want = run_all(self.plain, requests, arrivals=arrivals)
-        assert run_all(self.ahead, requests, arrivals=arrivals) == want
-        assert self.ahead.stats().num_running == self.ahead.stats().num_waiting == 0
+        assert run_all(self.overlapped, requests, arrivals=arrivals) == want
+        assert self.overlapped.stats().num_running == self.overlapped.stats().num_waiting == 0
         return want
 
 
-class Noting(EagerExecutor):
-    """Notes what is asked of it, and when its tokens are waited for."""
+class RecordingExecutor(EagerExecutor):
+    """Records its calls, and the waits for its tokens."""
 
     notes: list[str]
 

@@ -344,7 +344,7 @@ async def test_R10_what_fails_while_a_request_is_added_ends_that_request_alone(
     bad, good = engine.submit(make_request("bad")), engine.submit(make_request("good", max_tokens=5))
     error = (await collect(bad)).finished.error
     assert isinstance(error, EngineDead)
-    assert "could not be taken: OverflowError" in str(error)
+    assert "could not be queued: OverflowError" in str(error)
     assert len((await collect(good)).ids) == 5
     assert engine.is_ready()
-    assert "could not be taken" in caplog.text
+    assert "could not be queued" in caplog.text

@@ -59,7 +59,7 @@ def test_memory_is_bounded_and_the_newest_text_stays() -> None:
     for start in range(0, 10 * WINDOW_TOKENS, 100):
         drafter.extend(list(range(start, start + 100)))
         assert len(drafter._ids) <= 2 * WINDOW_TOKENS
-        assert len(drafter._followed) <= 2 * WINDOW_TOKENS
+        assert len(drafter._next_index) <= 2 * WINDOW_TOKENS
     newest = 10 * WINDOW_TOKENS - 1000
     drafter.extend(list(range(newest, newest + GRAM_LENGTH)))
     assert drafter.propose(2) == [newest + GRAM_LENGTH, newest + GRAM_LENGTH + 1]
@@ -76,9 +76,9 @@ def test_more_is_drafted_while_it_comes_true() -> None:
     pace, numbers = DraftPace(), []
     for _ in range(4):
         numbers.append(pace.num_drafts(0))
-        pace.tell(num_drafted=numbers[-1], num_accepted=numbers[-1], num_sampled=0)
+        pace.record(num_drafted=numbers[-1], num_accepted=numbers[-1], num_sampled=0)
     assert numbers == [MIN_DRAFTS, 2 * MIN_DRAFTS, MAX_DRAFTS, MAX_DRAFTS]
-    pace.tell(num_drafted=MAX_DRAFTS, num_accepted=3, num_sampled=0)
+    pace.record(num_drafted=MAX_DRAFTS, num_accepted=3, num_sampled=0)
     assert pace.num_drafts(0) == 3
 
 
@@ -92,7 +92,7 @@ def test_a_text_that_never_repeats_itself_pays_for_few_drafts() -> None:
             pauses.append(num_sampled - last)
             last = num_sampled
             num_drafted += drafts
-            pace.tell(num_drafted=drafts, num_accepted=0, num_sampled=num_sampled)
+            pace.record(num_drafted=drafts, num_accepted=0, num_sampled=num_sampled)
     assert num_drafted < 100
     assert MIN_PAUSE_TOKENS in pauses
     assert max(pauses) == MAX_PAUSE_TOKENS
@@ -101,12 +101,12 @@ def test_a_text_that_never_repeats_itself_pays_for_few_drafts() -> None:
 def test_a_text_that_begins_to_repeat_itself_is_found_again() -> None:
     pace = DraftPace()
     for num_sampled in (1, 2, 3):
-        pace.tell(num_drafted=2, num_accepted=0, num_sampled=num_sampled)
+        pace.record(num_drafted=2, num_accepted=0, num_sampled=num_sampled)
     assert pace.num_drafts(4) == 0
     at = MAX_PAUSE_TOKENS
     for _ in range(6):
-        pace.tell(num_drafted=pace.num_drafts(at), num_accepted=pace.num_drafts(at), num_sampled=at)
+        pace.record(num_drafted=pace.num_drafts(at), num_accepted=pace.num_drafts(at), num_sampled=at)
     assert pace.num_drafts(at) == MAX_DRAFTS
     while pace.num_drafts(at):
-        pace.tell(num_drafted=2, num_accepted=0, num_sampled=at)
+        pace.record(num_drafted=2, num_accepted=0, num_sampled=at)
     assert pace.num_drafts(at + MIN_PAUSE_TOKENS) == MIN_DRAFTS  # the first pause of a text that had been good

@@ -24,7 +24,7 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 
-pytestmark = pytest.mark.usefixtures("waiting_or_ahead")
+pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 
 PROMPT_IDS = (0, 9, 4)
 

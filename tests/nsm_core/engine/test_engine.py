@@ -116,7 +116,7 @@ def test_R9_R15_random_batches_change_nothing_for_their_members(
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 @pytest.mark.parametrize("num_sessions", [scaled(20, 100)])
 def test_R15_sessions_interleaved_over_turns_equal_their_solo_transcripts(
     num_sessions: int, tiny_tokenizer: Tokenizer
@@ -271,7 +271,7 @@ def test_a_row_that_is_not_finite_ends_alone(place: str, tiny_tokenizer: Tokeniz
     assert run_one(engine, make_request("next", healthy)).ids == reference_ids(healthy, 8)  # the row is clean again
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
 def test_S6_a_cancelled_request_ends_before_the_next_step(num_steps: int, tiny_tokenizer: Tokenizer) -> None:
     """Cancelled while it waits, while it reads its prompt, and while it decodes."""
@@ -318,7 +318,7 @@ def test_R14_random_cancellations_leave_no_slot_behind_and_touch_nobody(tiny_tok
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 def test_a_deadline_ends_waiting_and_running_requests(tiny_tokenizer: Tokenizer) -> None:
     now = 0.0
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=1, clock=lambda: now)
@@ -337,7 +337,7 @@ def test_a_deadline_ends_waiting_and_running_requests(tiny_tokenizer: Tokenizer)
     assert not engine.has_work
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 def test_abort_all_ends_everything(tiny_tokenizer: Tokenizer) -> None:
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=1)
     for name in "abc":
@@ -349,7 +349,7 @@ def test_abort_all_ends_everything(tiny_tokenizer: Tokenizer) -> None:
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 def test_the_queue_is_bounded_and_ids_are_unique(tiny_tokenizer: Tokenizer) -> None:
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=1, queue_limit=1)
     engine.add(make_request("a"))
@@ -361,7 +361,7 @@ def test_the_queue_is_bounded_and_ids_are_unique(tiny_tokenizer: Tokenizer) -> N
     assert engine.stats().num_waiting == 2
 
 
-@pytest.mark.usefixtures("waiting_or_ahead")
+@pytest.mark.usefixtures("waiting_or_overlapped")
 def test_an_aborted_request_releases_the_text_it_held(tiny_tokenizer: Tokenizer) -> None:
     script = tiny_tokenizer.encode("one STO")
     engine = make_engine(ScriptedModel(script, vocab_size=512), tiny_tokenizer)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsm_core.config import EngineConfig
 from nsm_core.engine.async_engine import AsyncEngine
-from nsm_core.engine.engine import MAX_FAILURES_IN_A_ROW, Engine, shows_lost_device
+from nsm_core.engine.engine import MAX_FAILURES_IN_A_ROW, Engine, is_device_lost
 from nsm_core.engine.request import Finished, FinishReason, Resume
 from nsm_core.errors import EngineDead, StepFailed
 from nsm_core.execution.eager import EagerExecutor
@@ -179,7 +179,7 @@ def test_failures_in_a_row_end_the_engine_and_others_do_not(failing: FailingEngi
     ids=lambda value: str(value)[:20],
 )
 def test_a_lost_device_ends_the_engine_at_once(failing: FailingEngine, error: Exception, is_lost: bool) -> None:
-    assert shows_lost_device(error) is is_lost
+    assert is_device_lost(error) is is_lost
     failing.executor.error, failing.executor.num_failures = error, 1
     failing.engine.add(make_request())
     if is_lost:

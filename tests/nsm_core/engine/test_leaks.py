@@ -18,7 +18,7 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 
-pytestmark = pytest.mark.usefixtures("waiting_or_ahead")
+pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 
 SECRET_LEN = 12
 QUESTION = random_ids(99, 6)

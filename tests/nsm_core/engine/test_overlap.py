@@ -1,4 +1,4 @@
-"""With a step launched ahead every request gives what it gives without, to the bit: events, end and state."""
+"""Overlapped steps give every request the events, end and state of plain steps, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.overlap import may_look_ahead
+from nsm_core.engine.overlap import may_overlap
 from nsm_core.engine.request import FinishReason, GenerationRequest, TokenEvent
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
@@ -30,7 +30,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
-from tests.nsm_core.engine.overlap_pairs import Noting, Pair
+from tests.nsm_core.engine.overlap_pairs import Pair, RecordingExecutor
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 
@@ -106,7 +106,7 @@ def test_rows_are_left_out_in_these_texts(tiny_tokenizer: Tokenizer) -> None:
             for seed in range(8)
         ]
     )
-    assert pair.fake.num_left_out > 3
+    assert pair.fake.num_skipped > 3
 
 
 cancels = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 7)), max_size=6)
@@ -130,17 +130,17 @@ def test_S6_R14_cancels_at_any_step_end_one_request_once(
         "string": {"stop": ("jz?", "q~a", "~x")},
     }
     requests = [make_request(str(index), max_tokens=size, **wishes[stop]) for index, (size, stop) in enumerate(sizes)]
-    assert all(may_look_ahead(sequence_of(tiny_tokenizer, request)) for request in requests)
+    assert all(may_overlap(sequence_of(tiny_tokenizer, request)) for request in requests)
     outcomes = {request.request_id: Outcome() for request in requests}
     for request in requests:
-        pair.ahead.add(request)
+        pair.overlapped.add(request)
     num_steps, gone = 0, set[str]()
-    while pair.ahead.has_work:
+    while pair.overlapped.has_work:
         for at, index in cancels:
             if at == num_steps and index < len(requests) and not outcomes[str(index)].is_over:
-                pair.ahead.cancel(str(index))
+                pair.overlapped.cancel(str(index))
                 gone.add(str(index))
-        for name, event in pair.ahead.step():
+        for name, event in pair.overlapped.step():
             outcomes[name].events.append(event)
         num_steps += 1
     assert pair.made[0].pool.num_leased == 0
@@ -160,7 +160,7 @@ def test_S6_R14_cancels_at_any_step_end_one_request_once(
 def test_the_next_step_is_launched_before_the_last_one_is_waited_for(
     tiny_tokenizer: Tokenizer, notes: list[str]
 ) -> None:
-    engine = Pair(small_model(), tiny_tokenizer, Noting).ahead
+    engine = Pair(small_model(), tiny_tokenizer, RecordingExecutor).overlapped
     engine.add(make_request("a", random_ids(1, 5), max_tokens=3))
     assert [type(event) for _, event in engine.step()] == [TokenEvent]
     assert notes == ["read 1", "step 1", "wait"]
@@ -181,26 +181,26 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for(
     ],
     ids=lambda wish: next(iter(wish)),
 )
-def test_beside_a_request_that_may_not_look_ahead_every_step_is_waited_for(
+def test_overlap_beside_a_blocking_request_waits_for_every_step(
     tiny_tokenizer: Tokenizer, notes: list[str], wish: dict[str, Any]
 ) -> None:
-    pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, Noting)
+    pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, RecordingExecutor)
     pair.compare(
         [make_request("a", (4, 9), max_tokens=12), make_request("b", (5,), max_tokens=3, **wish)], arrivals=(0, 4)
     )
     del notes[:]
-    pair.ahead.add(make_request("a", (4, 9), max_tokens=12))
+    pair.overlapped.add(make_request("a", (4, 9), max_tokens=12))
     for _ in range(4):
-        pair.ahead.step()
+        pair.overlapped.step()
     assert notes.count("wait") == 4
-    pair.ahead.add(make_request("b", (5,), max_tokens=3, **wish))
-    pair.ahead.step()
+    pair.overlapped.add(make_request("b", (5,), max_tokens=3, **wish))
+    pair.overlapped.step()
     assert notes[-1] == "wait"  # the step in flight, and none behind it
     num_waits = notes.count("wait")
     for _ in range(3):
-        assert len(pair.ahead.step()) > 1
+        assert len(pair.overlapped.step()) > 1
     assert notes.count("wait") == num_waits
-    pair.ahead.step()
+    pair.overlapped.step()
     assert notes.count("wait") == num_waits + 1  # it has ended
 
 
@@ -208,16 +208,16 @@ def sequence_of(tokenizer: Tokenizer, request: GenerationRequest) -> RunningSequ
     return RunningSequence(request, tokenizer, 0.0)
 
 
-def test_who_may_look_ahead(tiny_tokenizer: Tokenizer) -> None:
+def test_overlap_is_allowed_for_plain_requests_alone(tiny_tokenizer: Tokenizer) -> None:
     may = functools.partial(sequence_of, tiny_tokenizer)
-    assert may_look_ahead(may(make_request(temperature=1.0, stop_token_ids=(1, 2), ignore_eos=False)))
-    assert may_look_ahead(may(make_request(stop=("\n\nUser:",))))
-    assert may_look_ahead(may(make_request(stop=("e",), keep_state=False)))
-    assert not may_look_ahead(may(make_request(stop=("e",))))  # many tokens have that letter
+    assert may_overlap(may(make_request(temperature=1.0, stop_token_ids=(1, 2), ignore_eos=False)))
+    assert may_overlap(may(make_request(stop=("\n\nUser:",))))
+    assert may_overlap(may(make_request(stop=("e",), keep_state=False)))
+    assert not may_overlap(may(make_request(stop=("e",))))  # many tokens have that letter
     for change in ({"include_routing": True}, {"sampled_ids": (4,)}):
-        assert not may_look_ahead(may(dataclasses.replace(make_request(), **change)))
-    assert may_look_ahead(may(dataclasses.replace(make_request(), keep_states_at=(1,))))
+        assert not may_overlap(may(dataclasses.replace(make_request(), **change)))
+    assert may_overlap(may(dataclasses.replace(make_request(), keep_states_at=(1,))))
     scored = may(make_request(prompt_logprobs=0))
-    assert not may_look_ahead(scored)
-    scored.take(5)  # its prompt has been read
-    assert may_look_ahead(scored)
+    assert not may_overlap(scored)
+    scored.append(5)  # its prompt has been read
+    assert may_overlap(scored)

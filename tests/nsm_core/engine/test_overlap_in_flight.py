@@ -15,16 +15,16 @@ from nsm_core.engine.engine import MAX_FAILURES_IN_A_ROW, Engine
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent, joules_of
 from nsm_core.errors import DeadlineExceeded, StepFailed
 from nsm_core.model.observer import ModelObserver
-from nsm_core.sampling.device import LaunchedTokens
+from nsm_core.sampling.device import PendingTokens
 from nsm_core.tokenizer import Tokenizer
 from tests.fake_meters import FakeClock, FakeMeter
 from tests.nsm_core.engine.harness import (
     FINGERPRINT,
-    FakeLookAhead,
+    FakeOverlap,
     Outcome,
     ScriptedModel,
-    looking_ahead,
     make_request,
+    overlapped,
     random_ids,
     run_one,
     small_model,
@@ -33,26 +33,26 @@ from tests.nsm_core.engine.overlap_pairs import Pair
 
 
 class Faulty:
-    """An engine that looks ahead, whose next launches or waits fail."""
+    """An overlapped engine whose next launches or waits fail."""
 
     def __init__(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
         self.num_launches = self.num_waits = 0  # that fail
         self.pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tokenizer, **limits)
-        self.engine = self.pair.ahead
+        self.engine = self.pair.overlapped
         self.pool = self.pair.made[0].pool
-        step, wait = FakeLookAhead.step, LaunchedTokens.wait
+        step, wait = FakeOverlap.step, PendingTokens.wait
 
-        def failing_step(fake: FakeLookAhead, rows: Sequence[int], upcoming: Any) -> Tensor:
+        def failing_step(fake: FakeOverlap, rows: Sequence[int], next_inputs: Any) -> Tensor:
             self.num_launches -= 1
-            hidden = step(fake, rows, upcoming)  # the rows are changed
+            hidden = step(fake, rows, next_inputs)  # the rows are changed
             return self.fail() if self.num_launches >= 0 else hidden
 
-        def failing_wait(tokens: LaunchedTokens) -> list[int]:
+        def failing_wait(tokens: PendingTokens) -> list[int]:
             self.num_waits -= 1
             return self.fail() if self.num_waits >= 0 else wait(tokens)
 
-        monkeypatch.setattr(FakeLookAhead, "step", failing_step)
-        monkeypatch.setattr(LaunchedTokens, "wait", failing_wait)
+        monkeypatch.setattr(FakeOverlap, "step", failing_step)
+        monkeypatch.setattr(PendingTokens, "wait", failing_wait)
 
     @staticmethod
     def fail() -> Any:
@@ -145,19 +145,19 @@ def test_an_end_that_fails_ends_the_requests_of_its_step_and_not_those_that_came
 def test_a_deadline_that_passes_in_flight_and_abort_all(tiny_tokenizer: Tokenizer) -> None:
     now = 0.0
     pair = Pair(small_model(), tiny_tokenizer, clock=lambda: now)
-    pair.ahead.add(make_request("late", deadline=10.0, max_tokens=100))
-    pair.ahead.step()
+    pair.overlapped.add(make_request("late", deadline=10.0, max_tokens=100))
+    pair.overlapped.step()
     now = 10.0
-    ((_, end),) = pair.ahead.step()
+    ((_, end),) = pair.overlapped.step()
     assert isinstance(end, Finished)
     assert isinstance(end.error, DeadlineExceeded)
     assert end.completion_tokens == 1
     for name in "abc":
-        pair.ahead.add(make_request(name))
-    pair.ahead.step()
-    assert sorted(name for name, _ in pair.ahead.abort_all()) == ["a", "b", "c"]
-    assert not pair.ahead.has_work
-    assert pair.ahead.step() == []
+        pair.overlapped.add(make_request(name))
+    pair.overlapped.step()
+    assert sorted(name for name, _ in pair.overlapped.abort_all()) == ["a", "b", "c"]
+    assert not pair.overlapped.has_work
+    assert pair.overlapped.step() == []
     assert pair.made[0].pool.num_leased == 0
 
 
@@ -166,7 +166,7 @@ def test_steps_tokens_and_rows_are_counted_as_in_plain_steps(tiny_tokenizer: Tok
     model = ScriptedModel(list(range(100, 140)), vocab_size=512)
     pair = Pair(model, tiny_tokenizer)
     pair.compare([make_request("a", max_tokens=9), make_request("b", max_tokens=9, stop_token_ids=(103,))])
-    plain, got = pair.plain.stats(), pair.ahead.stats()
+    plain, got = pair.plain.stats(), pair.overlapped.stats()
     assert dataclasses.replace(got, step_seconds=0.0) == dataclasses.replace(plain, step_seconds=0.0)
     assert got.step_seconds > 0
 
@@ -181,7 +181,7 @@ class WorkingMeter(FakeMeter):
 
 def engine_with(tokenizer: Tokenizer, **parts: Any) -> Engine:
     config = EngineConfig(max_slots=2, token_budget=64)
-    return Engine(small_model(), tokenizer, fingerprint=FINGERPRINT, config=config, executor=looking_ahead(), **parts)
+    return Engine(small_model(), tokenizer, fingerprint=FINGERPRINT, config=config, executor=overlapped(), **parts)
 
 
 def test_M6_requests_pay_for_what_they_had_computed_and_nobody_for_the_rest(tiny_tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Looking ahead, and the states that requests leave: at stops, in prompts, at ends, where numbers are not finite."""
+"""Overlap and the states of requests: at stops, in prompts, at ends, at logits that are not finite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.nsm_core.engine.harness import (
     run_all,
     run_one,
 )
-from tests.nsm_core.engine.overlap_pairs import Noting, Pair
+from tests.nsm_core.engine.overlap_pairs import Pair, RecordingExecutor
 
 
 class Said:
@@ -75,9 +75,9 @@ def test_a_text_that_is_held_back_costs_one_step_and_a_long_one_waits_for_its_se
 ) -> None:
     monkeypatch.setattr(overlap, "MAX_PAUSING_SHARE", 1.0)
     said = Said(tiny_tokenizer, "one\ntwo q" + "x" * 90 + "y", by_byte=True)
-    pair = Pair(said.model, tiny_tokenizer, Noting)
-    run_one(pair.ahead, make_request(stop=("\n\nUser:",), max_tokens=20))
-    assert pair.fake.num_left_out == 1
+    pair = Pair(said.model, tiny_tokenizer, RecordingExecutor)
+    run_one(pair.overlapped, make_request(stop=("\n\nUser:",), max_tokens=20))
+    assert pair.fake.num_skipped == 1
     assert notes.count("wait") == 21
     del notes[:]
     pair.compare([make_request(stop=("q" + "x" * 91,), max_tokens=99)])
@@ -97,18 +97,16 @@ def test_states_in_a_prompt_are_those_of_their_places(
 
 
 def test_states_in_a_prompt_of_a_step_that_nobody_waited_for_are_waited_for(tiny_tokenizer: Tokenizer) -> None:
-    """Beside log-probabilities steps are not launched ahead; and a step that ends inside a prompt samples nothing."""
+    """Steps do not overlap beside log-probabilities; a step that ends inside a prompt samples nothing."""
     pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, max_slots=2, token_budget=4)
     request = make_request(prompt_ids=random_ids(1, 10), max_tokens=2, logprobs=0, keep_state=False)
     pair.compare([dataclasses.replace(request, keep_states_at=(3, 8))])
-    assert pair.fake.num_beside == 0
+    assert pair.fake.num_side_reads == 0
 
 
-def test_scored_prompts_and_given_ids_come_first_and_what_follows_looks_ahead(
-    tiny_tokenizer: Tokenizer, notes: list[str]
-) -> None:
+def test_overlap_begins_after_scored_prompts_and_forced_ids(tiny_tokenizer: Tokenizer, notes: list[str]) -> None:
     model = ScriptedModel(list(range(100, 140)), vocab_size=512, prompt_len=3)
-    pair = Pair(model, tiny_tokenizer, Noting)
+    pair = Pair(model, tiny_tokenizer, RecordingExecutor)
     request = make_request(prompt_ids=(1, 2, 3), max_tokens=12, prompt_logprobs=0)
     outcome = pair.compare([request])["a"]
     assert notes.count("wait") > 8
@@ -159,7 +157,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(tiny_tokenizer: Tok
     pair = Pair(model, tiny_tokenizer)
     long, short = random_ids(3, 10), make_request("short", max_tokens=6)
     requests = [make_request("long", long, max_tokens=9), short]
-    want, got = run_all(pair.plain, requests), run_all(pair.ahead, requests)
+    want, got = run_all(pair.plain, requests), run_all(pair.overlapped, requests)
     assert got["short"] == want["short"]
     assert got["short"].finished.reason is FinishReason.LENGTH
     assert got["long"].tokens == want["long"].tokens

@@ -24,7 +24,7 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 
-pytestmark = pytest.mark.usefixtures("waiting_or_ahead")
+pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 
 PLACES = (1, 64, 65, 100, 129)
 
@@ -87,10 +87,10 @@ def test_places_outside_the_prompt_or_out_of_order_are_refused(
 
 @given(st.integers(1, 400), st.lists(st.integers(1, 400), unique=True, max_size=5).map(sorted), st.integers(2, 200))
 def test_no_chunk_goes_across_a_border(prompt_len: int, places: list[int], token_budget: int) -> None:
-    borders = tuple(place for place in places if place <= prompt_len)
+    boundaries = tuple(place for place in places if place <= prompt_len)
     scheduler = Scheduler(max_slots=2, token_budget=token_budget, queue_limit=2)
     scheduler.add("other", prompt_len=150)
-    scheduler.add("a", prompt_len=prompt_len, borders=borders)
+    scheduler.add("a", prompt_len=prompt_len, boundaries=boundaries)
     ends = []
     for _ in range(prompt_len + 150):
         plan = scheduler.plan()
@@ -98,4 +98,4 @@ def test_no_chunk_goes_across_a_border(prompt_len: int, places: list[int], token
         ends += [chunk.start + chunk.length for chunk in plan.prefill if chunk.slot == 1]
     assert ends == sorted(set(ends))
     assert ends[-1] == prompt_len
-    assert set(borders) <= set(ends)
+    assert set(boundaries) <= set(ends)

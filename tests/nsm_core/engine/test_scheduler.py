@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.scheduler import MIN_CHUNK_LEN, Admission, Chunk, Plan, Scheduler
+from nsm_core.engine.scheduler import MIN_CHUNK_LEN, Chunk, Plan, Scheduler, SlotAssignment
 from nsm_core.errors import Overloaded
 from tests.counts import scaled
 
@@ -57,11 +57,11 @@ def test_requests_wait_in_order_of_arrival_and_take_the_lowest_slot() -> None:
     scheduler = make_scheduler(max_slots=2)
     for name in "abcd":
         scheduler.add(name, prompt_len=1)
-    assert advance(scheduler).admitted == (Admission(0, "a"), Admission(1, "b"))
+    assert advance(scheduler).admitted == (SlotAssignment(0, "a"), SlotAssignment(1, "b"))
     assert advance(scheduler).admitted == ()
     scheduler.remove("b")
     scheduler.remove("a")
-    assert advance(scheduler).admitted == (Admission(0, "c"), Admission(1, "d"))
+    assert advance(scheduler).admitted == (SlotAssignment(0, "c"), SlotAssignment(1, "d"))
 
 
 def test_a_huge_prompt_does_not_starve_a_short_one_that_comes_later() -> None:
@@ -127,12 +127,12 @@ class Shadow:
 
     def check(self, plan: Plan) -> None:
         assert len(plan.admitted) == min(len(self.waiting), self.max_slots - len(self.running))
-        assert [admission.request_id for admission in plan.admitted] == list(self.waiting)[: len(plan.admitted)]
-        for admission in plan.admitted:
-            assert admission.slot not in self.running
-            self.running[admission.slot] = admission.request_id
-            self.unread[admission.slot] = self.waiting.pop(admission.request_id)
-            self.read[admission.slot] = self.hungry_since[admission.slot] = 0
+        assert [assignment.request_id for assignment in plan.admitted] == list(self.waiting)[: len(plan.admitted)]
+        for assignment in plan.admitted:
+            assert assignment.slot not in self.running
+            self.running[assignment.slot] = assignment.request_id
+            self.unread[assignment.slot] = self.waiting.pop(assignment.request_id)
+            self.read[assignment.slot] = self.hungry_since[assignment.slot] = 0
         assert len(set(self.running)) == len(self.running) <= self.max_slots
         assert plan.decode == tuple(sorted(slot for slot in self.running if not self.unread[slot]))
         assert plan.num_tokens <= self.token_budget
@@ -207,9 +207,9 @@ def test_where_the_cut_matters_it_depends_on_the_prompt_alone(
     while unread:
         for index, (length, arrival) in enumerate(prompts):
             if arrival == steps:
-                scheduler.add(str(index), prompt_len=length, borders=(border,) if border < length else ())
+                scheduler.add(str(index), prompt_len=length, boundaries=(border,) if border < length else ())
         plan = advance(scheduler)
-        slots |= {admission.slot: admission.request_id for admission in plan.admitted}
+        slots |= {assignment.slot: assignment.request_id for assignment in plan.admitted}
         assert plan.num_tokens <= max(token_budget, len(plan.decode) + unit)
         assert plan.prefill or not scheduler.num_running or len(plan.decode) == scheduler.num_running
         for chunk in plan.prefill:

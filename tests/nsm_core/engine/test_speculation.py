@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import FinishReason, GenerationRequest, TokenEvent
-from nsm_core.engine.speculation import MAX_ROWS, may_be_drafted
+from nsm_core.engine.speculation import MAX_ROWS, can_draft
 from nsm_core.errors import ConfigError
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
@@ -295,10 +295,10 @@ def test_numbers_that_are_not_finite_end_a_request_where_they_would_without_draf
 
 
 def test_only_greedy_requests_without_penalties_are_drafted_for() -> None:
-    assert may_be_drafted(make_request(logit_bias={3: 1.0}, logprobs=2, stop=("x",)))
-    assert not may_be_drafted(make_request(temperature=0.1))
-    assert not may_be_drafted(make_request(repetition_penalty=1.1))
-    assert not may_be_drafted(dataclasses.replace(make_request(), include_routing=True))
+    assert can_draft(make_request(logit_bias={3: 1.0}, logprobs=2, stop=("x",)))
+    assert not can_draft(make_request(temperature=0.1))
+    assert not can_draft(make_request(repetition_penalty=1.1))
+    assert not can_draft(dataclasses.replace(make_request(), include_routing=True))
 
 
 def test_R18_an_executor_whose_bits_depend_on_cuts_drafts_nothing_and_the_log_says_so(

@@ -12,10 +12,10 @@ import torch
 from nsm_core.errors import ConfigError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.eager import EagerExecutor
-from nsm_core.execution.names import Wish
+from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
-from nsm_core.execution.native.weights import why_not_native
+from nsm_core.execution.native.weights import native_unsupported_reason
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.model.tiers import write_tier
@@ -33,7 +33,9 @@ def int8(tiny_tokenizer: Tokenizer) -> LoadedModel:
 
 @needs_native
 @pytest.mark.parametrize("wish", ["auto", "native"])
-def test_int8_files_run_on_the_native_one(int8: LoadedModel, wish: Wish, caplog: pytest.LogCaptureFixture) -> None:
+def test_int8_files_run_on_the_native_one(
+    int8: LoadedModel, wish: ExecutorName, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         chosen = choose_executor(int8, wish)
     assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
@@ -84,7 +86,7 @@ def test_projectors_without_kernels_run_eagerly_and_say_why(
     with pytest.raises(ConfigError, match="native"):
         choose_executor(loaded, "native")
     if library.variants():
-        assert f"read slots by attention alone, its projector is {projector}" in why_not_native(model)
+        assert f"read slots by attention alone, its projector is {projector}" in native_unsupported_reason(model)
 
 
 @needs_native

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
-from nsm_core.execution.native.weights import NativeWeights, why_not_native
+from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
 from nsm_core.state.spec import State
 from tests.models import RandomModel, random_model, small_config
 from tests.nsm_core.execution.small_models import (
@@ -198,13 +198,13 @@ def test_weights_that_are_int8_by_rows_stay_what_they_are() -> None:
 )
 def test_sizes_that_the_kernels_lack_are_told_by_name(changes: dict[str, int], reason: str) -> None:
     model = random_model(small_config(VOCABULARY, **changes))
-    assert reason in (why_not_native(model) or "")
+    assert reason in (native_unsupported_reason(model) or "")
     with pytest.raises(ValueError, match=reason):
         NativeExecutor(model, num_rows=1)
 
 
 def test_other_models_are_refused() -> None:
-    assert "RandomModel" in (why_not_native(RandomModel()) or "")
+    assert "RandomModel" in (native_unsupported_reason(RandomModel()) or "")
 
 
 def test_an_unknown_variant_is_refused() -> None:

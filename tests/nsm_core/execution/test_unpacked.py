@@ -10,7 +10,7 @@ import torch
 
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.native.library import Part, variants
-from nsm_core.execution.native.unpacked import unpacked
+from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import quantize_rows
@@ -29,7 +29,7 @@ def rounded(model: NsmModel, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("variant", NATIVE)
 def test_rows_are_those_that_were_packed(variant: str) -> None:
     model, weights = model_of("window"), weights_of("window", variant)
-    twin = unpacked(model, weights)
+    twin = unpacked_model(model, weights)
     for name in ("embedding", "blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mixer.project", "blocks.0.mixer.out"):
         torch.testing.assert_close(twin.get_submodule(name).weight, rounded(model, f"{name}.weight"), rtol=0, atol=0)
     with pytest.raises(IndexError, match="EMBEDDING 0 has no such rows"):
@@ -42,7 +42,7 @@ def test_rows_are_those_that_were_packed(variant: str) -> None:
 @torch.inference_mode()
 def test_it_computes_what_the_rounded_model_does(name: str) -> None:
     model = model_of(name)
-    twin = unpacked(model, weights_of(name, NATIVE[0]))
+    twin = unpacked_model(model, weights_of(name, NATIVE[0]))
     assert not {id(parameter) for parameter in twin.parameters()} - {id(parameter) for parameter in model.parameters()}
     assert {key for key, _ in twin.named_parameters()}.isdisjoint({"embedding.weight", "blocks.0.mlp.up.weight"})
     assert not [key for key, _ in twin.named_parameters() if key.endswith("router.logits.weight")]
@@ -69,7 +69,7 @@ def test_routers_give_the_bits_of_the_file(tiny_tokenizer: Tokenizer) -> None:
     router.get_parameter("logits.weight").copy_(
         router.get_parameter("logits.weight").half()
     )  # as files of int8 hold it
-    twin = unpacked(model, NativeWeights(model)).get_submodule("blocks.0.mixer.router")
+    twin = unpacked_model(model, NativeWeights(model)).get_submodule("blocks.0.mixer.router")
     x = torch.randn(3, model.config.d_model, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(twin(x), router(x), rtol=0, atol=0)
 

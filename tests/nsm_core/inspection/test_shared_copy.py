@@ -5,7 +5,7 @@ import threading
 import torch
 
 from nsm_core.execution.native.executor import NativeExecutor
-from nsm_core.execution.native.unpacked import unpacked
+from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
@@ -52,7 +52,7 @@ def test_who_watches_a_twin_sees_nothing_of_the_models_own_steps() -> None:
 def test_a_model_on_packed_weights_has_a_twin_on_the_same() -> None:
     model = random_model(small_config(64, layer_pattern="NW"))
     weights = NativeWeights(model)
-    packed: NsmModel = unpacked(model, weights)
+    packed: NsmModel = unpacked_model(model, weights)
     NativeExecutor(model, num_rows=1, weights=weights)
     (one, _), (other, _) = inspect(packed, IDS).layers, inspect(shared_copy(packed), IDS).layers
     assert torch.equal(one.write, other.write)

@@ -12,10 +12,10 @@ from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.processors import (
     adjust,
+    apply_filters,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    keep_wanted,
     needs_adjustment,
     to_weights,
 )
@@ -85,15 +85,15 @@ def test_filters_on_a_real_sized_row(scale: float) -> None:
 
 def test_top_p_works_on_what_top_k_left() -> None:
     weights = row(1.0, 0.5, 0.25, 0.25)
-    keep_wanted(weights, SamplingParams(top_k=2, top_p=0.7))  # of 1.5, not of 2.0: 1 / 1.5 < 0.7
+    apply_filters(weights, SamplingParams(top_k=2, top_p=0.7))  # of 1.5, not of 2.0: 1 / 1.5 < 0.7
     assert weights.tolist() == [1.0, 0.5, 0.0, 0.0]
-    keep_wanted(weights, SamplingParams(top_k=2, top_p=0.6, min_p=0.2))
+    apply_filters(weights, SamplingParams(top_k=2, top_p=0.6, min_p=0.2))
     assert weights.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_at_least_one_token_is_always_kept() -> None:
     weights = row(0.5, 1.0, 1.0)
-    keep_wanted(weights, SamplingParams(top_k=1, top_p=1e-12, min_p=1.0))
+    apply_filters(weights, SamplingParams(top_k=1, top_p=1e-12, min_p=1.0))
     assert weights.tolist() == [0.0, 1.0, 0.0]
 
 

@@ -104,5 +104,5 @@ def test_without_a_gpu_it_is_refused_by_name(tiny_tokenizer: Tokenizer) -> None:
 )
 def test_sizes_that_fit(changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "runs_kernels", lambda _: True)
-    found = options.why_not_cuda(NsmModel(small_config(48, **changes)))
+    found = options.cuda_unsupported_reason(NsmModel(small_config(48, **changes)))
     assert (found is None) if reason is None else (found is not None and reason in found)

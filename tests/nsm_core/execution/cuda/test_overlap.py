@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsm_core.execution.base import Executor, SequenceModel, Upcoming
+from nsm_core.execution.base import Executor, NextInputs, SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from tests.nsm_core.engine.harness import make_engine, make_request, run_all
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402
-from nsm_core.execution.cuda.kernels.overlap import follow  # noqa: E402
+from nsm_core.execution.cuda.kernels.overlap import resolve_inputs  # noqa: E402
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def test_rows_go_on_with_what_was_sampled_unless_they_pause_at_it() -> None:
     pauses[[4, 5, 7, 8], [11, 11, 11, 13]] = 1
     rows, ids = (torch.full((6,), 77, device=DEVICE) for _ in range(2))
     sampled = torch.tensor([11, NOT_FINITE, 13], device=DEVICE)
-    follow(given=given, sampled=sampled, pauses=pauses, rows=rows, ids=ids, no_row=-1)
+    resolve_inputs(given=given, sampled=sampled, pauses=pauses, rows=rows, ids=ids, no_row=-1)
     assert rows.tolist() == [4, -1, -1, 7, 8, -1]
     assert ids.tolist() == [13, 0, 0, 11, 11, 0]
 
@@ -54,7 +54,7 @@ def test_rows_go_on_with_what_was_sampled_unless_they_pause_at_it() -> None:
 def test_without_a_step_before_it_all_ids_are_the_hosts() -> None:
     given = torch.tensor([[2, 3], [5, 9], [-1, -1]], device=DEVICE)
     rows, ids = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(2))
-    follow(
+    resolve_inputs(
         given=given, sampled=ids, pauses=torch.ones(4, 40, dtype=torch.uint8, device=DEVICE), rows=rows, ids=ids,
         no_row=-1,
     )  # fmt: skip
@@ -71,45 +71,45 @@ def test_rows_that_go_on_are_those_of_a_plain_step_and_the_others_keep_their_bit
     plain, ahead = opened(model, 4), opened(model, 4)
     before = [ahead.pool.pack(row) for row in range(4)]
     want = plain.step((0, 3), (21, 6))
-    look_ahead = ahead.look_ahead
-    assert look_ahead is not None
+    overlap = ahead.overlap
+    assert overlap is not None
     for row, pauses in enumerate(((20,), (19, 20), (), (6,))):
-        look_ahead.pause_at(row, (1, 2, 21, 999))
-        look_ahead.pause_at(row, pauses)  # instead
-    hidden = look_ahead.step(
+        overlap.pause_at(row, (1, 2, 21, 999))
+        overlap.pause_at(row, pauses)  # instead
+    hidden = overlap.step(
         (0, 1, 2, 3),
-        Upcoming(
+        NextInputs(
             ids=np.array([0, 0, 0, 6]),
             sources=np.array([2, 0, 1, -1]),
             sampled=torch.tensor([20, NOT_FINITE, 21], device=DEVICE),
         ),
     )
     assert hidden[[0, 3]].equal(want)
-    with look_ahead.beside():
+    with overlap.side_stream():
         after = [ahead.pool.pack(row) for row in range(4)]
     assert [after[1], after[2]] == [before[1], before[2]]
     assert [after[0], after[3]] == [plain.pool.pack(0), plain.pool.pack(3)]
 
 
-def test_a_vocabulary_whose_tokens_the_host_draws_is_never_looked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_is_off_for_vocabularies_that_the_host_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "LARGEST_VOCABULARY", 47)
-    assert CudaExecutor(model_of(48), num_rows=1, options=FP32).look_ahead is None
+    assert CudaExecutor(model_of(48), num_rows=1, options=FP32).overlap is None
 
 
 def make_cuda(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
     executor = CudaExecutor(cast(NsmModel, model), num_rows=num_rows, poison=poison, options=FP32)
-    assert executor.look_ahead is not None
-    executor.look_ahead.min_rows = 1
+    assert executor.overlap is not None
+    executor.overlap.min_rows = 1
     return cast(Executor, executor)
 
 
 def make_waiting(model: SequenceModel, *, num_rows: int, poison: bool) -> Executor:
     executor = make_cuda(model, num_rows=num_rows, poison=poison)
-    cast(CudaExecutor, executor).look_ahead = None
+    cast(CudaExecutor, executor).overlap = None
     return executor
 
 
-def test_R12_R15_an_engine_that_looks_ahead_gives_what_one_gives_that_waits(tiny_tokenizer: Tokenizer) -> None:
+def test_R12_R15_overlapped_engine_gives_the_events_of_a_waiting_one(tiny_tokenizer: Tokenizer) -> None:
     """Prompts of one token: longer ones are read with others, by kernels whose bits depend on that."""
     model = model_of(tiny_tokenizer.vocab_size)
     requests = [
