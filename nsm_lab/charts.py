@@ -31,7 +31,7 @@ def line_chart(
     y_label: str,
     y_low: float | None = None,
 ) -> str:
-    """The SVG text of `line_figure`, whose arguments it takes."""
+    """The SVG text of `line_figure` with the same arguments."""
     figure = line_figure(lines, x_ticks=x_ticks, x_label=x_label, y_label=y_label, y_low=y_low)
     text = io.StringIO()
     # Text stays text, and equal charts have equal bytes

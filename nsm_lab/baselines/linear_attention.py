@@ -1,4 +1,4 @@
-"""Causal linear attention in chunks of tokens, with one decay a head: what Mamba-2 and Performer have in common.
+"""Causal linear attention in chunks of tokens, with one decay per head, for Mamba-2 and Performer.
 
     S[t] = exp(g[t]) * S[t-1] + k[t] v[t]^T        y[t] = q[t]^T S[t]
 

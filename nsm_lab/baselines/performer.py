@@ -63,7 +63,7 @@ class Performer(Baseline):
         return self.out(read.to(projected.dtype)), {"means": end}
 
     def _normed(self, x: Tensor) -> Tensor:
-        """As long as makes the product of two of them what softmax attention takes the exponential of."""
+        """Normalises x so that the product of two results is the logit of softmax attention."""
         scale: float = self.head_dim**-0.25
         return F.rms_norm(x, (self.head_dim,), eps=self.eps) * scale
 

@@ -1,4 +1,4 @@
-"""Two builds on one machine, measured in turns: each run is a process of its own."""
+"""Measures two builds on one machine in turns. Each run is its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN_S = 1800.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A checkout, and the Python that runs it: its own environment's, or this one."""
+    """A checkout and its Python: that of its own environment, or the current one."""
 
     name: str
     root: Path
@@ -27,7 +27,7 @@ class Build:
 
     @classmethod
     def at(cls, name: str, root: Path) -> Build:
-        """Raises ConfigError for a directory without the package."""
+        """Raises ConfigError for a directory without `nsm bench`."""
         root = root.expanduser().absolute()
         if not (root / "service" / "cli" / "bench.py").is_file():
             raise ConfigError(f"{root} is no checkout that can measure itself: it has no service/cli/bench.py")
@@ -53,17 +53,20 @@ class Build:
 
 
 def this_build() -> Build:
-    """The one that this process runs."""
+    """The build that this process runs."""
     return Build(name="new", root=Path(__file__).parents[2], python=Path(sys.executable))
 
 
 def in_turns(
-    base: Build, new: Build, arguments: Sequence[str], *, rounds: int, tell: Callable[[int], None]
+    base: Build, new: Build, arguments: Sequence[str], *, rounds: int, on_progress: Callable[[int], None]
 ) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-    """Measures of both, a value for each round. Who is first changes each round, so that drift favours nobody."""
-    taken: dict[str, list[dict[str, float]]] = {base.name: [], new.name: []}
+    """Measures of both builds, one value for each round. The first build changes each round, against drift.
+
+    `on_progress` gets the number of rounds done.
+    """
+    results: dict[str, list[dict[str, float]]] = {base.name: [], new.name: []}
     for number in range(rounds):
         for build in (base, new) if number % 2 == 0 else (new, base):
-            taken[build.name].append(build.measure(arguments))
-        tell(number + 1)
-    return collect(taken[base.name]), collect(taken[new.name])
+            results[build.name].append(build.measure(arguments))
+        on_progress(number + 1)
+    return collect(results[base.name]), collect(results[new.name])

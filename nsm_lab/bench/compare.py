@@ -1,7 +1,7 @@
-"""Two results beside each other: ratios, with what the spread of both leaves of them.
+"""Compares two results: ratios of medians, with bounds from the spread of both.
 
-Two runs one after the other differ by more than the spread within each: the machine drifts between them. So a
-difference is clear only when it is beyond the spread *and* beyond what two runs of one build show. Twelve pairs of
+Two consecutive runs differ by more than the spread within each, because the machine drifts between them. So a
+difference is clear only if it exceeds the spread *and* the difference between two runs of one build. Twelve pairs of
 identical servers on two shared cores, four repeats each, were up to 1.5 times apart by the clock, 1.3 in CPU time and
 1.02 in memory where their spreads did not meet; with the limits here none of their 372 rows is clear.
 """
@@ -15,7 +15,7 @@ from nsm_core.errors import ConfigError
 from nsm_lab.bench.result import BenchResult, Measure
 
 SAME_MACHINE = ("cpu", "num_cpus", "memory_mb", "system")
-# Ratios up to which two runs of one build differ on a machine that others use too.
+# Two runs of one build differ by up to these ratios on a shared machine.
 CLOCK_DRIFT, CPU_DRIFT, MEMORY_DRIFT = 1.5, 1.3, 1.05
 
 
@@ -23,7 +23,7 @@ CLOCK_DRIFT, CPU_DRIFT, MEMORY_DRIFT = 1.5, 1.3, 1.05
 class Comparison:
     """One measure of both. `ratio`: how many times as good the second is; 2.0: twice as fast, or half as big.
 
-    `low`, `high`: the ratio between the values that are farthest apart.
+    `low`, `high`: the ratios between the values that are farthest apart.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def drift_of(name: str) -> float:
-    """The ratio that a measure's medians must be beyond for a verdict."""
+    """The ratio of medians that a measure must exceed to count as different."""
     figure = name.rpartition(".")[2]
     if figure.endswith("_mb") or figure == "ratio":  # of memory over the model's bytes
         return MEMORY_DRIFT
@@ -50,16 +50,16 @@ def drift_of(name: str) -> float:
 
 
 def compare(first: BenchResult, second: BenchResult) -> list[Comparison]:
-    """Of the measures that both have. Raises ConfigError when they have none."""
+    """Compares the measures that both have. Raises ConfigError if they have none in common."""
     theirs = second.by_name()
-    found = [_compared(mine, theirs[mine.name]) for mine in first.measures if mine.name in theirs]
-    if not found:
+    compared = [_compared(mine, theirs[mine.name]) for mine in first.measures if mine.name in theirs]
+    if not compared:
         raise ConfigError("the two results have no measure in common")
-    return found
+    return compared
 
 
 def differences(first: BenchResult, second: BenchResult) -> list[str]:
-    """What else differs, so that a ratio may not be what it seems; one line each."""
+    """Differences of machines and options that make ratios misleading, one line each."""
     found = []
     for name in SAME_MACHINE:
         if first.machine.get(name) != second.machine.get(name):

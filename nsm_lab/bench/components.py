@@ -1,4 +1,4 @@
-"""`nsm bench components`: which parts of a model its time goes to, as it is written (eager, fp32, on the CPU)."""
+"""`nsm bench components`: CPU time of the parts of a model (eager, fp32, on the CPU)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentWork:
-    """What is measured in each repeat: steps of `batches` rows, and one prompt of each of the `lengths`, in tokens."""
+    """The work of each repeat: steps of `batches` rows, and one prompt of each of the `lengths`, in tokens."""
 
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -66,7 +66,7 @@ def bench_components(
     *,
     num_threads: int | None,
     profile: Path | None,
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> BenchResult:
     """With `profile` a trace of one more repeat is written there. Raises CheckpointError, ConfigError or OSError."""
     bench = BenchRun(KIND)
@@ -78,7 +78,7 @@ def bench_components(
     repeats = []
     for number in range(work.repeats):
         repeats.append(_figures(loaded.model, work))
-        tell(number + 1)
+        on_progress(number + 1)
     if profile is not None:
         with profiled(profile):
             for _, run, _ in _runs(loaded.model, work):
@@ -103,7 +103,7 @@ def _figures(model: NsmModel, work: ComponentWork) -> dict[str, float]:
 
 
 def _runs(model: NsmModel, work: ComponentWork) -> Iterator[tuple[str, Callable[[], None], int]]:
-    """What is measured, how it is run, and how often that does it."""
+    """Name of each measurement, a function that runs it, and the number of times that one call runs it."""
     generator, vocab_size = torch.Generator().manual_seed(SEED), model.config.vocab_size
     for batch in work.batches:
         ids = torch.randint(vocab_size, (STEPS, batch), generator=generator)

@@ -25,23 +25,27 @@ async def bench_engine(
     work: EngineWork,
     *,
     options: Mapping[str, Any],
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
     profile: Path | None = None,
 ) -> BenchResult:
     """Measures the engine that `make_engine` loads from the directory `model` (None: the bundled one).
 
-    `options`: how the engine was configured, for the result. `tell` gets the number of repeats done. With `profile` a
-    trace of one more repeat is written there. Raises CheckpointError, ConfigError, or the engine's error.
+    `options`: how the engine was configured, for the result. `on_progress` gets the number of repeats done.
+    With `profile` a trace of one more repeat is written there.
+
+    Raises CheckpointError, ConfigError or the engine's error.
     """
     bench = BenchRun(KIND)
     before_mb = ProcessUse().rss_mb()  # the libraries are loaded, the model is not
     engine = make_engine()
     await engine.start()
     try:
-        repeats = await EngineLoad(engine).run(work, tell=tell)
+        repeats = await EngineLoad(engine).run(work, on_progress=on_progress)
         if profile is not None:
             with profiled(profile):
-                await EngineLoad(engine).run(dataclasses.replace(work, repeats=0), tell=tell)  # its warm-up
+                await EngineLoad(engine).run(
+                    dataclasses.replace(work, repeats=0), on_progress=on_progress
+                )  # its warm-up
         weights_bytes = sum(file.stat().st_size for file in find_checkpoint(model).glob("*.safetensors"))
         repeats.append(memory_figures(engine, weights_bytes=weights_bytes, before_mb=before_mb))
         measured = engine.model

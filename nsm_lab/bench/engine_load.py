@@ -49,7 +49,7 @@ class MeasuredEngine(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """What is measured in each repeat.
+    """The work of each repeat.
 
     `batches`: requests that run together; `num_tokens`: that each samples; `lengths`: tokens of prompts and sessions.
     """
@@ -69,13 +69,13 @@ class EngineLoad:
         self._random = random.Random(0)
         self._numbers = itertools.count()
 
-    async def run(self, work: EngineWork, *, tell: Callable[[int], None]) -> list[dict[str, float]]:
-        """The figures of each repeat; one before them is a warm-up. `tell` takes how many are done."""
+    async def run(self, work: EngineWork, *, on_progress: Callable[[int], None]) -> list[dict[str, float]]:
+        """The figures of each repeat; a warm-up runs before. `on_progress` gets the number of repeats done."""
         await self._repeat(work)
         repeats = []
         for number in range(work.repeats):
             repeats.append(await self._repeat(work))
-            tell(number + 1)
+            on_progress(number + 1)
         return repeats
 
     async def _repeat(self, work: EngineWork) -> dict[str, float]:
@@ -93,7 +93,7 @@ class EngineLoad:
         return load_figures(f"decode.{batch}", [taken for taken, _ in times], cpu_s=self._use.cpu_s() - cpu_s)
 
     async def _prefill_and_session(self, length: int) -> dict[str, float]:
-        """A text read anew, and a turn that goes on after it: the same new tokens, the old ones as a state."""
+        """Reads a text from its start, then continues it from its state with a few new tokens."""
         read, cpu_s = await self._timed(self._request(length, max_tokens=1, keep_state=True))
         end = read[1].end_state
         if end is None:
@@ -117,7 +117,7 @@ class EngineLoad:
         return read, max(self._use.cpu_s() - cpu_s, 1e-9)
 
     async def _read(self, request: GenerationRequest) -> tuple[RequestTimes, Finished]:
-        """One request to its end. Raises what the engine gives as an error."""
+        """Reads one request to its end. Raises the engine's error."""
         times = RequestTimes(started=time.perf_counter())
         async for events in self._engine.submit(request).batches():
             now = time.perf_counter()
@@ -155,7 +155,7 @@ class EngineLoad:
 
 
 def memory_figures(engine: MeasuredEngine, *, weights_bytes: int, before_mb: float) -> dict[str, float]:
-    """Resident memory of this process. `before_mb`: before the model was loaded; the ratio is of what came since."""
+    """Resident memory of this process. `before_mb`: before the model was loaded; the ratio counts only later growth."""
     rss_mb = ProcessUse().rss_mb()
     needed_mb = (weights_bytes + engine.stats().state_pool_bytes) / MIB
     return {

@@ -1,9 +1,8 @@
-"""Whether a build is slower than another: a decision on paired rounds that noise alone rarely brings about.
+"""Decides whether a build is slower than another, from paired rounds.
 
-A round's loss is how many times as much the new build needed as the base did right beside it. A measure is lost when
-its middle loss is above the tolerance *and* the losses are above 1 beyond doubt: a bound for their median, taken from
-their order alone, so that one disturbed round counts no more than any other. All measures together are refused for
-nothing in at most `DOUBT` of all runs.
+A round's loss is the cost of the new build over the cost of the base in the same round. A measure is lost if its
+median loss exceeds the tolerance *and* a lower confidence bound of the median exceeds 1. The bound uses ranks alone, so
+one disturbed round counts no more than any other. The false alarm rate of all measures together is at most `DOUBT`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from nsm_core.errors import ConfigError
 from nsm_lab.bench.result import Measure
 
 DOUBT = 0.05
-# Per CPU second: what a neighbour takes of the machine does not count.
+# Per CPU second: neighbours on the machine do not count.
 CPU_MEASURES = ("*.tokens_per_cpu_s", "session.*.resumed_cpu_ms")
 WALL_MEASURES = ("*.tokens_per_s", "session.*.resumed_ms")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One measure. `losses`: of each round, above 1 where the new build is worse; `bound`: their median is above it."""
+    """One measure. `losses`: one per round, above 1 if the new build is worse; `bound`: lower bound of their median."""
 
     name: str
     unit: str
@@ -45,7 +44,7 @@ def decide(
 ) -> list[Verdict]:
     """Verdicts on the measures that match `wanted` and that both have; round i of one belongs to round i of the other.
 
-    Raises ConfigError when there is nothing to decide on, or for too few rounds.
+    Raises ConfigError if no measure matches, or for too few rounds.
     """
     patterns, theirs = list(wanted), {measure.name: measure for measure in new}
     pairs = [
@@ -54,17 +53,17 @@ def decide(
         if mine.name in theirs and any(fnmatch.fnmatch(mine.name, pattern) for pattern in patterns)
     ]
     if not pairs:
-        raise ConfigError("the two builds have no measure in common that the gate looks at")
+        raise ConfigError("the two builds have no measure in common that the gate uses")
     return [_decide(mine, other, doubt=DOUBT / len(pairs), tolerance=tolerance) for mine, other in pairs]
 
 
 def rounds_needed(num_measures: int) -> int:
-    """So few cannot refuse anything: even if all were losses, chance might have done it."""
+    """The smallest number of rounds that can refuse a build: with fewer, chance explains even losses in all rounds."""
     return math.ceil(math.log2(num_measures / DOUBT))
 
 
 def bound_rank(num_rounds: int, doubt: float) -> int:
-    """The rank (1: the least) of the value that the median lies above, but for `doubt`; 0 when there is none."""
+    """Rank (1: smallest) of the value that the median exceeds with confidence 1 - `doubt`; 0 if there is none."""
     tail, rank = 0.0, 0
     while rank < num_rounds:
         tail += math.comb(num_rounds, rank) / 2**num_rounds

@@ -17,12 +17,12 @@ KIND = "http"
 
 
 async def bench_http(
-    endpoint: Endpoint, work: HttpWork, *, pid: int | None, tell: Callable[[int], None]
+    endpoint: Endpoint, work: HttpWork, *, pid: int | None, on_progress: Callable[[int], None]
 ) -> BenchResult:
     """`pid`: of the server on this machine, for its CPU seconds and memory. Raises ConfigError or NsmError."""
     bench = BenchRun(KIND)
     use = None if pid is None else ProcessUse(pid)
-    repeats = await HttpLoad(endpoint, work, use).run(tell=tell)
+    repeats = await HttpLoad(endpoint, work, use).run(on_progress=on_progress)
     return bench.result(
         repeats,
         subject={"url": endpoint.url, "models": await _models(endpoint)},
@@ -31,7 +31,7 @@ async def bench_http(
 
 
 async def _models(endpoint: Endpoint) -> list[Any]:
-    """What the server says that it serves; nothing where it does not tell."""
+    """Ids of the models that the server lists; empty if it has no list."""
     try:
         listed = await endpoint.json("GET", "/v1/models")
         return [model["id"] for model in listed["data"]]

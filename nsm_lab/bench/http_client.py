@@ -1,6 +1,6 @@
-"""The least HTTP client that a benchmark needs: one POST a connection, server-sent events as they come off the socket.
+"""A minimal HTTP client for benchmarks: one request per connection, server-sent events straight from the socket.
 
-It does little per event, because it shares the machine with the server that it measures.
+It does little work per event, because it shares the machine with the measured server.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Endpoint:
             while line := await _within(reader.readline(), SILENCE_S, path):
                 if line.startswith(b"data: [DONE]"):
                     return
-                if line.startswith(b"data:"):  # what is not, is a chunk's size, a comment or an event's name
+                if line.startswith(b"data:"):  # other lines are chunk sizes, comments or event names
                     yield _event(line, path)
             raise NsmError(f"{path}: the stream ended without [DONE]")
         finally:
             writer.close()
 
     async def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """A whole answer. Raises NsmError for one that is no success."""
+        """The JSON of a whole answer. Raises NsmError unless the status is 2xx."""
         reader, writer = await self._ask(method, path, body)
         try:
             chunked = await self._require_ok(reader, path)
@@ -71,7 +71,7 @@ class Endpoint:
         return reader, writer
 
     async def _require_ok(self, reader: asyncio.StreamReader, path: str) -> bool:
-        """Reads the head; whether the body comes in chunks."""
+        """Reads the head; returns whether the body is chunked."""
         head = await _within(reader.readuntil(b"\r\n\r\n"), SILENCE_S, path)
         status = head.split(b" ", 2)[1]
         if not status.startswith(b"2"):
@@ -80,15 +80,15 @@ class Endpoint:
         return b"transfer-encoding: chunked" in head.lower()
 
 
-async def _within(work: Any, seconds: float, what: str) -> Any:
-    """Raises NsmError when it takes longer or the connection breaks."""
+async def _within(work: Any, seconds: float, label: str) -> Any:
+    """Awaits `work`. Raises NsmError that begins with `label` on a timeout or a broken connection."""
     try:
         async with asyncio.timeout(seconds):
             return await work
     except TimeoutError as error:
-        raise NsmError(f"{what}: no answer within {seconds:g} s") from error
+        raise NsmError(f"{label}: no answer within {seconds:g} s") from error
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise NsmError(f"{what}: {error}") from error
+        raise NsmError(f"{label}: {error}") from error
 
 
 def _event(line: bytes, path: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _event(line: bytes, path: str) -> dict[str, Any]:
 
 
 def _unchunked(raw: bytes) -> bytes:
-    """The body that came in chunks."""
+    """Joins the chunks of a body."""
     parts = []
     while raw:
         size, _, rest = raw.partition(b"\r\n")

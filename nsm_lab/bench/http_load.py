@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, ours or a peer's: streams, long prompts, conversations that go on."""
+"""Load on an OpenAI-compatible server: streams, long prompts, continued conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpWork:
-    """What is measured in each repeat.
+    """The work of each repeat.
 
     `concurrencies`: clients that stream together; `num_tokens`: that each asks for; `lengths`: words of prompts and
     conversations. `model`: None to leave the choice to the server.
@@ -55,7 +55,7 @@ class HttpWork:
 
 
 class HttpLoad:
-    """Asks a server. `use`: of its process, where it runs on this machine."""
+    """Sends requests to a server. `use`: of its process, if it runs on this machine."""
 
     def __init__(self, endpoint: Endpoint, work: HttpWork, use: ProcessUse | None = None) -> None:
         self._endpoint = endpoint
@@ -64,13 +64,13 @@ class HttpLoad:
         self._random = random.Random(time.time_ns())  # no prompt of an earlier run is stored at the server
         self._has_sessions: bool | None = None
 
-    async def run(self, *, tell: Callable[[int], None]) -> list[dict[str, float]]:
-        """The figures of each repeat; one before them is a warm-up. `tell` takes how many are done."""
+    async def run(self, *, on_progress: Callable[[int], None]) -> list[dict[str, float]]:
+        """The figures of each repeat; a warm-up runs before. `on_progress` gets the number of repeats done."""
         await self.once()
         repeats = []
         for number in range(self._work.repeats):
             repeats.append(await self.once())
-            tell(number + 1)
+            on_progress(number + 1)
         return repeats
 
     async def once(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class HttpLoad:
         return figures
 
     async def _prefill_and_conversation(self, length: int) -> dict[str, float]:
-        """A prompt read anew, and the same with more at its end: what the server keeps of prompts shows."""
+        """Reads a new prompt, then the same prompt with more text at its end. The difference shows prefix caching."""
         text, cpu_s = self._text(length), self._cpu_s()
         read = await self._complete(text, num_tokens=1)
         figures = {

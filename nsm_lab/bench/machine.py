@@ -1,4 +1,4 @@
-"""Where a benchmark ran: processor, memory, load; and what a process used of them."""
+"""The machine of a benchmark (processor, memory, load), and a process's use of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def machine() -> dict[str, Any]:
-    """What speed depends on. `load`: processes that wanted to run in the last minute, before the benchmark began."""
+    """The facts that speed depends on. `load`: load average of the minute before the benchmark."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "cpu": cpu_name(),

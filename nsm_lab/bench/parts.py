@@ -1,7 +1,7 @@
-"""Named parts of a model's work, seen from outside: the model knows nothing of it.
+"""Names the parts of a model's work from outside: the model has no code for it.
 
-Calls are wrapped while somebody wants to know. Forward hooks of torch would not do: a decoding step calls `step`, which
-they do not see, and the slot operators are functions.
+Calls are wrapped while a measurement runs. Forward hooks of torch are not enough: they miss a decoding step, which
+calls `step`, and the slot operators, which are functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = (
     "head",  # logits
     "model",  # the rest: embedding and the last norm
 )
-# Who has the call, its name there, and the part that it is
+# Owner of the call, its name, and the part
 CALLS: tuple[tuple[Any, str, str], ...] = (
     (Router, "forward", "router"),
     (pulse, "slot_scan", "slots"),

@@ -1,4 +1,4 @@
-"""A trace of what torch does, with the parts of the model named in it."""
+"""A trace of torch's operators with the names of the model's parts."""
 
 from __future__ import annotations
 

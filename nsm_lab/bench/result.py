@@ -1,4 +1,4 @@
-"""What one benchmark run found, as a value and as JSON."""
+"""The result of one benchmark run, as a value and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsm_core.errors import ConfigError
 
 FORMAT = "nsm-bench/1"
 Better = Literal["less", "more"]
-# What the last part of a measure's name ends with: its unit, and which way is better.
+# Ending of a measure's name -> its unit, and whether less or more is better
 UNITS: tuple[tuple[str, str, Better], ...] = (
     ("tokens_per_s", "tokens/s", "more"),
     ("tokens_per_cpu_s", "tokens/CPU s", "more"),
@@ -27,7 +27,7 @@ UNITS: tuple[tuple[str, str, Better], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """One number, taken once in each repeat. `name`: what.size.figure, e.g. `decode.8.tokens_per_s`."""
+    """A number measured once in each repeat. `name`: workload.size.figure, e.g. `decode.8.tokens_per_s`."""
 
     name: str
     values: tuple[float, ...]
@@ -61,7 +61,7 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """Measures with all that is needed to read them: how they were made, where and of what.
+    """Measures with their context: the command, the machine and the measured subject.
 
     `subject`: the model or server that was measured; `machine`: see `nsm_lab.bench.machine`.
     """
@@ -89,14 +89,14 @@ class BenchResult:
 
     @classmethod
     def from_json(cls, text: str) -> BenchResult:
-        """Raises ConfigError for what `to_json` did not write."""
+        """The inverse of `to_json`. Raises ConfigError for any other text."""
         try:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ConfigError(f"not a result of this format, {FORMAT}")
             measures = fields.pop("measures")
-            taken = tuple(Measure(item["name"], tuple(map(float, item["values"]))) for item in measures)
-            return cls(**fields, measures=taken)
+            read = tuple(Measure(item["name"], tuple(map(float, item["values"]))) for item in measures)
+            return cls(**fields, measures=read)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not a benchmark's result: {type(error).__name__}: {error}") from error
 
@@ -110,7 +110,7 @@ def read_result(path: Path) -> BenchResult:
 
 
 def unit_of(name: str) -> tuple[str, Better]:
-    """Raises ConfigError for a name that tells none."""
+    """Unit of a measure, and whether more or less is better. Raises ConfigError for an unknown ending."""
     for ending, unit, better in UNITS:
         if name.endswith(ending):
             return unit, better
@@ -118,24 +118,24 @@ def unit_of(name: str) -> tuple[str, Better]:
 
 
 def collect(repeats: Iterable[Mapping[str, float]]) -> tuple[Measure, ...]:
-    """The figures of all repeats, those of one thing and size together, else in the order in which they came first."""
+    """Measures from the figures of all repeats, grouped by workload and size, in order of first appearance."""
     values: dict[str, list[float]] = {}
     for figures in repeats:
         for name, value in figures.items():
             values.setdefault(name, []).append(value)
     groups: dict[str, dict[str, list[Measure]]] = {}
-    for name, taken in values.items():
-        measure = Measure(name, tuple(taken))
-        what, size, _ = name.split(".")
-        groups.setdefault(what, {}).setdefault(size, []).append(measure)
+    for name, series in values.items():
+        measure = Measure(name, tuple(series))
+        workload, size, _ = name.split(".")
+        groups.setdefault(workload, {}).setdefault(size, []).append(measure)
     return tuple(measure for sizes in groups.values() for group in sizes.values() for measure in group)
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """Of ascending values, between neighbours in proportion. Raises ValueError for none."""
+    """Quantile of ascending values, interpolated linearly. Raises ValueError if there are none."""
     if not ordered:
         raise ValueError("no values")
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    index = share * (len(ordered) - 1)
+    low = math.floor(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (index - low)

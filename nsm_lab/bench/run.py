@@ -1,4 +1,4 @@
-"""A benchmark under way: what is noted before its first repeat, and the result that is made after the last."""
+"""A running benchmark: records the machine before the first repeat, makes the result after the last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsm_lab.evaluation.provenance import command_line, source_commit, utc_now
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchRun:
-    """Made before anything is measured: the machine's load is that of others."""
+    """Created before anything is measured, so that the recorded load is that of other programs."""
 
     kind: str
     created: str = dataclasses.field(default_factory=utc_now)

@@ -15,7 +15,7 @@ _CACHE_SUFFIX = ".kv"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """`config` as stored beside the weights. `state_bytes`: fp32, what is in use after so many tokens."""
+    """`config` as stored beside the weights. `state_bytes`: (tokens read, bytes in use), fp32."""
 
     config: dict[str, Any]
     state_bytes: tuple[tuple[int, int], ...]  # (tokens, bytes)

@@ -1,4 +1,4 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023): a number hidden in a book, asked for at the end.
+"""Passkey retrieval (Mohtashami and Jaggi 2023): a number hidden in a book, with a question at the end.
 
 A base model trained on books may well not answer a question, so two things are measured: whether it writes the key
 (greedy), and whether it finds the right key likelier than nine others (likelihood, chance 10 %).

@@ -25,7 +25,7 @@ _ENCODE_DOCUMENTS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedDocument:
-    """A document as inputs `tokens[:-1]` and targets `tokens[1:]`, with what each target is worth."""
+    """A document as inputs `tokens[:-1]` and targets `tokens[1:]`, with the bytes and words of each target."""
 
     tokens: IntArray  # [T + 1]: end_of_text (the start of every text), the text, end_of_text unless it was cut
     num_bytes: IntArray  # [T]

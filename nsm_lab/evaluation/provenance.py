@@ -57,7 +57,7 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Versions of the software that the figures depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""How an evaluation drives a model: its mode and precision, and long texts in segments."""
+"""Drives a model in an evaluation: mode and precision, and long texts in segments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def device_of(model: SequenceModel) -> torch.device:
 
 @contextlib.contextmanager
 def reading(model: EvaluatedModel, *, autocast: bool = False) -> Iterator[torch.device]:
-    """Evaluation mode without gradients, in bf16 if `autocast`; afterwards the mode is what it was."""
+    """Evaluation mode without gradients, in bf16 if `autocast`; the old mode is restored afterwards."""
     was_training = model.training
     model.train(False)
     try:
@@ -57,9 +57,9 @@ def read_in_segments(model: SequenceModel, ids: Tensor, state: State, segment_le
     return hidden[:, -1], state
 
 
-def rows_that_fit(model: SequenceModel, wish: int) -> int:
-    """At most `wish` rows, fewer when their states would take too much memory."""
-    return max(1, min(wish, _STATE_BUDGET_BYTES // (4 * model.state_spec.num_bytes)))
+def rows_that_fit(model: SequenceModel, requested: int) -> int:
+    """At most `requested` rows, fewer when their states would take too much memory."""
+    return max(1, min(requested, _STATE_BUDGET_BYTES // (4 * model.state_spec.num_bytes)))
 
 
 def token_losses(model: SequenceModel, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from nsm_lab.evaluation.stored_state_quality import StoredStateResult
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of `nsm eval`; a part that was not asked for is None or empty."""
+    """Result of `nsm eval`; a part outside of the suite is None or empty."""
 
     provenance: Provenance
     settings: Mapping[str, Any]

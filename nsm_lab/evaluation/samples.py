@@ -30,12 +30,12 @@ def write_samples(
     model: EvaluatedModel, tokenizer: Tokenizer, prompts: Iterable[str], *, max_tokens: int, seed: int
 ) -> list[Sample]:
     """For each prompt a greedy continuation and one at temperature 0.8; at most `max_tokens` tokens each."""
-    wishes = (
+    variants = (
         SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=seed),
         SamplingParams(max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=seed),
     )
     with reading(model) as device:
-        return [_continue(model, tokenizer, prompt, params, device) for prompt in prompts for params in wishes]
+        return [_continue(model, tokenizer, prompt, params, device) for prompt in prompts for params in variants]
 
 
 def _continue(

@@ -1,4 +1,4 @@
-"""Whether a model uses its memory slots: how evenly tokens are routed to them, and how long they remember."""
+"""Use of a model's memory slots: how evenly tokens are routed to them, and how long they remember."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEAD_SHARE = 0.01
 class LayerSlots:
     """One layer with slots; means over its heads. The load of a slot is the share of tokens that write to it.
 
-    Half-lives are of what a slot holds, at its mean decay over the text; quantiles over the slots of all heads. None:
-    no such slot was ever written to.
+    Half-lives are those of a slot's content, at its mean decay over the text; quantiles over the slots of all heads.
+    None: no such slot was ever written to.
     """
 
     layer: int  # from 0, layers of other kinds included
@@ -51,7 +51,7 @@ class SlotUsage:
 
 
 class _Tally:
-    """What one router did, summed over tokens: [H, M] fp64 each."""
+    """Sums over tokens of one router's choices: [H, M] fp64 each."""
 
     def __init__(self, router: Router) -> None:
         self.top_k = router.top_k
@@ -97,7 +97,7 @@ def _layer_of(name: str) -> int:
 
 @contextlib.contextmanager
 def _watch(routers: dict[int, Router], tallies: dict[int, _Tally]) -> Iterator[None]:
-    """While open, the tally of a layer counts what its router does."""
+    """While open, the tally of each layer counts the choices of its router."""
     handles: list[RemovableHandle] = [
         router.register_forward_hook(tallies[layer].hook) for layer, router in routers.items()
     ]

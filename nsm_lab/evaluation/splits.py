@@ -1,4 +1,4 @@
-"""Whether it matters in which pieces a text is read: whole, in chunks of any size, token by token."""
+"""Split invariance: the same text read whole, in chunks of any size, and token by token."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ STEP = Function("step")
 
 
 def reading(num_tokens: int) -> Function:
-    """Exactly so many tokens of every row at once; logits are those after the last."""
+    """Reads exactly this number of tokens of every row at once; logits are those after the last token."""
     return Function("read", num_tokens)
 
 

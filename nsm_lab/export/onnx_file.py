@@ -28,7 +28,10 @@ REFUSED = {
 
 
 def write_onnx(program: ExportedProgram, model: NsmModel, path: Path, *, is_int8: bool) -> None:
-    """Writes `path`, weights inside. `is_int8`: what int8 files hold as int8 is stored so, and multiplied as fp32."""
+    """Writes `path` with the weights inside.
+
+    `is_int8`: the matrices that int8 model files hold as int8 are stored so, and multiplied as fp32.
+    """
     spec = model.state_spec
     with _quiet():
         made = torch.onnx.export(
@@ -101,7 +104,7 @@ def _find(values: NDArray[np.float32], weights: list[NDArray[np.float32]]) -> tu
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the exporter has to say is for those who write it: operators of packages that are not installed."""
+    """Silences the exporter's warnings about operators of packages that are not installed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

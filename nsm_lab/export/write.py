@@ -1,4 +1,4 @@
-"""A folder with a model's functions as graphs, and all that it takes to run them without this package."""
+"""Writes a folder with a model's functions as graphs and everything needed to run them without this package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export_model(
     is_int8: bool = False,
     prompt_len: int | None = None,
 ) -> list[Path]:
-    """Writes the step, with `prompt_len` also a function that reads so many tokens at once; returns all files.
+    """Writes the step, with `prompt_len` also a function that reads this number of tokens at once; returns all files.
 
     Raises ConfigError where the folder is not empty, or a layer has no such form.
     """

@@ -28,8 +28,8 @@ class Clusters:
 
 
 def cluster_states(layer: LayerActivity, num_clusters: int, *, by: Literal["content", "use"] = "content") -> Clusters:
-    """Of the M states of a layer, all their heads together: by the direction of what they hold at the text's end, or by
-    which tokens wrote to them. Raises InvalidRequest.
+    """Clusters the M states of a layer, all their heads together: by the direction of their content at the text's
+    end, or by the tokens that wrote to them. Raises InvalidRequest.
     """
     if by == "use":
         profiles = write_of(layer).sum(dim=1).T  # [M,T]

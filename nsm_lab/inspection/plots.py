@@ -22,8 +22,8 @@ DPI = 110
 def draw_inspection(
     inspection: Inspection, labels: Sequence[str], path: Path, *, title: str, token: int | None = None
 ) -> None:
-    """Writes a PNG: the trace of a token (None: the last), then for each layer with states what each token wrote to
-    them and how far they have moved. Raises InvalidRequest or OSError.
+    """Writes a PNG: the trace of a token (None: the last), then for each layer with states the writes of each
+    token and the distance of states from their start. Raises InvalidRequest or OSError.
     """
     layers = [layer for layer in inspection.layers if layer.kind in STATES]
     figure = Figure(figsize=(14, INCHES_PER_LAYER * (len(layers) + 1)), layout="constrained")

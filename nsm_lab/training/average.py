@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Shadow weights that follow a model's parameters. `decay` is the share of the old average kept at each step.
+    """Shadow weights that follow a model's parameters. `decay` is the share of the old average that a step leaves.
 
     Early on the average follows faster, with decay (1 + n) / (10 + n) after n steps: the first weights are no good.
     """
@@ -38,7 +38,7 @@ class WeightAverage:
             self._swap()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a resumed run needs, by name."""
+        """Tensors for a resumed run, by name."""
         return {"num_updates": torch.tensor(self._num_updates), **dict(zip(self._names, self._shadow, strict=True))}
 
     @torch.no_grad()
@@ -50,6 +50,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        kept = [weight.clone() for weight in self._weights]
+        saved = [weight.clone() for weight in self._weights]
         torch._foreach_copy_(self._weights, self._shadow)
-        torch._foreach_copy_(self._shadow, kept)
+        torch._foreach_copy_(self._shadow, saved)

@@ -1,4 +1,4 @@
-"""Everything a training run depends on, in one frozen value."""
+"""The configuration of a training run, one frozen value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nsm_core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One run. `rows` are sequences a process reads at once; `carry` is the share of steps whose rows go on from the
-    state of the step before (gradients stop there), which teaches the model to use texts longer than `seq_len`.
+    """One run. `rows` are sequences a process reads at once; `carry` is the share of steps whose rows continue from
+    the state of the step before (gradients stop there), which teaches the model to use texts longer than `seq_len`.
     """
 
     data: Path
@@ -66,6 +66,6 @@ class TrainConfig:
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
         self._require(self.weight_format in ("fp32", "bf16", "int8"), "weight_format", "fp32, bf16 or int8")
 
-    def _require(self, condition: bool, name: str, wish: str) -> None:
+    def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
-            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")
+            raise ConfigError(f"{name} must be {allowed}, got {getattr(self, name)!r}")

@@ -1,4 +1,4 @@
-"""Token ids of a corpus split, kept in a memory-mapped cache, and the packed batches that training reads from them."""
+"""Token ids of a corpus split in a memory-mapped cache, and the packed batches that training reads from them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def read_documents(
 ) -> Iterator[Document]:
     """Documents of all files of `split`, file by file, without holding a file in memory.
 
-    `on_bytes` is told how many stored (compressed) bytes were read, each time some were. Raises ConfigError, with file
+    `on_bytes` gets the number of stored (compressed) bytes after each read. Raises ConfigError, with file
     and line, for a line that is not a JSON object with a string `text`.
     """
     for path in corpus_files(data_dir, split):

@@ -1,4 +1,4 @@
-"""Which of several training processes this is (torchrun sets the variables); one process needs none of it."""
+"""Membership in a group of training processes (torchrun sets the variables)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
-    """Place of this process among the others."""
+    """Rank of this process among all, and its device."""
 
     rank: int
     size: int
@@ -28,12 +28,12 @@ def join_world(device: str) -> World:
     size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-    return World(dist.get_rank() if size > 1 else 0, size, place)
+        dist.init_process_group("nccl" if own_device.type == "cuda" else "gloo")
+    return World(dist.get_rank() if size > 1 else 0, size, own_device)
 
 
 def leave_world() -> None:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: progress bar, CSV, TensorBoard (when installed)."""
+"""The log of a run: progress bar, CSV, TensorBoard (if installed)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FIELDS = (
     "routing_loss", "dead_slots", "effective_slots", "max_load", "slots_written", "half_life",
 )  # fmt: skip
 
-QUIET_S = 20.0  # so long nothing is told at most, if steps and validation batches are shorter
+QUIET_S = 20.0  # longest silence, if steps and validation batches are shorter
 
 
-def tell(line: str) -> None:
-    """A line about what the run does now, on standard error, beside bars."""
+def log_line(line: str) -> None:
+    """Prints a line about the run to standard error, above progress bars."""
     tqdm.write(line, file=sys.stderr)
     sys.stderr.flush()
 
 
 def _header(file: Path) -> list[str]:
-    """The columns that the file of an earlier start has."""
+    """The columns of an existing log file."""
     with file.open(newline="") as lines:
         return next(csv.reader(lines), list(FIELDS))
 
@@ -55,7 +55,7 @@ class TrainLog:
         self._enabled = enabled
         self._clock = clock
         self._total_steps, self._first_step, self._done = total_steps, first_step, first_step
-        self._started = self._told = clock()
+        self._started = self._last_line_s = clock()
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=None if enabled else True)
         if not enabled:
             return
@@ -69,17 +69,17 @@ class TrainLog:
         self._board = _tensorboard_writer(directory / "tensorboard")
 
     def advance(self) -> None:
-        """One more step is done. The first is told, and that one which ends a long silence."""
+        """Counts a finished step. Prints a line for the first, and for a step after a long silence."""
         self._bar.update()
         self._done += 1
-        self.say(f"step {self._done} of {self._total_steps}", at_once=self._done == self._first_step + 1)
+        self.progress(f"step {self._done} of {self._total_steps}", at_once=self._done == self._first_step + 1)
 
-    def say(self, line: str, *, at_once: bool = False) -> None:
-        """Tells how far the run is, if nothing was told for long."""
+    def progress(self, line: str, *, at_once: bool = False) -> None:
+        """Prints a line with the elapsed time after a long silence, or always if `at_once`."""
         now = self._clock()
-        if self._enabled and (at_once or now - self._told >= QUIET_S):
-            tell(f"{line}, {now - self._started:.0f} s")
-            self._told = now
+        if self._enabled and (at_once or now - self._last_line_s >= QUIET_S):
+            log_line(f"{line}, {now - self._started:.0f} s")
+            self._last_line_s = now
 
     def write(self, row: dict[str, float]) -> None:
         """`row` holds some of FIELDS; elapsed time is added."""
@@ -90,8 +90,8 @@ class TrainLog:
         self._file.flush()
         self._bar.set_postfix(loss=f"{row['train_loss']:.3f}", refresh=False)
         self._bar.write("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-        sys.stdout.flush()  # whoever reads a pipe wants it now
-        self._told = self._clock()
+        sys.stdout.flush()  # readers of a pipe get it at once
+        self._last_line_s = self._clock()
         if self._board is not None:
             for name, value in row.items():
                 self._board.add_scalar(name, value, int(row["step"]))

@@ -28,13 +28,13 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.data import IGNORED_TARGET, Batch, PackedBatches, tokenize_split
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.distributed import World, join_world, leave_world, mean_over_world
-from nsm_lab.training.log import TrainLog, tell
+from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
 from nsm_lab.training.tiers import TierDraw
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module, which is what data-parallel training wraps.
+    """Model and loss as one module, for data-parallel training.
 
     `balance` and `z`: weights of the penalties on how the routers use their slots (nsm_core/model/balance.py).
     """
@@ -50,15 +50,15 @@ class LossModule(nn.Module):
     def forward(self, batch: Batch, state: State, is_fresh: bool) -> tuple[Tensor, State, Tensor]:
         """Mean loss over the valid targets in nats per token, the state after the batch, and the weighted penalties.
 
-        `is_fresh`: no row goes on from `state`.
+        `is_fresh`: no row continues from `state`.
         """
         for router in self.routers:  # a recomputed block leaves its penalties twice
             router.penalties.clear()
         hidden, state = self._read(batch, state, is_fresh and "A" in self.model.config.layer_pattern)
         logits = self.model.logits(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
-        given = [penalty for router in self.routers for penalty in router.penalties]
-        penalty = weighted(given, self._balance, self._z)
+        penalties = [penalty for router in self.routers for penalty in router.penalties]
+        penalty = weighted(penalties, self._balance, self._z)
         return loss, {name: value.detach() for name, value in state.items()}, loss.new_zeros(()) + penalty
 
     def _read(self, batch: Batch, state: State, without_cache: bool) -> tuple[Tensor, State]:
@@ -109,7 +109,7 @@ def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def carries_state(step: int, config: TrainConfig, steps_per_epoch: int) -> bool:
-    """Whether step `step` goes on from the state of the step before: a pure function, so that a resumed run agrees."""
+    """Whether `step` continues from the state of the step before. A pure function, so that a resumed run agrees."""
     if step % steps_per_epoch == 0:
         return False
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
@@ -122,7 +122,7 @@ def _load_tokenizer(config: TrainConfig, world: World) -> Tokenizer:
         return Tokenizer.load(config.tokenizer)
     file = config.out / TOKENIZER_FILE
     if world.is_main and not file.exists():
-        tell(f"learning a tokenizer of {config.model.vocab_size} tokens from the training split")
+        log_line(f"learning a tokenizer of {config.model.vocab_size} tokens from the training split")
         texts = (document.text for document in read_documents(config.data, "train"))
         Tokenizer.train(texts, vocab_size=config.model.vocab_size).save(file)
     if world.size > 1:
@@ -190,7 +190,7 @@ class Trainer:
             raise ValueError(f"the split must be train or val, got {split}")
         cache = self.config.cache or self.config.out / "cache"
         if self.world.is_main:
-            tell(f"token ids of the {split} split: encoded, or mapped from {cache}")
+            log_line(f"token ids of the {split} split: encoded, or mapped from {cache}")
         tokenized = tokenize_split(self.config.data, split, self.tokenizer, cache)  # type: ignore[arg-type]
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
         return PackedBatches(
@@ -233,7 +233,7 @@ class Trainer:
                     row = {"step": done, **interval.numbers(done), "lr_factor": factor, "grad_norm": float(norm)}
                     row |= self._slot_numbers()
                     with self._averaged():
-                        log.write({**row, "val_loss": self.validate(log.say)})
+                        log.write({**row, "val_loss": self.validate(log.progress)})
                     interval = Interval(self.train_batches.tokens_per_step)
                 if done % config.save_every == 0 or done == config.steps:
                     self._save(done)
@@ -285,7 +285,7 @@ class Trainer:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def validate(self, say: Callable[[str], None] = lambda line: None) -> float:
+    def validate(self, progress: Callable[[str], None] = lambda line: None) -> float:
         """Mean loss in nats per token on the first validation batches, each row from the learned start."""
         self.module.eval()
         total = torch.zeros((), device=self.world.device)
@@ -297,7 +297,7 @@ class Trainer:
             with self._autocast():
                 loss, _, _ = LossModule.forward(self._loss_module, batch, state, True)
             total += loss / batches
-            say(f"validation batch {step + 1} of {batches}")
+            progress(f"validation batch {step + 1} of {batches}")
         return float(mean_over_world(total, self.world))
 
     @property

@@ -74,9 +74,9 @@ def engine(
     make_engine = _engine_factory(settings)
     configured = {name: getattr(settings, name) for name in ("executor", "max_slots", "token_budget")}
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
-    with progress("engine", repeats) as tell:
+    with progress("engine", repeats) as show:
         result = asyncio.run(
-            bench_engine(make_engine, settings.model, work, options=configured, profile=profile, tell=tell)
+            bench_engine(make_engine, settings.model, work, options=configured, profile=profile, on_progress=show)
         )
     _show(result, output=output, plots=plots, as_json=as_json)
 
@@ -101,8 +101,10 @@ def components(
     from nsm_lab.bench.components import ComponentWork, bench_components
 
     work = ComponentWork(batches=work_batches, lengths=work_lengths, repeats=repeats)
-    with progress("components", repeats) as tell:
-        result = bench_components(settings.model, work, num_threads=settings.num_threads, profile=profile, tell=tell)
+    with progress("components", repeats) as show:
+        result = bench_components(
+            settings.model, work, num_threads=settings.num_threads, profile=profile, on_progress=show
+        )
     _show(result, output=output, plots=None, as_json=as_json)
 
 
@@ -134,8 +136,8 @@ def http(
         repeats=repeats,
         model=model,
     )
-    with progress("http", repeats) as tell:
-        result = asyncio.run(bench_http(Endpoint(url, api_key=key), work, pid=pid, tell=tell))
+    with progress("http", repeats) as show:
+        result = asyncio.run(bench_http(Endpoint(url, api_key=key), work, pid=pid, on_progress=show))
     _show(result, output=output, plots=plots, as_json=as_json)
 
 
@@ -210,8 +212,10 @@ def gate(
     arguments = ["--batches", batches, "--lengths", lengths, "--tokens", str(num_tokens), "--repeats", "1"]
     arguments += ["--num-threads", str(num_threads)] if num_threads is not None else []
     arguments += ["--model", str(model.absolute() if model.exists() else model)] if model is not None else []
-    with progress("rounds", rounds) as tell:
-        taken = builds.in_turns(builds.Build.at("base", base), builds.this_build(), arguments, rounds=rounds, tell=tell)
+    with progress("rounds", rounds) as show:
+        taken = builds.in_turns(
+            builds.Build.at("base", base), builds.this_build(), arguments, rounds=rounds, on_progress=show
+        )
     wanted = gating.WALL_MEASURES if wall else gating.CPU_MEASURES
     verdicts = gating.decide(*taken, wanted=wanted, tolerance=tolerance)
     if as_json:

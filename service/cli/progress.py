@@ -1,4 +1,4 @@
-"""How far a long command has come."""
+"""Progress of long commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if a terminal shows that; what is given takes how much of `total` is done."""
+    """Shows a bar on standard error if that is a terminal. Yields a function that takes the amount of `total` done."""
     from rich.console import Console
     from rich.progress import Progress
 

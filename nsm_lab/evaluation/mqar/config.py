@@ -55,6 +55,6 @@ class MqarConfig:
         self._require(self.time_limit_s is None or self.time_limit_s > 0, "time_limit_s", "above 0")
         self._require(self.precision in ("auto", "bf16", "fp32"), "precision", "auto, bf16 or fp32")
 
-    def _require(self, condition: bool, name: str, wish: str) -> None:
+    def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
-            raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}")
+            raise ConfigError(f"{name} must be {allowed}, got {getattr(self, name)!r}")

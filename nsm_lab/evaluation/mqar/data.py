@@ -57,7 +57,7 @@ TEST_TASKS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Examples:
-    """Sequences and what is asked in them."""
+    """Sequences and their questions."""
 
     ids: IntArray  # [N, length]
     positions: IntArray  # [N, pairs]: where a key is repeated; nothing else counts

@@ -21,7 +21,7 @@ class StateCounts(TypedDict):
 
 
 def count_state(spec: StateSpec) -> StateCounts:
-    """`memory_elements`: slots and key-value caches, what figures of recall against state size count;
+    """`memory_elements`: slots and key-value caches, as figures of recall against state size count them;
     `state_elements`: the convolutions' last tokens as well.
     """
     counts = {tensor.name: math.prod(tensor.shape) for tensor in spec.tensors if tensor.dtype.is_floating_point}

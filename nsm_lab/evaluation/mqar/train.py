@@ -208,6 +208,6 @@ def _accuracy(task: Task, num_right: float) -> Accuracy:
 
 
 def _mean(accuracies: tuple[Accuracy, ...]) -> float:
-    """Over all test sequences, each counting alike: what Zoology's figures show."""
+    """Mean over all test sequences with equal weights, as in Zoology's figures."""
     count = sum(accuracy.num_examples for accuracy in accuracies)
     return sum(accuracy.accuracy * accuracy.num_examples for accuracy in accuracies) / count

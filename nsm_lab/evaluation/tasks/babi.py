@@ -48,7 +48,7 @@ def read_questions(text: str) -> Iterator[Question]:
 
 
 def words(sentence: str) -> list[str]:
-    """Lower case, the mark at the end as a word of its own."""
+    """Lower case; the final mark becomes a word."""
     return [*sentence[:-1].lower().split(), sentence[-1]]
 
 
@@ -64,7 +64,7 @@ def draw_story(task: int, num_events: int, draw: random.Random) -> str:
 
 
 class _Events:
-    """Who is where, who holds what, and by which lines one knows."""
+    """Positions of persons and things, their holders, and the lines that prove them."""
 
     def __init__(self, draw: random.Random, *, has_things: bool) -> None:
         self._draw, self._has_things, self._line = draw, has_things, 0
@@ -87,7 +87,7 @@ class _Events:
         return f"{person} {self._draw.choice(MOVES)} the {place}."
 
     def _able_to_take(self) -> list[tuple[str, str]]:
-        """Who may take what: a thing that was never seen, or one that lies where the person is."""
+        """(person, thing) pairs: a new thing, or one at the person's position."""
         pairs = [(person, thing) for person in sorted(self._places) for thing in THINGS if thing not in self._holders]
         where = {thing: place for thing, (place, _, _) in self._dropped.items()}
         return [(who, what) for who, what in pairs if where.get(what, self._places[who][0]) == self._places[who][0]]

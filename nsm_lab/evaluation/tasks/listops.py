@@ -47,7 +47,7 @@ def _draw_node(rules: ListOpsRules, draw: random.Random, depth: int) -> list[str
 
 
 def evaluate(tokens: Sequence[str]) -> int:
-    """The answer, 0 to 9. Raises ValueError for what is no expression."""
+    """The answer, 0 to 9. Raises ValueError for a text that is not an expression."""
     open_lists: list[tuple[str, list[int]]] = []
     for place, token in enumerate(tokens):
         if token in OPERATORS:

@@ -36,7 +36,7 @@ def test_builds_take_turns_and_the_first_changes_each_round(tmp_path: Path) -> N
     base = stand_in(tmp_path / "base", "base", rates=(90.0, 100.0, 400.0))
     new = stand_in(tmp_path / "new", "new", rates=(50.0,))
     done: list[int] = []
-    measures = in_turns(base, new, ["--tokens", "1"], rounds=3, tell=done.append)
+    measures = in_turns(base, new, ["--tokens", "1"], rounds=3, on_progress=done.append)
     assert measures == ((Measure(NAME, (100.0,) * 3),), (Measure(NAME, (50.0,) * 3),))
     runs = (tmp_path / "runs").read_text("utf-8").splitlines()
     assert [run.split()[0] for run in runs] == ["base", "new", "new", "base", "base", "new"]

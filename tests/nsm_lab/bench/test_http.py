@@ -51,7 +51,7 @@ TEXT = {"choices": [{"text": "a"}]}
 async def test_our_own_gateway_has_all_measures() -> None:
     async with gateway(FakeBackend(), is_live=True) as server:
         done: list[int] = []
-        result = await bench_http(Endpoint(server.url), WORK, pid=None, tell=done.append)
+        result = await bench_http(Endpoint(server.url), WORK, pid=None, on_progress=done.append)
         names = {measure.name for measure in result.measures}
         assert done == [1, 2]
         assert {f"stream.{number}.{figure}" for number in (1, 3) for figure in LOAD} <= names
@@ -66,14 +66,14 @@ async def test_with_its_process_known_a_server_has_cpu_and_memory() -> None:
     import os
 
     async with gateway(FakeBackend(), is_live=True) as server:
-        result = await bench_http(Endpoint(f"{server.url}/v1/"), WORK, pid=os.getpid(), tell=lambda _: None)
+        result = await bench_http(Endpoint(f"{server.url}/v1/"), WORK, pid=os.getpid(), on_progress=lambda _: None)
         assert result.by_name()["memory.server.rss_mb"].median > 10
 
 
 async def test_a_peer_without_sessions_and_model_list_is_measured_without_them() -> None:
     async with peer(stream(TEXT, TEXT, USAGE)) as endpoint:
         work = HttpWork(concurrencies=(2,), num_tokens=5, lengths=(20,), repeats=1)
-        result = await bench_http(endpoint, work, pid=None, tell=lambda _: None)
+        result = await bench_http(endpoint, work, pid=None, on_progress=lambda _: None)
         assert {measure.name.split(".")[0] for measure in result.measures} == {"stream", "prefill", "conversation"}
         assert result.subject["models"] == []
 
@@ -92,14 +92,14 @@ async def test_a_peer_without_sessions_and_model_list_is_measured_without_them()
 async def test_a_server_that_fails_is_no_result(answer: bytes, message: str) -> None:
     async with peer(answer) as endpoint:
         with pytest.raises(NsmError, match=message):
-            await bench_http(endpoint, WORK, pid=None, tell=lambda _: None)
+            await bench_http(endpoint, WORK, pid=None, on_progress=lambda _: None)
 
 
 async def test_a_server_that_is_not_there_is_told() -> None:
     async with peer(b"") as endpoint:
         pass
     with pytest.raises(NsmError, match="Connect call failed"):
-        await bench_http(endpoint, WORK, pid=None, tell=lambda _: None)
+        await bench_http(endpoint, WORK, pid=None, on_progress=lambda _: None)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "unix:/x"])
@@ -110,4 +110,4 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 async def test_a_process_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no process 4194305"):
-        await bench_http(Endpoint("http://127.0.0.1:1"), WORK, pid=4_194_305, tell=lambda _: None)
+        await bench_http(Endpoint("http://127.0.0.1:1"), WORK, pid=4_194_305, on_progress=lambda _: None)

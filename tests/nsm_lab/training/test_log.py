@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_the_first_step_is_told_and_no_silence_is_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_step_is_logged_and_no_silence_is_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with TrainLog(tmp_path, total_steps=40, first_step=2, enabled=True, clock=clock) as log:
         for _ in range(10):
@@ -24,9 +24,9 @@ def test_the_first_step_is_told_and_no_silence_is_long(tmp_path: Path, capsys: p
             log.advance()
         log.write({"step": 12, "train_loss": 3.0})
         clock.now += QUIET_S - 1
-        log.say("validation batch 1 of 2")
+        log.progress("validation batch 1 of 2")
         clock.now += 1
-        log.say("validation batch 2 of 2")
+        log.progress("validation batch 2 of 2")
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
         "step 3 of 40, 5 s",
@@ -40,5 +40,5 @@ def test_the_first_step_is_told_and_no_silence_is_long(tmp_path: Path, capsys: p
 def test_other_processes_of_a_run_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TrainLog(tmp_path, total_steps=4, first_step=0, enabled=False) as log:
         log.advance()
-        log.say("anything", at_once=True)
+        log.progress("anything", at_once=True)
     assert capsys.readouterr() == ("", "")
