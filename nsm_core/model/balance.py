@@ -51,16 +51,29 @@ def slot_use(uses: Sequence[Tensor]) -> SlotUse | None:
     """From each router's means [3, H, M]: load, write weights, log decay. None without any."""
     if not uses:
         return None
-    load, written, log_decay = torch.cat([use.detach().double().cpu() for use in uses], dim=1).unbind(0)
+    heads = [_heads(*use.detach().double().cpu()) for use in uses]  # routers may differ in their number of slots
+    is_dead, effective, busiest, written, half_lives = (
+        torch.cat(of_routers) for of_routers in zip(*heads, strict=True)
+    )
+    return SlotUse(
+        dead_slots=float(is_dead.double().mean()),
+        effective_slots=float(effective.mean()),
+        max_load=float(busiest.mean()),
+        slots_written=float(written.mean()),
+        half_life=float(half_lives.median()),
+    )
+
+
+def _heads(load: Tensor, written: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
+    """One router's means [H, M] -> is dead [H M]; effective slots, busiest, written [H]; half-lives [H M]."""
     mean = load.mean(dim=-1, keepdim=True).clamp(min=1e-30)
     shares = load / load.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    half_life = math.log(2.0) / -log_decay
-    return SlotUse(
-        dead_slots=float((load < DEAD_SHARE * mean).double().mean()),
-        effective_slots=float(torch.special.entr(shares).sum(dim=-1).exp().mean()),
-        max_load=float((load / mean).amax(dim=-1).mean()),
-        slots_written=float(written.sum(dim=-1).mean()),
-        half_life=float(half_life.median()),
+    return (
+        (load < DEAD_SHARE * mean).flatten(),
+        torch.special.entr(shares).sum(dim=-1).exp(),
+        (load / mean).amax(dim=-1),
+        written.sum(dim=-1),
+        (math.log(2.0) / -log_decay).flatten(),
     )
 
 

@@ -113,3 +113,17 @@ def test_the_selection_bias_never_weighs() -> None:
     before = router(x)
     router.selection_bias += 3.0
     torch.testing.assert_close(router(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_X25_slot_use_of_routers_with_different_numbers_of_slots_is_the_mean_over_their_heads() -> None:
+    generator = torch.Generator().manual_seed(2)
+    small, large = (torch.rand(3, HEADS, slots, generator=generator) + 0.1 for slots in (4, 8))
+    for use in (small, large):
+        use[2].neg_()  # log decays
+    both, one, other = slot_use([small, large]), slot_use([small]), slot_use([large])
+    assert both is not None
+    assert one is not None
+    assert other is not None
+    for name in ("effective_slots", "max_load", "slots_written"):
+        assert getattr(both, name) == pytest.approx((getattr(one, name) + getattr(other, name)) / 2)
+    assert min(one.half_life, other.half_life) <= both.half_life <= max(one.half_life, other.half_life)
