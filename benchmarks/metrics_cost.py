@@ -146,7 +146,7 @@ async def clocks(backend: LocalBackend, num_requests: int) -> dict[str, list[flo
     with bind("127.0.0.1", 0) as sock:
         task = asyncio.create_task(serve(app, uvicorn_config(app), sock))
         port = sock.getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
             await _reach(client)
             for number in range(num_requests + 2):
                 first_s, whole_s, sums = await _one(client, port)

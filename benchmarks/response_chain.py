@@ -49,7 +49,12 @@ def serving(directory: str) -> Iterator[Served]:
         port = probe.getsockname()[1]
     command = [Path(sys.executable).with_name("nsm"), "serve", "--port", str(port), "--data-dir", directory]
     server = subprocess.Popen(command, env={**os.environ, "NSM_LOG_LEVEL": "warning"})
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),  # no proxy for this machine
+    )
     try:
         wait_for(client)
         yield Served(client, server.pid)

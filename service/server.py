@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from fastapi import FastAPI
 
 from nsm_core.errors import ConfigError
 from nsm_core.heap import limit_arenas
+from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
@@ -129,13 +129,6 @@ def require_keys(settings: Settings, sock: socket.socket) -> None:
             f"without API keys the server serves this machine only, not {settings.host}; name a file of keys with "
             "NSM_API_KEYS_FILE (docs/tenants.md), or let everybody in with NSM_ALLOW_ANONYMOUS=true"
         )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a numeric address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -23,6 +23,8 @@ BETWEEN_LOOKS_S = 0.05
 HOST = "127.0.0.1"
 CONTEXT_OF_STREAM = 256  # tokens that each of llama-server's slots holds, for short streams
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # HTTP_PROXY is for other machines
+
 
 class Server:
     """One that answers. `log`: what it prints."""
@@ -43,7 +45,7 @@ class Server:
     def _wait(self, url: str) -> None:
         until = time.monotonic() + START_S
         while time.monotonic() < until and self._process.poll() is None:
-            with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
+            with contextlib.suppress(urllib.error.URLError, OSError), DIRECT.open(url, timeout=5):
                 return
             time.sleep(BETWEEN_LOOKS_S)
         raise NsmError(f"{self._process.args!r} did not start: {self._log.read_text('utf-8', 'replace')[-2000:]}")

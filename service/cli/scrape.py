@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsm_core.errors import NsmError
+from service.addresses import is_loopback_url
 from service.messages import quoted
 
 TIMEOUT_S = 10.0
@@ -51,7 +52,7 @@ def scrape(url: str, key: str | None) -> Scrape:
     if key is not None:
         request.add_header("authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with _opener(url).open(request, timeout=TIMEOUT_S) as answer:
             text = answer.read().decode()
         result = Scrape(text, time.monotonic())
     except urllib.error.HTTPError as error:
@@ -63,6 +64,11 @@ def scrape(url: str, key: str | None) -> Scrape:
     if not result.samples("nsm_model_info"):
         raise NsmError(f"{url} has metrics, but not those of a server of this kind")
     return result
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """HTTP_PROXY is for other machines."""
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_loopback_url(url) else []))
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> NsmError:

@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from nsm_core.errors import CheckpointError, ConfigError, StoreUnavailable
+from service.addresses import is_loopback
 from service.app import create_app
-from service.server import bind, is_loopback, make_backend, require_keys, run, serve, uvicorn_config
+from service.server import bind, make_backend, require_keys, run, serve, uvicorn_config
 from service.settings import Settings
 from service.stores.sessions.factory import make_store
 from service.stores.sessions.memory import MemorySessionStore
@@ -135,7 +136,8 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         import asyncio, os, signal
         from pathlib import Path
         from service.app import create_app
-        from service.server import bind, configure_logging, serve, uvicorn_config
+        from service.addresses import is_loopback
+from service.server import bind, configure_logging, serve, uvicorn_config
         from service.stores.sessions.memory import MemorySessionStore
         from service.settings import Settings
         from tests.fakes import FakeBackend

@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from nsm_core.errors import DeadlineExceeded, EngineDead
 from nsm_core.wire.errors import Failure, decode_failure, reading_answer
 from nsm_core.wire.tensors import Tensors
+from service.addresses import is_loopback_url
 from service.backends.triton.tls import TritonTls, explained, is_unexplained
 from service.backends.triton.trace_context import trace_metadata
 
@@ -52,10 +53,11 @@ class TritonChannel:
 
     def __init__(self, url: str, *, tls: TritonTls | None = None) -> None:
         """`url`: host:port; `tls`: None for a connection in the clear. Nothing is connected yet."""
+        options = (*_OPTIONS, ("grpc.enable_http_proxy", 0)) if is_loopback_url(url) else _OPTIONS
         if tls is None:
-            self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(url, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(url, tls.credentials(), options=(*_OPTIONS, *tls.options()))
+            self._channel = grpc.aio.secure_channel(url, tls.credentials(), options=(*options, *tls.options()))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def open(self, *, timeout_s: float | None) -> TritonStream:

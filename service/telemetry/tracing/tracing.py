@@ -6,11 +6,13 @@ A span never holds text that a client wrote.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Tracer
 
 from nsm_core.errors import ConfigError
+from service.addresses import is_loopback_url
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -37,11 +39,20 @@ class Tracing:
 def make_tracing() -> Tracing:
     """To the OTLP receiver (HTTP, protobuf) of OTEL_EXPORTER_OTLP_ENDPOINT. Raises ConfigError without the extra."""
     try:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise _without_extra() from error
-    return Tracing(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_S)))
+    session = requests.Session()
+    session.trust_env = not is_loopback_url(_receiver())  # HTTP_PROXY is for other machines
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_S, session=session)))
+
+
+def _receiver() -> str:
+    """The URL that the exporter reads from the environment, or OpenTelemetry's default."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "http://localhost:4318")
 
 
 def _provider() -> TracerProvider:
