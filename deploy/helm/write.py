@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from nsm_core.triton.config import DEVICES
 from service.settings import ENV_PREFIX, Settings, engine_settings, shown_default
 
 FOLDER = Path(__file__).parent
@@ -31,8 +32,27 @@ OF_CHART = {
     "host", "port", "data_dir", "store", "triton_url", "api_keys_file", "allow_anonymous", "grace_s",
 }  # fmt: skip
 PARAMETER = re.compile(r'^parameters \{ key: "(\w+)" value \{ string_value: "([^"]*)"', re.MULTILINE)
-PLAIN = {"type": ["string", "number", "boolean"]}
+PLAIN = {"type": ["string", "number", "boolean", "null"]}
 LIST_BEGIN, LIST_END = "    # <settings>", "    # </settings>"
+ORIGINS = r"^\s*((\*|https?://[^\s,/?#]+)\s*(,|$)\s*)*$"
+# The least value of each parameter that is a whole number; a test holds these tables against the worker
+WHOLE_NUMBERS = {
+    "max_slots": 1,
+    "token_budget": 1,
+    "queue_limit": 0,
+    "num_threads": 0,
+    "max_prompt_tokens": 1,
+    "max_tokens_limit": 1,
+    "kept_states_mb": 0,
+}
+OTHER_PARAMETERS: dict[str, dict[str, Any]] = {
+    "model": {"type": "string"},
+    "default_timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
+    "max_timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
+    "drain_s": {"type": "number", "minimum": 0, "maximum": 3_600},
+    "energy": {"enum": [True, False, "true", "false"]},
+    "energy_core_watts": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000},
+}
 KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 
 
@@ -67,6 +87,7 @@ def schema_text() -> str:
     schema = json.loads(SCHEMA.read_text())
     schema["definitions"]["settings"] = {**one_of_these(settings()), "patternProperties": {"^OTEL_": PLAIN}}
     schema["definitions"]["parameters"] = one_of_these(parameters())
+    schema["definitions"]["variables"] = variables()
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -77,7 +98,9 @@ def one_of_these(properties: dict[str, Any]) -> dict[str, Any]:
 def settings() -> dict[str, Any]:
     """By the names of their variables, with the bounds that the gateway itself has."""
     fields = Settings.model_json_schema()["properties"]
-    return {variable(name): {"description": fields[name]["description"], **bounds(fields[name])} for name in offered()}
+    found = {variable(name): {"description": fields[name]["description"], **bounds(fields[name])} for name in offered()}
+    found["NSM_CORS_ORIGINS"]["anyOf"][0]["pattern"] = ORIGINS
+    return found
 
 
 def offered() -> list[str]:
@@ -90,9 +113,13 @@ def variable(name: str) -> str:
 
 
 def bounds(field: dict[str, Any]) -> dict[str, Any]:
-    """A setting that may be left out has one kind of value besides None."""
+    """One kind of value, or null for a setting that is not given."""
     kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
-    return {name: value for name, value in kinds[0].items() if name in KEPT}
+    return or_null({name: value for name, value in kinds[0].items() if name in KEPT})
+
+
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def values_text() -> str:
@@ -118,14 +145,36 @@ def settings_template() -> str:
 
 
 def parameters() -> dict[str, Any]:
-    """Of the Triton model, by name: texts and numbers, as its worker reads them."""
+    """Of the Triton model, by name, with the values that its worker takes. Those in capitals are Triton's own."""
     found = PARAMETER.findall((CHART / "files" / "config.pbtxt").read_text())
-    # those in capitals are Triton's own
-    return {name: PLAIN for name, _ in found if name.islower()}
+    return {name: or_null(parameter(name)) for name, _ in found if name.islower()}
+
+
+def parameter(name: str) -> dict[str, Any]:
+    """Raises KeyError for one whose values are not written down here."""
+    choices = {"device": DEVICES, **{name: choices_of(name) for name in ("executor", "speculation")}}
+    if name in choices:
+        return {"enum": list(choices[name])}
+    if name in WHOLE_NUMBERS:
+        low = WHOLE_NUMBERS[name]
+        text = {"type": "string", "pattern": "^[0-9]+$" if low == 0 else "^0*[1-9][0-9]*$"}
+        return {"anyOf": [{"type": "integer", "minimum": low, "maximum": 2**53}, text]}
+    return OTHER_PARAMETERS[name]
+
+
+def choices_of(name: str) -> list[str]:
+    """Of a setting that the gateway has too."""
+    return list(Settings.model_json_schema()["properties"][name]["enum"])
+
+
+def variables() -> dict[str, Any]:
+    """Entries of a pod's `env`: a setting among them must be one that the gateway has and the chart leaves open."""
+    names = {"anyOf": [{"not": {"pattern": "^(NSM_|REDIS_PASSWORD$)"}, "minLength": 1}, {"enum": list(settings())}]}
+    return {"type": "array", "items": {"type": "object", "required": ["name"], "properties": {"name": names}}}
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 if __name__ == "__main__":

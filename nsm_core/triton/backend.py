@@ -132,12 +132,19 @@ class Backend:
 
 
 def device_of(config: WorkerConfig, args: Mapping[str, str]) -> str:
-    """The instance's own GPU where there is one, unless the configuration says otherwise."""
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return wanted
+    """The instance's own GPU where there is one, unless the configuration says otherwise.
+
+    Raises ConfigError for an instance on a GPU whose torch cannot use it: it would be slow for a reason nobody sees.
+    """
+    if config.device == "cpu":
+        return "cpu"
+    kind = args["model_instance_kind"]
+    is_on_gpu = kind == "GPU"
     if not torch.cuda.is_available():
-        raise ConfigError("config.pbtxt: parameter device must be cpu or auto where torch finds no GPU, got 'cuda'")
-    return f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cuda:0"
+        if config.device == "cuda" or is_on_gpu:
+            raise ConfigError(
+                f"config.pbtxt: parameter device is {config.device!r}, the instance is of kind {kind}, and torch finds "
+                "no GPU: install a torch with CUDA, or set device to cpu"
+            )
+        return "cpu"
+    return f"cuda:{args['model_instance_device_id']}" if is_on_gpu else "cuda:0"

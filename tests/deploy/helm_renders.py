@@ -37,6 +37,10 @@ def gateway(example: str) -> dict[str, Any]:
 
 def environment(example: str) -> dict[str, str]:
     """Of the gateway; values that only a cluster knows as ones that stand for them."""
-    known = {"NSM_STORE": "redis://secret/0", "NSM_NUM_THREADS": "2", "REDIS_PASSWORD": "secret"}
-    entries = gateway(example)["containers"][0]["env"]
+    return variables_of(gateway(example)["containers"][0])
+
+
+def variables_of(container: dict[str, Any]) -> dict[str, str]:
+    known = {"NSM_STORE": "redis://secret/0", "NSM_NUM_THREADS": "2", "REDIS_PASSWORD": "secret", "HOST_IP": "10.0.0.1"}
+    entries = container.get("env", [])
     return {entry["name"]: entry["value"] if "value" in entry else known[entry["name"]] for entry in entries}

@@ -283,6 +283,7 @@ def test_T7_a_worker_ends_itself_where_its_server_does_not_let_it_go(
         ("auto", True, "CPU", "cuda:0"),
         ("auto", True, "GPU", "cuda:3"),
         ("cpu", True, "GPU", "cpu"),
+        ("cpu", False, "GPU", "cpu"),
         ("cuda", True, "GPU", "cuda:3"),
     ],
 )
@@ -292,7 +293,12 @@ def test_the_device(wanted: str, has_gpu: bool, kind: str, device: str, monkeypa
     assert device_of(WorkerConfig(device=wanted), args) == device
 
 
-def test_a_gpu_that_is_not_there_is_told_by_the_parameters_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wanted", "kind"), [("cuda", "CPU"), ("cuda", "GPU"), ("auto", "GPU")])
+def test_X19_an_instance_on_a_gpu_that_torch_cannot_use_is_refused(
+    wanted: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU it would serve many times slower, and only an INFO line would say so."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="parameter device must be cpu or auto"):
-        device_of(WorkerConfig(device="cuda"), CPU)
+    args = {"model_instance_kind": kind, "model_instance_device_id": "0"}
+    with pytest.raises(ConfigError, match=f"parameter device is '{wanted}', the instance is of kind {kind}, and torch"):
+        device_of(WorkerConfig(device=wanted), args)
