@@ -131,6 +131,7 @@ class _Subject:
                 max_rows=config.batch_documents,
             ),
             autocast=self._autocast,
+            log=self._log,
         )
 
     def passkey(self) -> PasskeyResult:

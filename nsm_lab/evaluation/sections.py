@@ -44,30 +44,20 @@ def passkey_lines(result: PasskeyResult) -> str:
         rows.append(
             [
                 short(length),
-                *(_passkey_cell([cells[depth]]) if depth in cells else "–" for depth in depths),
-                _passkey_cell(list(cells.values())),
-                *_passkey_means(list(cells.values())),
+                *(_passkey_cell(cells[depth]) if depth in cells else "–" for depth in depths),
             ]
         )
-    heads = ("length (tokens)", *(f"depth {depth:.0%}" for depth in depths), "all", "mean rank", "margin (nats)")
+    heads = ("length (tokens)", *(f"depth {depth:.0%}" for depth in depths))
     return (
         "## Passkey\n\nA five-digit key in a book, asked for at the end: how often it is the likeliest of "
         f"{result.num_choices} keys (chance {1 / result.num_choices:.0%}), and in brackets how often the model writes "
-        f"it. {result.cells[0].num_examples} prompts a cell; depth 0% is the beginning of the text; margin: "
-        "log-probability over the likeliest wrong key.\n\n" + table(heads, rows)
+        f"it. {result.cells[0].num_examples} prompts a cell; depth 0% is the beginning of the text.\n\n"
+        + table(heads, rows)
     )
 
 
-def _passkey_cell(cells: Sequence[PasskeyCell]) -> str:
-    count = sum(cell.num_examples for cell in cells)
-    chosen, written = (sum(getattr(cell, name) for cell in cells) / count for name in ("num_chosen", "num_written"))
-    return f"{chosen:.0%} ({written:.0%})"
-
-
-def _passkey_means(cells: Sequence[PasskeyCell]) -> list[str]:
-    """All cells have as many examples."""
-    rank, margin = (sum(getattr(cell, name) for cell in cells) / len(cells) for name in ("mean_rank", "mean_margin"))
-    return [f"{rank:.2f}", f"{margin:+.2f}"]
+def _passkey_cell(cell: PasskeyCell) -> str:
+    return f"{cell.num_chosen / cell.num_examples:.0%} ({cell.num_written / cell.num_examples:.0%})"
 
 
 def stored_state_lines(result: StoredStateResult) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nsm_lab.evaluation.history import fresh_starts, keys, repeats
 from nsm_lab.evaluation.history.fresh_starts import FreshStartResult, measure_fresh_starts
@@ -47,10 +47,11 @@ def measure_history(
     reach: int,
     settings: HistorySettings,
     autocast: bool = False,
+    log: Callable[[str], None] = lambda line: None,
 ) -> HistoryResult:
     """Measures `model` on `texts`, the ids [N] of whole documents, on the device it is on, in bf16 if `autocast`.
 
-    Raises ConfigError when no document is long enough for one of the measurements.
+    `log` gets a line after each measurement. Raises ConfigError when documents are too short for one.
     """
     rows = settings.max_rows
     fresh, repeated, asked = None, None, None
@@ -59,6 +60,7 @@ def measure_history(
         fresh = measure_fresh_starts(
             model, texts, reach=reach, starts=starts, spans=spans, max_rows=rows, autocast=autocast
         )
+        log("history: fresh starts are measured")
     if settings.repeat_distances:
         repeated = measure_repeats(
             model,
@@ -69,6 +71,7 @@ def measure_history(
             max_rows=rows,
             autocast=autocast,
         )
+        log("history: repeated passages are measured")
     if settings.key_contexts and settings.key_distances:
         asked = measure_keys(
             model,
