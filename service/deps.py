@@ -18,6 +18,7 @@ from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
 from service.messages import quoted
 from service.prompts import PromptEncoder
+from service.schemas.common import MAX_CHOICES, Limits
 from service.settings import Settings
 from service.stores.prefixes.resume import PrefixResume
 from service.stores.records.base import RecordStore
@@ -65,6 +66,16 @@ class Services:
         model, form = self.backend.model, self.state_format
         rounding = "" if form is StateFormat.FP32 else f"_{form}"
         return f"fp_{model.fingerprint[:12]}_{model.numerics}{rounding}"
+
+    @property
+    def limits(self) -> Limits:
+        """For one generation body. More choices than the engines can hold would be refused each time."""
+        return Limits(
+            max_tokens=self.settings.max_tokens_limit,
+            max_choices=min(MAX_CHOICES, self.backend.max_requests),
+            vocab_size=self.backend.tokenizer.vocab_size,
+            timeout_s=self.settings.request_timeout_s,
+        )
 
     def log_prompt(self, arrival: Arrival, prompt: object) -> None:
         """Writes what a client sent to the log, if and only if the operator asked for it."""

@@ -1,13 +1,13 @@
-"""Words of refusals: the wish that was not met, as pydantic found, in our words; and names as clients gave them."""
+"""Texts of refusals: messages for pydantic's validation errors, and names as clients gave them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-WISHES: Mapping[str, str] = {
+MESSAGES: Mapping[str, str] = {
     "missing": "is required",
-    "extra_forbidden": "is no field that is known here",
+    "extra_forbidden": "is an unknown field",
     "int_type": "must be an integer",
     "int_parsing": "must be an integer",
     "int_parsing_size": "must be an integer",
@@ -39,21 +39,21 @@ def quoted(name: str, most: int = 80) -> str:
     return repr(name) if len(name) <= most else f"{name[:most]!r}…"
 
 
-def wish_of(finding: Mapping[str, Any]) -> str:
-    """Of one of `ValidationError.errors()`, to be put after the field's name."""
-    words = WISHES.get(finding["type"])
-    if words is not None:
-        context = {name: _number(value) for name, value in finding.get("ctx", {}).items()}
+def validation_message(error: Mapping[str, Any]) -> str:
+    """The message for one of `ValidationError.errors()`; it follows the field's name."""
+    template = MESSAGES.get(error["type"])
+    if template is not None:
+        context = {name: _number(value) for name, value in error.get("ctx", {}).items()}
         is_one = 1 in (context.get("min_length"), context.get("max_length"))
-        return words.format(**context, entries="entry" if is_one else "entries")
-    return str(finding["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
+        return template.format(**context, entries="entry" if is_one else "entries")
+    return str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
 
 
-def length_of(finding: Mapping[str, Any]) -> int | None:
-    """How long the value is that should have been longer or shorter; None where another wish was not met."""
-    if finding["type"] not in ("too_short", "too_long", "string_too_short", "string_too_long"):
+def wrong_length(error: Mapping[str, Any]) -> int | None:
+    """The length of a value that is too long or too short; None for any other error."""
+    if error["type"] not in ("too_short", "too_long", "string_too_short", "string_too_long"):
         return None
-    value = finding.get("input")
+    value = error.get("input")
     return len(value) if isinstance(value, str | list | dict) else None
 
 

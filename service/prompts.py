@@ -39,6 +39,12 @@ class PromptEncoder:
         self._check_length(len(ids), param)
         return Prompt(ids=ids, num_start=1)
 
+    async def read(self, prompt: str | Sequence[int], *, param: str = "prompt") -> Prompt:
+        """A text or token ids as a prompt of its own."""
+        if isinstance(prompt, str):
+            return await self.fresh(prompt, param=param)
+        return self.verbatim(prompt, param=param)
+
     def verbatim(self, ids: Sequence[int], *, param: str = "prompt") -> Prompt:
         """Ids are taken as they are."""
         if not ids:

@@ -18,7 +18,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.errors import ConfigError
 from nsm_core.execution.names import ExecutorName
 from nsm_core.model.bundled import find_checkpoint
-from service.messages import wish_of
+from service.messages import validation_message
 
 ENV_PREFIX = "NSM_"
 OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -351,9 +351,9 @@ def label(name: str) -> str:
 
 def _describe(item: ErrorDetails) -> str:
     if not item["loc"]:
-        return wish_of(item)
+        return validation_message(item)
     name = str(item["loc"][0])
-    return f"{label(name)}: {wish_of(item)}, got {_shown(str(item['input']))}"
+    return f"{label(name)}: {validation_message(item)}, got {_shown(str(item['input']))}"
 
 
 def _shown(given: str) -> str:

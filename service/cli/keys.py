@@ -46,8 +46,8 @@ def new(
     try:
         entry = ApiKey(id=key_id, tenant=tenant, sha256=digest_of(key), metrics=metrics)
     except ValidationError as error:
-        wish = "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit"
-        raise typer.BadParameter(f"{wish}, got {quoted(tenant)}", param_hint="'--tenant'") from error
+        rule = "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit"
+        raise typer.BadParameter(f"{rule}, got {quoted(tenant)}", param_hint="'--tenant'") from error
     made_on = datetime.datetime.now(datetime.UTC).date()
     if file is None:
         _print(entry, made_on)

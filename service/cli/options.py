@@ -39,10 +39,10 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after end o
 Seed = Annotated[int | None, typer.Option(show_default=False, help="The same seed gives the same text.")]
 
 
-def make_sampling(*, seed: int | None, **wishes: Any) -> SamplingParams:
+def make_sampling(*, seed: int | None, **params: Any) -> SamplingParams:
     """Raises a usage error that names the option. Without a seed one is drawn."""
     try:
-        return SamplingParams(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **wishes)
+        return SamplingParams(seed=secrets.randbits(SEED_BITS) if seed is None else seed, **params)
     except InvalidRequest as error:
         name = error.param or ""
         option = "--" + name.replace("_", "-")

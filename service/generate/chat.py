@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
-from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.engine.request import Finished
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import RequestGroup, choice_limit, ends_of
+from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.schemas.chat import ChatBody
-from service.schemas.common import check_n
 from service.web.sse import TextFrame, frame
 
 KIND = "chat.completion"
@@ -123,44 +121,21 @@ class PrefixCutter:
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
-    check_n(body.n, 1, choice_limit(services.backend))
-    tokenizer, settings = services.backend.tokenizer, services.settings
     template = get_template(services.backend.model.chat_template)
-    sampling = body.sampling(
-        template, max_tokens_limit=settings.max_tokens_limit, vocab_size=tokenizer.vocab_size
-    )  # fmt: skip
-    body.check_routing(max_tokens=sampling.max_tokens, num_choices=body.n, param="max_completion_tokens")
-    prompt = await services.prompts.fresh(body.text(template), param="messages")
-    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    spec = body.to_request(services.limits, template)
+    prompt = await services.prompts.read(spec.prompts[0], param="messages")
     start = await services.prefix_resume.start(
         tenant,
         prompt.ids,
-        max_tokens=sampling.max_tokens,
+        max_tokens=spec.max_tokens,
         next_text=lambda answer: _next_text(template, body, answer),
         is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
     )
-    requests = [
-        GenerationRequest(
-            request_id=f"{envelope.id}-{choice_index}",
-            prompt_ids=prompt.ids,
-            sampling=dataclasses.replace(sampling, choice_index=choice_index),
-            deadline=arrival.time + (body.timeout or settings.request_timeout_s),
-            include_routing=body.include_routing,
-        )
-        for choice_index in range(body.n)
-    ]
-    services.metrics.requests.body_accepted(n=body.n, max_tokens=sampling.max_tokens)
-    permit = services.tenants.enter(tenant, len(requests))
-    group = RequestGroup(
-        services.backend,
-        services.metrics,
-        [start.apply(request) for request in requests],
-        permit=permit,
-        arrival=arrival.time,
-        is_stream=body.stream,
-        keeps=[start.keep] * len(requests),
-    )
-    return Chat(group, body, template, tokenizer, envelope)
+    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    group = submit_group(
+        services, tenant, spec, [start], request_id=envelope.id, arrival=arrival, is_stream=body.stream
+    )  # fmt: skip
+    return Chat(group, body, template, services.backend.tokenizer, envelope)
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:

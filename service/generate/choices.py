@@ -19,12 +19,14 @@ from nsm_core.engine.request import (
 )
 from nsm_core.errors import NsmError, Overloaded
 from service.backends.base import Generation, InferenceBackend
+from service.deps import Arrival, Services
 from service.generate.deltas import Delta, DeltaBuilder
+from service.schemas.common import RequestSpec
+from service.stores.prefixes.resume import Start
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.requests import RequestRecord
 from service.tenants.tenants import Permit
 
-MAX_CHOICES = 128
 EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so much
 
 
@@ -177,14 +179,47 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
     return view.feed(event)
 
 
+def submit_group(
+    services: Services,
+    tenant: str,
+    spec: RequestSpec,
+    starts: Sequence[Start],
+    *,
+    request_id: str,
+    arrival: Arrival,
+    is_stream: bool,
+) -> RequestGroup:
+    """All choices of all prompts, of which each has its start. Raises what `RequestGroup` and `Tenants.enter` raise."""
+    services.metrics.requests.body_accepted(n=spec.n, max_tokens=spec.max_tokens)
+    requests = [
+        start.apply(
+            GenerationRequest(
+                request_id=f"{request_id}-{number}-{choice_index}",
+                prompt_ids=start.ids,
+                sampling=dataclasses.replace(spec.sampling, choice_index=choice_index),
+                prompt_logprobs=spec.prompt_logprobs,
+                deadline=arrival.time + spec.timeout_s,
+                include_routing=spec.include_routing,
+            )
+        )
+        for number, start in enumerate(starts)
+        for choice_index in range(spec.n)
+    ]
+    return RequestGroup(
+        services.backend,
+        services.metrics,
+        requests,
+        permit=services.tenants.enter(tenant, len(requests)),
+        arrival=arrival.time,
+        is_stream=is_stream,
+        is_score_only=spec.is_score_only,
+        keeps=[start.keep for start in starts for _ in range(spec.n)],
+    )
+
+
 def ends_of(group: RequestGroup) -> list[Finished]:
     """How each choice ended; to be asked when all deltas were read."""
     return [choice.finished for choice in group.choices if choice.finished is not None]
-
-
-def choice_limit(backend: InferenceBackend) -> int:
-    """Most choices of one body: more than the engines can hold would be refused each time they are tried."""
-    return min(MAX_CHOICES, backend.max_requests)
 
 
 def settle(event: Finished, choice: Choice) -> Finished:

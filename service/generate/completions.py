@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from nsm_core.engine.request import GenerationRequest, TokenLogprob
-from nsm_core.sampling.params import SamplingParams
+from nsm_core.engine.request import TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.choices import RequestGroup, choice_limit, ends_of
+from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
 from service.prompts import Prompt
-from service.schemas.common import check_n
+from service.schemas.common import RequestSpec
 from service.schemas.completions import CompletionBody
 from service.stores.prefixes.resume import Start
 from service.web.sse import TextFrame, frame
@@ -28,11 +26,11 @@ class Completion:
     """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
-        self, group: RequestGroup, body: CompletionBody, views: Sequence[ChoiceText], envelope: Envelope
+        self, group: RequestGroup, body: CompletionBody, choices: Sequence[ChoiceText], envelope: Envelope
     ) -> None:
         self.group = group
         self._body = body
-        self._views = views
+        self._choices = choices
         self._envelope = envelope
 
     def leave(self) -> None:
@@ -40,31 +38,33 @@ class Completion:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
-        texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._views))]
-        for index, view in enumerate(self._views):
-            if view.echo_text:
-                yield self._frame(index, view.take_echo())
+        texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._choices))]
+        for index, choice in enumerate(self._choices):
+            if choice.echo_text:
+                yield self._frame(index, choice.take_echo())
         async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 frames = []
                 for index, delta in batch:
-                    view = self._views[index]
-                    if view.is_plain(delta):
+                    choice = self._choices[index]
+                    if choice.is_plain(delta):
                         frames.append(texts[index](delta.text))
                     else:
-                        frames += [self._frame(index, piece) for piece in view.pieces(delta)]
+                        frames += [self._frame(index, piece) for piece in choice.pieces(delta)]
                 yield b"".join(frames)
         if self._body.has_usage_chunk:
             yield frame(self._envelope.wrap(KIND, [], usage=self._usage()))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
-        parts: list[list[dict[str, Any]]] = [[view.take_echo()] if view.echo_text else [] for view in self._views]
+        parts: list[list[dict[str, Any]]] = [
+            [choice.take_echo()] if choice.echo_text else [] for choice in self._choices
+        ]
         async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:
                 for index, delta in batch:
-                    parts[index].extend(self._views[index].pieces(delta))
-        choices = [{"index": index, **self._views[index].join(pieces)} for index, pieces in enumerate(parts)]
+                    parts[index].extend(self._choices[index].pieces(delta))
+        choices = [{"index": index, **self._choices[index].join(pieces)} for index, pieces in enumerate(parts)]
         return self._envelope.wrap(KIND, choices, usage=self._usage())
 
     def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
@@ -148,83 +148,49 @@ class ChoiceText:
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
-    texts = body.texts()
-    check_n(body.n, len(texts), choice_limit(services.backend))
-    body.check_routing(max_tokens=body.max_tokens, num_choices=body.n * len(texts))
-    sampling = body.sampling(
-        max_tokens_limit=services.settings.max_tokens_limit, vocab_size=services.backend.tokenizer.vocab_size
-    )
-    encoder = services.prompts
-    prompts = [await encoder.fresh(text) if isinstance(text, str) else encoder.verbatim(text) for text in texts]
-    starts = [await _start(services, tenant, body, *pair) for pair in zip(texts, prompts, strict=True)]
+    spec = body.to_request(services.limits)
+    prompts = [await services.prompts.read(text) for text in spec.prompts]
+    starts = [await _start(services, tenant, body, spec, *pair) for pair in zip(spec.prompts, prompts, strict=True)]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
-    deadline = arrival.time + (body.timeout or services.settings.request_timeout_s)
-    requests = _requests(body, prompts, sampling, envelope.id, deadline)
-    services.metrics.requests.body_accepted(n=body.n, max_tokens=body.max_tokens)
-    group = RequestGroup(
-        services.backend,
-        services.metrics,
-        [starts[number // body.n].apply(request) for number, request in enumerate(requests)],
-        permit=services.tenants.enter(tenant, len(requests)),
-        arrival=arrival.time,
-        is_stream=body.stream,
-        is_score_only=body.is_score_only,
-        keeps=[start.keep for start in starts for _ in range(body.n)],
-    )
-    return Completion(group, body, _views(services.backend.tokenizer, body, texts, prompts), envelope)
+    group = submit_group(
+        services, tenant, spec, starts, request_id=envelope.id, arrival=arrival, is_stream=body.stream
+    )  # fmt: skip
+    texts = [
+        text
+        for pair in zip(spec.prompts, prompts, strict=True)
+        for text in _choice_texts(services.backend.tokenizer, body, *pair)
+    ]
+    return Completion(group, body, texts, envelope)
 
 
-async def _start(services: Services, tenant: str, body: CompletionBody, text: str | list[int], prompt: Prompt) -> Start:
+async def _start(
+    services: Services, tenant: str, body: CompletionBody, spec: RequestSpec, text: str | list[int], prompt: Prompt
+) -> Start:
     """Where a prompt starts; scores are those of the whole prompt, so it is read as a whole."""
     return await services.prefix_resume.start(
         tenant,
         prompt.ids,
-        max_tokens=body.max_tokens,
+        max_tokens=spec.max_tokens,
         next_text=(lambda answer: text + answer) if isinstance(text, str) else None,
-        is_wanted=body.cache_prompt and not body.wants_scores and services.tenants.may_cache_prefixes(tenant),
+        is_wanted=body.cache_prompt and spec.prompt_logprobs is None and services.tenants.may_cache_prefixes(tenant),
     )
 
 
-def _requests(
-    body: CompletionBody,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    request_id: str,
-    deadline: float,
-) -> list[GenerationRequest]:
-    """Every prompt's choices in turn: choice k of prompt p has index p * n + k."""
-    return [
-        GenerationRequest(
-            request_id=f"{request_id}-{number}-{choice_index}",
-            prompt_ids=prompt.ids,
-            sampling=dataclasses.replace(sampling, choice_index=choice_index),
-            prompt_logprobs=(body.logprobs or 0) if body.wants_scores else None,
-            deadline=deadline,
-            include_routing=body.include_routing,
-        )
-        for number, prompt in enumerate(prompts)
-        for choice_index in range(body.n)
-    ]
-
-
-def _views(
-    tokenizer: Tokenizer, body: CompletionBody, texts: Sequence[str | list[int]], prompts: Sequence[Prompt]
+def _choice_texts(
+    tokenizer: Tokenizer, body: CompletionBody, text: str | list[int], prompt: Prompt
 ) -> list[ChoiceText]:
-    views = []
-    for text, prompt in zip(texts, prompts, strict=True):
-        prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
-        has_logprobs = body.logprobs is not None
-        views += [
-            ChoiceText(
-                tokenizer,
-                has_logprobs=has_logprobs,
-                has_routing=body.include_routing,
-                prompt=prompt,
-                prompt_text=prompt_text,
-            )
-            for _ in range(body.n)
-        ]
-    return views
+    """The choices of one prompt."""
+    prompt_text = "" if not body.echo else text if isinstance(text, str) else tokenizer.decode(text)
+    return [
+        ChoiceText(
+            tokenizer,
+            has_logprobs=body.logprobs is not None,
+            has_routing=body.include_routing,
+            prompt=prompt,
+            prompt_text=prompt_text,
+        )
+        for _ in range(body.n)
+    ]
 
 
 def text_piece(

@@ -33,8 +33,6 @@ from service.web.sse import EventStream, TextFrame, frame, until_done
 
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,255}")
 REPLAYED = "idempotent-replayed"  # header of an answer whose turn an earlier try had begun
-# fields of a body that change nothing in the result
-NON_SEMANTIC_FIELDS = {"stream", "stream_options", "include_energy", "include_routing", "timeout"}
 _STREAM_ID = re.compile(r"cmpl-[0-9a-f]{32}-(?P<session_id>.+)")
 
 
@@ -153,12 +151,10 @@ async def open_session_turn(
 ) -> SessionAnswer:
     """Checks everything and submits; raises what the client shall get as a status."""
     services.check_model(body.model)
-    tokenizer = services.backend.tokenizer
-    sampling = body.sampling(max_tokens_limit=services.settings.max_tokens_limit, vocab_size=tokenizer.vocab_size)
-    body.check_routing(max_tokens=body.max_tokens)
-    digest = digest_of(body.model_dump(exclude=NON_SEMANTIC_FIELDS))
+    spec = body.to_request(services.limits)
+    digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
     identity = _identity(idempotency_key, body.expected_version, digest)
-    if identity is None:  # no retry, whose turn there may be: before anything is done for it
+    if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
     request = TurnRequest(
         request_id=f"cmpl-{uuid.uuid4().hex}-{session_id}",
@@ -166,11 +162,11 @@ async def open_session_turn(
         session_id=session_id,
         input_ids=await _input_ids(services, body.input),
         is_verbatim=not isinstance(body.input, str),
-        sampling=sampling,
+        sampling=spec.sampling,
         has_own_seed=body.seed is not None,
         expected_version=body.expected_version,
         arrival=arrival.time,
-        deadline=arrival.time + (body.timeout or services.settings.request_timeout_s),
+        deadline=arrival.time + spec.timeout_s,
         identity=identity,
         digest=digest,
         render_options={
@@ -182,12 +178,12 @@ async def open_session_turn(
             "has_energy": body.include_energy,
             "has_routing": body.include_routing,
         },
-        include_routing=body.include_routing,
+        include_routing=spec.include_routing,
         is_resumable=body.stream,
     )
     source = await services.turns.open_or_join(request)
     if not source.is_replay:
-        services.metrics.requests.body_accepted(n=1, max_tokens=body.max_tokens)
+        services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return SessionAnswer(services, source, has_usage_chunk=body.has_usage_chunk)
 
 

@@ -21,7 +21,6 @@ from service.schemas.items import Item
 from service.schemas.responses import ContextFields, CreateResponseBody
 from service.turns.codec import digest_of
 
-NON_SEMANTIC_FIELDS = {"stream", "stream_options", "timeout"}  # fields of a body that change nothing in the result
 GIVEN_UP = ("failed", "cancelled")
 
 
@@ -48,7 +47,7 @@ async def open_response(
     """
     services.check_model(body.model)
     response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(tenant, key)
-    digest = digest_of(body.model_dump(exclude=NON_SEMANTIC_FIELDS))
+    digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
     earlier = None if key is None or not body.store else await _earlier(services, tenant, response_id, digest)
     if earlier is not None and earlier.response["status"] not in GIVEN_UP:
         return ReadAnswer(services, tenant, earlier)
@@ -118,20 +117,14 @@ async def _open_stored(
 def _opening(
     services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool
 ) -> Opening:
-    settings = services.settings
-    sampling = body.sampling(
-        chat_template(services),
-        max_tokens_limit=settings.max_tokens_limit,
-        vocab_size=services.backend.tokenizer.vocab_size,
-    )
-    services.metrics.requests.body_accepted(n=1, max_tokens=sampling.max_tokens)
-    deadline = arrival.time + (body.timeout or settings.request_timeout_s)
+    spec = body.to_request(services.limits, chat_template(services))
+    services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return Opening(
         services=services,
         tenant=tenant,
-        sampling=sampling,
+        sampling=spec.sampling,
         arrival=arrival.time,
-        deadline=deadline,
+        deadline=arrival.time + spec.timeout_s,
         is_resumable=is_resumable,
     )
 

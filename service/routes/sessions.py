@@ -209,7 +209,7 @@ async def import_file(
         checked = CreateSessionBody.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
-    wish = ImportRequest(
+    wanted = ImportRequest(
         request_id=f"import-{uuid.uuid4().hex}",
         tenant=tenant,
         session_id=checked.id or new_session_id(),
@@ -220,7 +220,7 @@ async def import_file(
         state_format=services.state_format,
     )
     with services.tenants.enter(tenant):  # it may have to read the file's log
-        head, is_rebuilt = await import_session(services.backend, services.store, file, wish)
+        head, is_rebuilt = await import_session(services.backend, services.store, file, wanted)
     extra = {"rebuilt": "fingerprint_mismatch"} if is_rebuilt else {}
     return json_response({**session_object(services, head), **extra})
 

@@ -9,15 +9,17 @@ from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_val
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, SamplingParams
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
-    HARMLESS,
+    IGNORED,
     UNSUPPORTED,
+    Limits,
     RequestBody,
+    RequestSpec,
     RoutingFields,
     SamplingFields,
-    StreamOptions,
     check_max_tokens,
+    check_n,
     content_schema,
 )
 
@@ -57,7 +59,7 @@ class Message(RequestBody):
 class ChatBody(SamplingFields, RoutingFields):
     """Messages in, the assistant's next message out."""
 
-    harmless = HARMLESS
+    ignored = IGNORED
     unsupported = UNSUPPORTED
 
     model: str | None = None
@@ -67,16 +69,12 @@ class ChatBody(SamplingFields, RoutingFields):
     n: int = 1
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}; needs logprobs: true")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     cache_prompt: bool = Field(
         default=True, description="start from a stored state of the prompt's beginning, and keep such states"
     )
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatBody:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -88,24 +86,22 @@ class ChatBody(SamplingFields, RoutingFields):
             raise InvalidRequest(message, param="max_tokens")
         return self
 
-    @property
-    def has_usage_chunk(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def text(self, template: ChatTemplate) -> str:
-        """The chat as the model reads it."""
-        return render_chat(template, self.messages)
-
-    def sampling(self, template: ChatTemplate, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
-        """Of choice 0; raises InvalidRequest."""
-        most_stops = MAX_STOP_STRINGS - len(template.stop)
-        if len(self.stop) > most_stops:
-            raise InvalidRequest(f"stop must be at most {most_stops} strings, got {len(self.stop)}", param="stop")
-        return self.to_sampling(
-            max_tokens=self._max_tokens(max_tokens_limit),
-            vocab_size=vocab_size,
+    def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
+        """The prompt is the chat as the model reads it. Raises InvalidRequest."""
+        check_n(self.n, 1, limits.max_choices)
+        sampling = self.to_sampling(
+            limits,
+            max_tokens=self._max_tokens(limits.max_tokens),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            extra_stop=template.stop,
+            template_stop=template.stop,
+        )
+        self.check_routing(max_tokens=sampling.max_tokens, num_choices=self.n, param="max_completion_tokens")
+        return RequestSpec(
+            prompts=(render_chat(template, self.messages),),
+            n=self.n,
+            sampling=sampling,
+            timeout_s=self.timeout or limits.timeout_s,
+            include_routing=self.include_routing,
         )
 
     def _max_tokens(self, limit: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,13 +23,14 @@ from nsm_core.sampling.params import (
     seed_bits,
     top_k_count,
 )
-from service.schemas import harmless
+from service.schemas import ignored_fields
 from service.web.errors import shown
 
 MAX_TIMEOUT_S = 86_400.0
+MAX_CHOICES = 128
 
-HARMLESS: Mapping[str, type] = {**harmless.COMMON, "metadata": dict}
-# Wishes that this server cannot grant, with the values that wish for nothing.
+IGNORED: Mapping[str, type] = {**ignored_fields.COMMON, "metadata": dict}
+# Fields that this server does not support, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -47,18 +49,51 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The server's limits for one generation body. `timeout_s`: of a body that sets none."""
+
+    max_tokens: int
+    max_choices: int
+    vocab_size: int
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """A generation body within its limits, independent of its endpoint. `to_request` of each body makes it.
+
+    `prompts`: texts or token ids; none for a response, whose prompt depends on its chain. `n`: choices for each prompt.
+    `sampling`: of choice 0. `prompt_logprobs`: as in GenerationRequest. `is_score_only`: nothing is sampled.
+    """
+
+    prompts: tuple[str | list[int], ...] = ()
+    n: int = 1
+    sampling: SamplingParams
+    timeout_s: float
+    prompt_logprobs: int | None = None
+    is_score_only: bool = False
+    include_routing: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """The limit for new tokens of a choice."""
+        return 0 if self.is_score_only else self.sampling.max_tokens
+
+
 class RequestBody(BaseModel):
     """A JSON object read strictly: neither "5" nor true is a number, unknown fields are errors, null is absence.
 
-    `nullable`: fields where null says something else than absence. `called_otherwise`: names that other bodies have
-    for fields of this one.
+    `ignored`: fields of other servers that are checked and dropped. `nullable`: fields where null is not absence.
+    `unsupported`: fields that are refused, save with the values listed. `other_names`: names of this body's fields in
+    other bodies, for hints.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    harmless: ClassVar[Mapping[str, type]] = harmless.NONE
+    ignored: ClassVar[Mapping[str, type]] = ignored_fields.NONE
     nullable: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    called_otherwise: ClassVar[Mapping[str, str]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -69,34 +104,35 @@ class RequestBody(BaseModel):
         for name, value in body.items():
             if value is None and name not in cls.nullable:
                 continue
-            if name in cls.harmless:
-                harmless.check_harmless(name, value, cls.harmless[name])
+            if name in cls.ignored:
+                ignored_fields.check_ignored(name, value, cls.ignored[name])
             elif name in cls.unsupported:
-                if not any(is_same(value, wish) for wish in cls.unsupported[name]):
-                    wish = f"is not supported by this server, got {shown(value)}"
-                    raise PydanticCustomError("unsupported_parameter", "{wish}", {"name": name, "wish": wish})
+                if not any(is_same(value, empty) for empty in cls.unsupported[name]):
+                    message = f"is not supported by this server, got {shown(value)}"
+                    raise PydanticCustomError("unsupported_parameter", "{message}", {"name": name, "message": message})
             elif name not in cls.model_fields:
-                raise PydanticCustomError("unknown_parameter", "{wish}", {"name": name, "wish": cls._unknown(name)})
+                message = cls._unknown(name)
+                raise PydanticCustomError("unknown_parameter", "{message}", {"name": name, "message": message})
             else:
                 kept[name] = value
         return kept
 
     @classmethod
     def _unknown(cls, name: str) -> str:
-        other = cls.called_otherwise.get(name)
+        other = cls.other_names.get(name)
         close = difflib.get_close_matches(name[:64], cls.model_fields, n=1) if other is None else [other]
         return f"unknown field {shown(name)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def is_same(value: Any, wish: Any) -> bool:
+def is_same(value: Any, other: Any) -> bool:
     """Equality in JSON, where 0 is not false."""
-    if type(value) is not type(wish):
+    if type(value) is not type(other):
         return False
-    if isinstance(wish, dict):
-        return value.keys() == wish.keys() and all(is_same(value[name], part) for name, part in wish.items())
-    if isinstance(wish, list):
-        return len(value) == len(wish) and all(map(is_same, value, wish))
-    return bool(value == wish)
+    if isinstance(other, dict):
+        return value.keys() == other.keys() and all(is_same(value[name], part) for name, part in other.items())
+    if isinstance(other, list):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return bool(value == other)
 
 
 class StreamOptions(RequestBody):
@@ -107,7 +143,12 @@ class StreamOptions(RequestBody):
 
 
 class SamplingFields(RequestBody):
-    """The sampling wishes of any generation body; ranges are checked once, by SamplingParams."""
+    """The fields of every generation body. SamplingParams checks the ranges.
+
+    `non_semantic_fields`: they do not change the result, so a retry may differ in them.
+    """
+
+    non_semantic_fields: ClassVar[frozenset[str]] = frozenset({"stream", "stream_options", "timeout"})
 
     temperature: float = Field(default=1.0, description="0 is greedy; at most 2")
     top_p: float = Field(default=1.0, description="in (0, 1]")
@@ -127,6 +168,8 @@ class SamplingFields(RequestBody):
     timeout: float | None = Field(
         default=None, description="seconds this request may take, its time in the queue included"
     )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -153,10 +196,28 @@ class SamplingFields(RequestBody):
             raise InvalidRequest(f"timeout must be in (0, {MAX_TIMEOUT_S:g}] seconds, got {timeout}", param="timeout")
         return timeout
 
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        return self
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether the stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def to_sampling(
-        self, *, max_tokens: int, vocab_size: int, logprobs: int | None = None, extra_stop: tuple[str, ...] = ()
+        self, limits: Limits, *, max_tokens: int, logprobs: int | None = None, template_stop: tuple[str, ...] = ()
     ) -> SamplingParams:
-        """The only conversion into SamplingParams; raises InvalidRequest. A seed that is absent is drawn here, once."""
+        """The only conversion into SamplingParams; raises InvalidRequest. A seed that is absent is drawn here, once.
+
+        `template_stop`: stop strings of the chat template, which count as the client's own.
+        """
+        max_stops = MAX_STOP_STRINGS - len(template_stop)
+        if template_stop and len(self.stop) > max_stops:
+            raise InvalidRequest(f"stop must be at most {max_stops} strings, got {len(self.stop)}", param="stop")
+        vocab_size = limits.vocab_size
         for token_id in self.stop_token_ids:
             _check_token_id(token_id, vocab_size, "stop_token_ids")
         return SamplingParams(
@@ -170,7 +231,7 @@ class SamplingFields(RequestBody):
             frequency_penalty=self.frequency_penalty,
             logit_bias={_bias_id(key, vocab_size): bias for key, bias in self.logit_bias.items()},
             seed=secrets.randbits(SEED_BITS) if self.seed is None else seed_bits(self.seed),
-            stop=(*self.stop, *extra_stop),
+            stop=(*self.stop, *template_stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
@@ -178,7 +239,7 @@ class SamplingFields(RequestBody):
 
 
 class RoutingFields(RequestBody):
-    """The wish to be told what the states did for each token."""
+    """The request for the routing of each token."""
 
     include_routing: bool = Field(
         default=False,
@@ -186,7 +247,7 @@ class RoutingFields(RequestBody):
     )
 
     def check_routing(self, *, max_tokens: int, num_choices: int = 1, param: str = "max_tokens") -> None:
-        """Whether the wish may be granted, if there is one. Raises InvalidRequest."""
+        """Raises InvalidRequest for more routing than one request may have."""
         if not self.include_routing:
             return
         if num_choices > MAX_ROUTED_REQUESTS:

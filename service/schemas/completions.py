@@ -7,8 +7,17 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
-from service.schemas.common import HARMLESS, UNSUPPORTED, RoutingFields, SamplingFields, StreamOptions, check_max_tokens
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS
+from service.schemas.common import (
+    IGNORED,
+    UNSUPPORTED,
+    Limits,
+    RequestSpec,
+    RoutingFields,
+    SamplingFields,
+    check_max_tokens,
+    check_n,
+)
 from service.web.errors import shown
 
 DEFAULT_MAX_TOKENS = 16
@@ -26,7 +35,7 @@ PROMPT_SCHEMA = {
 class CompletionBody(SamplingFields, RoutingFields):
     """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
 
-    harmless = HARMLESS
+    ignored = IGNORED
     unsupported = UNSUPPORTED
 
     model: str | None = None
@@ -36,8 +45,6 @@ class CompletionBody(SamplingFields, RoutingFields):
     best_of: int | None = Field(default=None, description="must equal n")
     echo: bool = False
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     cache_prompt: bool = Field(
         default=True, description="start from a stored state of the prompt's beginning, and keep such states"
     )
@@ -49,44 +56,37 @@ class CompletionBody(SamplingFields, RoutingFields):
             return prompt
         if isinstance(prompt, list) and prompt and all(_is_ids(item) for item in prompt):
             return prompt
-        wish = "a string, a list of strings, a list of token ids, or a list of such lists"
+        kinds = "a string, a list of strings, a list of token ids, or a list of such lists"
         given = "an empty list" if prompt == [] else shown(prompt)
-        raise InvalidRequest(f"prompt must be {wish}, got {given}", param="prompt")
+        raise InvalidRequest(f"prompt must be {kinds}, got {given}", param="prompt")
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != self.n:
             raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}", param="best_of")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}", param="logprobs")
         return self
 
-    @property
-    def is_score_only(self) -> bool:
-        """The prompt is scored and nothing is generated."""
-        return self.echo and self.max_tokens == 0
-
-    @property
-    def wants_scores(self) -> bool:
-        """The prompt's own log-probabilities are asked for."""
-        return self.echo and (self.logprobs is not None or self.is_score_only)
-
-    @property
-    def has_usage_chunk(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def texts(self) -> list[str | list[int]]:
-        """The prompts, one by one."""
-        many = isinstance(self.prompt, list) and not _is_ids(self.prompt)
-        return list(self.prompt) if many else [self.prompt]
-
-    def sampling(self, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
-        """Of choice 0; raises InvalidRequest."""
-        check_max_tokens(self.max_tokens, max_tokens_limit, at_least=0 if self.echo else 1)
-        max_tokens = max(1, self.max_tokens)  # score only: the run ends before a token is sampled
-        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, logprobs=self.logprobs)
+    def to_request(self, limits: Limits) -> RequestSpec:
+        """Raises InvalidRequest."""
+        is_batch = isinstance(self.prompt, list) and not _is_ids(self.prompt)
+        prompts = tuple(self.prompt) if is_batch else (self.prompt,)
+        check_n(self.n, len(prompts), limits.max_choices)
+        self.check_routing(max_tokens=self.max_tokens, num_choices=self.n * len(prompts))
+        check_max_tokens(self.max_tokens, limits.max_tokens, at_least=0 if self.echo else 1)
+        is_score_only = self.echo and self.max_tokens == 0
+        has_scores = self.echo and (self.logprobs is not None or is_score_only)
+        max_tokens = max(1, self.max_tokens)  # score only: the request ends before a token is sampled
+        return RequestSpec(
+            prompts=prompts,
+            n=self.n,
+            sampling=self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs),
+            timeout_s=self.timeout or limits.timeout_s,
+            prompt_logprobs=(self.logprobs or 0) if has_scores else None,
+            is_score_only=is_score_only,
+            include_routing=self.include_routing,
+        )
 
 
 def _is_ids(value: Any) -> bool:

@@ -9,17 +9,16 @@ from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_val
 
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import MAX_STOP_STRINGS, SamplingParams
-from service.schemas import harmless
+from service.schemas import ignored_fields
 from service.schemas.chat import DEFAULT_MAX_TOKENS
-from service.schemas.common import RequestBody, SamplingFields, StreamOptions, check_max_tokens, content_schema
+from service.schemas.common import Limits, RequestBody, RequestSpec, SamplingFields, check_max_tokens, content_schema
 from service.schemas.items import Item, input_item
 from service.schemas.sessions import Metadata
 from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
-HARMLESS: Mapping[str, type] = {**harmless.COMMON, "max_tool_calls": int}
+IGNORED: Mapping[str, type] = {**ignored_fields.COMMON, "max_tool_calls": int}
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -43,7 +42,7 @@ PLAIN_TEXT: tuple[Any, ...] = ({}, {"format": {"type": "text"}}, {"format": None
 class InputMessage(RequestBody):
     """One message. What an output item carries when a client sends it back is accepted."""
 
-    harmless: ClassVar = {"id": str, "status": str, "phase": str}
+    ignored: ClassVar = {"id": str, "status": str, "phase": str}
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -119,13 +118,11 @@ class ContextFields(RequestBody):
 class CreateResponseBody(SamplingFields, ContextFields):
     """Items in, one assistant's message out."""
 
-    harmless = HARMLESS
+    ignored = IGNORED
     unsupported = UNSUPPORTED
-    called_otherwise = OF_CHAT | LENGTHS_OF_CHAT
+    other_names = OF_CHAT | LENGTHS_OF_CHAT
 
     store: bool = True
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     background: bool = False
     max_output_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     metadata: Metadata = Field(default={})
@@ -143,30 +140,28 @@ class CreateResponseBody(SamplingFields, ContextFields):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CreateResponseBody:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         for name in ("background", "conversation"):
             if getattr(self, name) and not self.store:
                 raise InvalidRequest(f"{name} needs store: true", param=name)
         return self
 
-    def sampling(self, template: ChatTemplate, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
+    def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """Raises InvalidRequest."""
-        most_stops = MAX_STOP_STRINGS - len(template.stop)
-        if len(self.stop) > most_stops:
-            raise InvalidRequest(f"stop must be at most {most_stops} strings, got {len(self.stop)}", param="stop")
-        max_tokens = min(DEFAULT_MAX_TOKENS, max_tokens_limit)
+        max_tokens = min(DEFAULT_MAX_TOKENS, limits.max_tokens)
         if self.max_output_tokens is not None:
-            max_tokens = check_max_tokens(self.max_output_tokens, max_tokens_limit, param="max_output_tokens")
-        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, extra_stop=template.stop)
+            max_tokens = check_max_tokens(self.max_output_tokens, limits.max_tokens, param="max_output_tokens")
+        return RequestSpec(
+            sampling=self.to_sampling(limits, max_tokens=max_tokens, template_stop=template.stop),
+            timeout_s=self.timeout or limits.timeout_s,
+        )
 
 
 class CountTokensBody(ContextFields):
     """As for a response; how it would be sampled does not matter."""
 
-    harmless: ClassVar = {**HARMLESS, "stream_options": dict}
+    ignored: ClassVar = {**IGNORED, "stream_options": dict}
     unsupported = UNSUPPORTED
-    called_otherwise = OF_CHAT
+    other_names = OF_CHAT
 
 
 def _text_of(part: Any) -> str:

@@ -9,18 +9,19 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.errors import InvalidRequest
-from nsm_core.sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
-    HARMLESS,
+    IGNORED,
     UNSUPPORTED,
+    Limits,
     RequestBody,
+    RequestSpec,
     RoutingFields,
     SamplingFields,
-    StreamOptions,
     check_max_tokens,
 )
 from service.schemas.completions import DEFAULT_MAX_TOKENS
-from service.schemas.harmless import (
+from service.schemas.ignored_fields import (
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_PAIRS,
     MAX_METADATA_VALUE_CHARS,
@@ -128,7 +129,8 @@ class RewindBody(RequestBody):
 class GenerateBody(SamplingFields, RoutingFields):
     """One turn: read `input`, then sample."""
 
-    harmless = HARMLESS
+    ignored = IGNORED
+    non_semantic_fields = SamplingFields.non_semantic_fields | {"include_energy", "include_routing"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED, "n": (1,), "best_of": (1,), "echo": (False,), "prompt": ()
     }  # fmt: skip
@@ -137,8 +139,6 @@ class GenerateBody(SamplingFields, RoutingFields):
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = ""
     max_tokens: int = DEFAULT_MAX_TOKENS
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     expected_version: int | None = Field(
         default=None,
         ge=0,
@@ -154,17 +154,14 @@ class GenerateBody(SamplingFields, RoutingFields):
             raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
         return value
 
-    @model_validator(mode="after")
-    def _fields_fit(self) -> GenerateBody:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
-        return self
-
-    @property
-    def has_usage_chunk(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def sampling(self, *, max_tokens_limit: int, vocab_size: int) -> SamplingParams:
-        """Raises InvalidRequest."""
-        max_tokens = check_max_tokens(self.max_tokens, max_tokens_limit)
-        return self.to_sampling(max_tokens=max_tokens, vocab_size=vocab_size, logprobs=self.logprobs)
+    def to_request(self, limits: Limits) -> RequestSpec:
+        """The one prompt is the input. Raises InvalidRequest."""
+        max_tokens = check_max_tokens(self.max_tokens, limits.max_tokens)
+        sampling = self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs)
+        self.check_routing(max_tokens=max_tokens)
+        return RequestSpec(
+            prompts=(self.input,),
+            sampling=sampling,
+            timeout_s=self.timeout or limits.timeout_s,
+            include_routing=self.include_routing,
+        )

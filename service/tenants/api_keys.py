@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from nsm_core.errors import ConfigError
 from nsm_core.hashing import identity
-from service.messages import wish_of
+from service.messages import validation_message
 
 logger = logging.getLogger("nsm.keys")
 
@@ -189,7 +189,7 @@ def parse_keys(text: str, path: Path, *, allow_none: bool = False) -> KeyList:
         where = ".".join(str(part) for part in finding["loc"])
         colon = ":" if finding["type"] == "value_error" else ""
         name = f"{where}{colon} " if where else ""
-        raise ConfigError(f"the API keys in {path} cannot be used: {name}{wish_of(finding)}") from None
+        raise ConfigError(f"the API keys in {path} cannot be used: {name}{validation_message(finding)}") from None
 
 
 def _place(error: ValueError) -> str:

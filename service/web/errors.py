@@ -43,7 +43,7 @@ from nsm_core.errors import (
     Unauthenticated,
     VersionConflict,
 )
-from service.messages import length_of, wish_of
+from service.messages import validation_message, wrong_length
 from service.telemetry.request_context import current_request
 
 logger = logging.getLogger("nsm.errors")
@@ -97,7 +97,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     Overloaded: Rule(503, SERVER, "overloaded"),
     EngineDead: Rule(503, SERVER, "engine_dead"),
     StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
-    # the deadline was the client's own wish: trying again by itself would only double the load
+    # the client set the deadline: an automatic retry would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
     # it may be this request that steps fail with
@@ -108,7 +108,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
 }
 INTERNAL = Rule(500, SERVER, "internal_error")
-NAMED_FINDINGS = ("unknown_parameter", "unsupported_parameter")  # of service/schemas, with name and wish in ctx
+NAMED_ERRORS = ("unknown_parameter", "unsupported_parameter")  # of service/schemas, with name and message in ctx
 HTTP_TYPES = {404: NOT_FOUND, 401: AUTHENTICATION, 403: PERMISSION, 429: RATE_LIMIT}
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
@@ -235,15 +235,15 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     """The first of pydantic's findings: a client mends one field at a time."""
     item = errors[0]
     place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
-    if item["type"] in NAMED_FINDINGS:
-        name, wish = field_path([*place, item["ctx"]["name"]]), item["ctx"]["wish"]
-        message = wish if item["type"] == "unknown_parameter" else f"{name} {wish}"
+    if item["type"] in NAMED_ERRORS:
+        name, message = field_path([*place, item["ctx"]["name"]]), item["ctx"]["message"]
+        message = message if item["type"] == "unknown_parameter" else f"{name} {message}"
         return ErrorAnswer(status=400, type=INVALID, message=message, param=name, code=item["type"])
     param = field_path(place) or None
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"
     else:
-        length = length_of(item)
+        length = wrong_length(item)
         given = shown(item.get("input")) if length is None else length
-        message = f"{param or 'the body'} {wish_of(item)}, got {given}"
+        message = f"{param or 'the body'} {validation_message(item)}, got {given}"
     return ErrorAnswer(status=400, type=INVALID, message=message, param=param)

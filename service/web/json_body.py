@@ -18,7 +18,7 @@ from starlette.responses import Response
 from nsm_core.errors import InvalidRequest
 from service.messages import quoted
 
-HARMLESS_QUERY = frozenset({"include_obfuscation"})  # of OpenAI's clients; an answer has none in any case
+IGNORED_QUERY = frozenset({"include_obfuscation"})  # of OpenAI's clients; an answer has none in any case
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -43,7 +43,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
-        known = {field.alias for field in self.dependant.query_params} | HARMLESS_QUERY
+        known = {field.alias for field in self.dependant.query_params} | IGNORED_QUERY
 
         async def parse_then_handle(request: Request) -> Response:
             refuse_unknown_query(request, known)

@@ -139,7 +139,7 @@ GOOD = f'[tenants.acme]\n[[keys]]\nid = "00112233aabb"\ntenant = "acme"\nsha256 
         (GOOD.replace("00112233aabb", "short"), ["keys.0.id", "pattern"]),
         (GOOD.replace(DIGEST, "0" * 63), ["keys.0.sha256", "pattern"]),
         (GOOD.replace("tenant =", "tennant ="), ["keys.0.tenant", "required"]),
-        (GOOD + "limit = 5\n", ["keys.0.limit is no field that is known here"]),
+        (GOOD + "limit = 5\n", ["keys.0.limit is an unknown field"]),
         (GOOD.replace('"acme"', '"acne"'), ["key 00112233aabb", "add [tenants.acne]"]),
         (GOOD.replace('"acme"', '"Acme Inc"'), ["keys.0.tenant", "pattern"]),
         (GOOD + GOOD.partition("\n")[2], ["key 00112233aabb is listed twice"]),

@@ -25,7 +25,7 @@ COMMON: Mapping[str, type] = MappingProxyType(
 )  # fmt: skip
 
 
-def check_harmless(name: str, value: Any, kind: type) -> None:
+def check_ignored(name: str, value: Any, kind: type) -> None:
     """Raises InvalidRequest: what has the wrong type was meant as something else."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InvalidRequest(f"{name} must be {KIND_NAMES[kind]}, got {shown(value)}", param=name)
