@@ -100,7 +100,7 @@ def _sessions(interval: Interval) -> Rows:
         ("made again, or not usable/s", _figure(sum(states.values()) if states else None)),
         ("prompt tokens not computed", _share(interval.ratio("nsm_tokens_resumed_total", PROMPT_TOKENS))),
         ("size of a state", _bytes(mean_size)),
-        ("leases lost", _count(now.total("nsm_lock_lost_total"))),
+        ("leases lost", _count(now.total("nsm_lease_lost_total"))),
         ("conflicts", _count(now.total("nsm_commit_conflict_total"))),
     )
 

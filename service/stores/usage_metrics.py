@@ -1,4 +1,4 @@
-"""What each tenant has stored, counted now and then for as long as the server runs."""
+"""What each tenant has stored and what room the store has left, measured for as long as the server runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def measuring_usage(
     *,
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[None]:
-    """While inside, the metrics tell what each of `tenants` has stored, as it was once in `interval_s` seconds."""
+    """While inside, the metrics have what each of `tenants` has stored and the store's room, every `interval_s`."""
     task = asyncio.create_task(_measure(store, metrics, tenants, interval_s))
     try:
         yield
@@ -39,9 +39,19 @@ async def _measure(
 ) -> None:
     while True:
         try:
-            usage = {tenant: await store.usage(tenant=tenant) for tenant in tenants()}
+            await _measure_tenants(store, metrics, tenants())
+            await _measure_room(store, metrics)
         except NsmError as error:
-            logger.warning("what tenants have stored was not counted: %s", error)
-        else:
-            metrics.tenants_stored({tenant: (use.num_sessions, use.num_bytes) for tenant, use in usage.items()})
+            logger.warning("the store's use was not measured: %s", error)
         await asyncio.sleep(interval_s)
+
+
+async def _measure_tenants(store: SessionStore, metrics: SessionMetrics, tenants: Iterable[str]) -> None:
+    usage = {tenant: await store.usage(tenant=tenant) for tenant in tenants}
+    metrics.tenants_stored({tenant: (use.num_sessions, use.num_bytes) for tenant, use in usage.items()})
+
+
+async def _measure_room(store: SessionStore, metrics: SessionMetrics) -> None:
+    room = await store.room()
+    if room is not None:
+        metrics.room_measured(room.kind, num_free=room.num_free, num_bytes=room.num_bytes)

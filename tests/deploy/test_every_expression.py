@@ -46,8 +46,13 @@ def watch(
 ) -> Iterator[Watched]:
     directory = tmp_path_factory.mktemp("watched")
     model = save_small_model(directory / "tiny", tiny_tokenizer)
-    with watched(model, directory, redis_single.own_url()) as result:
-        yield result
+    with redis_single.servers[0].client() as client:
+        client.config_set("maxmemory", "2gb")
+        try:
+            with watched(model, directory, redis_single.own_url()) as result:
+                yield result
+        finally:
+            client.config_set("maxmemory", 0)
 
 
 def test_both_targets_were_read(watch: Watched) -> None:

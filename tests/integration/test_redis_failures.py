@@ -169,6 +169,27 @@ async def test_D3_a_full_server_takes_no_new_session_and_keeps_the_old_ones(tmp_
         topology.stop()
 
 
+async def test_X20_the_room_that_a_server_has_left_is_measured_before_it_is_full(tmp_path: Path) -> None:
+    topology = start_single(tmp_path / "redis", "maxmemory 24mb", "maxmemory-policy noeviction")
+    try:
+        async with opened_redis(topology.url) as store:
+            empty = await store.room()
+            assert empty is not None
+            assert (empty.kind, empty.num_bytes) == ("redis", 24 << 20)
+            await commit(store, await create(store), num_floats=250_000)
+            left = await store.room()
+            assert left is not None
+            assert 0 < left.num_free < empty.num_free - 1_000_000
+            set_limit(topology, 1)
+            full = await store.room()
+            assert full is not None
+            assert full.num_free == 0
+            set_limit(topology, 0)
+            assert await store.room() is None
+    finally:
+        topology.stop()
+
+
 def set_limit(topology: Topology, num_bytes: int) -> int:
     """Returns the limit before."""
     with topology.servers[0].client() as client:

@@ -122,7 +122,7 @@ def _objectives() -> tuple[Panel, ...]:
                 "queue": quantile(0.95, "nsm_request_queue_time_seconds"),
                 "prefill": quantile(0.95, "nsm_request_prefill_time_seconds"),
                 "decode": quantile(0.95, "nsm_request_decode_time_seconds"),
-                "lease": quantile(0.95, "nsm_lock_wait_seconds"),
+                "lease": quantile(0.95, "nsm_lease_wait_seconds"),
                 "commit": quantile(0.95, "nsm_state_commit_seconds"),
             },
             unit="s",

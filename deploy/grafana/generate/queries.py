@@ -36,6 +36,11 @@ def highest(metric: str, by: str) -> str:
     return f"max by ({by}) ({select(metric)})"
 
 
+def lowest(metric: str, by: str) -> str:
+    """As `highest`, for what is worst when it is small."""
+    return f"min by ({by}) ({select(metric)})"
+
+
 def quantile(q: float, histogram: str, *matchers: str, by: str = "") -> str:
     """Of all gateways' observations together: quantiles of quantiles mean nothing."""
     labels = f"{by}, le" if by else "le"

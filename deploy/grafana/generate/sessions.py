@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from deploy.grafana.generate.panels import Panel, Section, dashboard, heatmap, latency, number, series
-from deploy.grafana.generate.queries import buckets, highest, mean, quantile, rate, share, total
+from deploy.grafana.generate.queries import buckets, highest, lowest, mean, quantile, rate, share, total
 
 RESUMED, COMPUTED = "nsm_tokens_resumed_total", "nsm_tokens_computed_total"
 COMMIT, FETCH = "nsm_state_commit_seconds", "nsm_state_fetch_seconds"
@@ -45,7 +45,7 @@ def _now() -> tuple[Panel, ...]:
         number("Size of a state", mean("nsm_state_bytes"), unit="bytes", about="Mean size of a committed snapshot."),
         number(
             "Leases lost",
-            rate("nsm_lock_lost_total"),
+            rate("nsm_lease_lost_total"),
             unit="ops",
             about="Turns whose lease went to another holder before their commit.",
             limits=(1e-9, 1),
@@ -126,6 +126,13 @@ def _store() -> tuple[Panel, ...]:
             is_stacked=True,
         ),
         series(
+            "Room left",
+            {"{{store}}": share(lowest("nsm_store_free_bytes", "store"), lowest("nsm_store_limit_bytes", "store"))},
+            unit="percentunit",
+            about="Of the disk or of Redis' memory. Without any, new sessions are refused.",
+            top=1,
+        ),
+        series(
             "Connections to Redis",
             {"{{instance}}": total("nsm_redis_pool_in_use", by="instance")},
             unit="short",
@@ -168,15 +175,15 @@ def _breaks() -> tuple[Panel, ...]:
     return (
         latency(
             "Asking for a lease",
-            "nsm_lock_wait_seconds",
+            "nsm_lease_wait_seconds",
             about="Until it was held or refused; the session comes with it.",
         ),
         series(
             "Conflicts",
             {
-                "session busy": rate("nsm_lock_busy_total"),
+                "session busy": rate("nsm_lease_busy_total"),
                 "commits refused": rate("nsm_commit_conflict_total"),
-                "leases lost": rate("nsm_lock_lost_total"),
+                "leases lost": rate("nsm_lease_lost_total"),
             },
             unit="ops",
             about="Somebody else held the session, it had moved on, or its lease had gone to another holder.",

@@ -10,6 +10,7 @@ from nsm_core.errors import ConfigError, StorageFull, StoreUnavailable
 from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.errors import is_refusal
 from service.stores.redis.keys import Keyspace
+from service.stores.sessions.base import StoreRoom
 
 logger = logging.getLogger("nsm.store")
 
@@ -55,8 +56,23 @@ async def require_room(client: RedisClient, num_bytes: int) -> None:
 
 def _has_room(info: Mapping[str, Any], num_bytes: int) -> bool:
     limit = int(info.get("maxmemory", 0))
-    used = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
-    return limit == 0 or used + num_bytes <= limit
+    return limit == 0 or _used(info) + num_bytes <= limit
+
+
+def _used(info: Mapping[str, Any]) -> int:
+    """What counts against maxmemory."""
+    return int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+
+
+async def least_room(client: RedisClient) -> StoreRoom | None:
+    """Of the server with the smallest share left: a session lies on one of them. None where none has a maxmemory."""
+    infos = await client.call(lambda attempt: attempt.infos())
+    bounded = [info for info in infos.values() if info.get("role") == "master" and int(info.get("maxmemory", 0))]
+    rooms = [(max(0, int(info["maxmemory"]) - _used(info)), int(info["maxmemory"])) for info in bounded]
+    if not rooms:
+        return None
+    num_free, num_bytes = min(rooms, key=lambda room: room[0] / room[1])
+    return StoreRoom(kind="redis", num_free=num_free, num_bytes=num_bytes)
 
 
 async def _check_layout(attempt: Attempt, keys: Keyspace) -> None:

@@ -110,6 +110,15 @@ class TenantUsage:
     num_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRoom:
+    """Of `num_bytes` bytes that a store may take, `num_free` are left. `kind`: sqlite or redis."""
+
+    kind: str
+    num_free: int
+    num_bytes: int
+
+
 class SessionStore(TurnStore, Protocol):
     """A store of record. Every call names the tenant: another tenant's session does not exist.
 
@@ -292,6 +301,10 @@ class SessionStore(TurnStore, Protocol):
 
     async def usage(self, *, tenant: str) -> TenantUsage:
         """What the tenant's sessions take; one whose TTL ran out counts until it is removed."""
+        ...
+
+    async def room(self) -> StoreRoom | None:
+        """What is left of the disk, or of the fullest server's memory; None where nothing bounds the store."""
         ...
 
     async def remove_expired(self) -> int:

@@ -16,6 +16,7 @@ from service.stores.sessions.base import (
     SessionHead,
     SessionPage,
     StoredSession,
+    StoreRoom,
     TenantUsage,
     Unset,
 )
@@ -279,6 +280,9 @@ class MemorySessionStore:
     async def usage(self, *, tenant: str) -> TenantUsage:
         records = [record for (owner, _), record in self._records.items() if owner == tenant]
         return TenantUsage(num_sessions=len(records), num_bytes=sum(record.num_bytes for record in records))
+
+    async def room(self) -> StoreRoom | None:
+        return None
 
     async def remove_expired(self) -> int:
         now = self._clock()

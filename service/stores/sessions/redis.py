@@ -16,7 +16,7 @@ from redis.exceptions import TryAgainError
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from service.messages import quoted
-from service.stores.redis.checks import check_server, require_room
+from service.stores.redis.checks import check_server, least_room, require_room
 from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
@@ -29,6 +29,7 @@ from service.stores.sessions.base import (
     SessionHead,
     SessionPage,
     StoredSession,
+    StoreRoom,
     TenantUsage,
     Unset,
 )
@@ -371,6 +372,9 @@ class RedisSessionStore:
         if not await self.client.call(work):
             raise not_found(session_id)
         await self._index.forget(head)
+
+    async def room(self) -> StoreRoom | None:
+        return await least_room(self.client)
 
     async def remove_expired(self) -> int:
         """Nothing to do: Redis drops a session's keys itself when its time has come."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from service.stores.sessions.base import (
     SessionHead,
     SessionPage,
     StoredSession,
+    StoreRoom,
     TenantUsage,
     Unset,
 )
@@ -410,6 +412,17 @@ class SqliteSessionStore:
 
         await self.write(self.reserve.lent_to(work))
 
+    async def room(self) -> StoreRoom | None:
+        """Of the disk; of `max_bytes` where these are less."""
+        try:
+            usage, used = await asyncio.to_thread(lambda: (shutil.disk_usage(self._path.parent), _size_of(self._path)))
+        except OSError as error:
+            raise StoreUnavailable(f"the disk of {self._path} cannot be asked for its room: {error}") from error
+        if self._max_bytes is None:
+            return StoreRoom(kind="sqlite", num_free=usage.free, num_bytes=usage.total)
+        left = max(0, self._max_bytes - used)
+        return StoreRoom(kind="sqlite", num_free=min(usage.free, left), num_bytes=min(usage.total, self._max_bytes))
+
     async def remove_expired(self) -> int:
         def work(connection: sqlite3.Connection) -> int:
             now = self._clock()
@@ -433,3 +446,8 @@ class SqliteSessionStore:
         if self._opened is None:
             raise StoreUnavailable("the session store is not open")
         return self._opened
+
+
+def _size_of(path: Path) -> int:
+    """Bytes of the database file, without its write-ahead log."""
+    return path.stat().st_size

@@ -46,12 +46,12 @@ class SessionMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"nsm_{name}_total", text, registry=registry)
 
-        self._lock_wait = Histogram(
-            "nsm_lock_wait_seconds", "Asking for a session's lease until it was held or refused; what is read of the "
+        self._lease_wait = Histogram(
+            "nsm_lease_wait_seconds", "Asking for a session's lease until it was held or refused; what is read of the "
             "session comes with it.", buckets=SECONDS, registry=registry,
         )  # fmt: skip
-        self._lock_busy = counter("lock_busy", "Leases refused because somebody else held the session.")
-        self._lock_lost = counter("lock_lost", "Turns whose lease went to another holder before their commit.")
+        self._lease_busy = counter("lease_busy", "Leases refused because somebody else held the session.")
+        self._lease_lost = counter("lease_lost", "Turns whose lease went to another holder before their commit.")
         self._turn_replay = counter(
             "turn_replay", "Retries that were given the turn that was begun, or committed, at an earlier try."
         )
@@ -76,6 +76,13 @@ class SessionMetrics:
             "nsm_tenant_stored_bytes", "Bytes that a tenant's sessions take in the store, by the store's own count.",
             ["tenant"], registry=registry, multiprocess_mode="mostrecent",
         )  # fmt: skip
+        self._room = {
+            part: Gauge(f"nsm_store_{part}_bytes", text, ["store"], registry=registry, multiprocess_mode="mostrecent")
+            for part, text in (
+                ("free", "Bytes that the store of sessions can still take before it refuses with 507."),
+                ("limit", "Bytes that the store of sessions can take in all."),
+            )
+        }  # no sample where the store has no limit
         self._tenants: set[str] = set()
         self._tenant_sessions = Gauge(
             "nsm_tenant_sessions", "Sessions of a tenant.", ["tenant"], registry=registry,
@@ -97,12 +104,12 @@ class SessionMetrics:
 
     def lease_asked(self, seconds: float, *, is_busy: bool) -> None:
         """`seconds` until it was held, or refused as busy."""
-        self._lock_wait.observe(seconds)
+        self._lease_wait.observe(seconds)
         if is_busy:
-            self._lock_busy.inc()
+            self._lease_busy.inc()
 
     def lease_lost(self) -> None:
-        self._lock_lost.inc()
+        self._lease_lost.inc()
 
     def turn_replayed(self) -> None:
         self._turn_replay.inc()
@@ -130,6 +137,11 @@ class SessionMetrics:
             self._store_bytes.labels("read").inc(num_read)
         if num_written:
             self._store_bytes.labels("written").inc(num_written)
+
+    def room_measured(self, store: str, *, num_free: int, num_bytes: int) -> None:
+        """Of `num_bytes` bytes that a store may take, `num_free` are left. `store`: its kind, such as "sqlite"."""
+        self._room["free"].labels(store).set(num_free)
+        self._room["limit"].labels(store).set(num_bytes)
 
     def tenants_stored(self, usage: Mapping[str, tuple[int, int]]) -> None:
         """Sessions and bytes of each tenant there is; those of tenants that are gone are forgotten, or 0 where

@@ -75,7 +75,7 @@ class House:
         self.is_lost.set()
 
     def num_lost(self) -> float | None:
-        return self.metrics.registry.get_sample_value("nsm_lock_lost_total")
+        return self.metrics.registry.get_sample_value("nsm_lease_lost_total")
 
 
 @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ async def test_without_room_a_turn_leaves_its_session_alone() -> None:
         backend.is_full = True
         refused = await server.client.post(S1, json=TURN)
         assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
-        assert server.metric("nsm_lock_wait_seconds_count") == 0
+        assert server.metric("nsm_lease_wait_seconds_count") == 0
         backend.is_full = False
         assert (await server.client.post(S1, json=TURN)).json()["session"]["version"] == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -55,6 +56,23 @@ def fill_with_other_data(disk: Path) -> None:
     with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
         while True:
             ballast.write(b"x" * 4096)
+
+
+async def test_X20_the_room_of_the_disk_is_measured_before_it_is_full(disk: Path, path: Path) -> None:
+    async with opened(SqliteSessionStore(path)) as store:
+        await stored_sessions.create(store, "s", tenant=TENANT, metadata={})
+        room = await store.room()
+        assert room is not None
+        assert room.num_bytes == shutil.disk_usage(disk).total
+        fill_with_other_data(disk)
+        full = await store.room()
+        assert full is not None
+        assert full.num_free == 0 < room.num_free
+    async with opened(SqliteSessionStore(path.with_name("bounded.db"), max_bytes=1 << 20)) as store:
+        bounded = await store.room()
+        assert bounded is not None
+        assert bounded.num_bytes == 1 << 20
+        assert bounded.num_free <= 1 << 20
 
 
 async def delete(store: SqliteSessionStore, head: SessionHead) -> None:

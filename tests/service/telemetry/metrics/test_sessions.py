@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from nsm_core.errors import NotFound, StoreUnavailable
 from service.stores.instrumented import instrumented
+from service.stores.sessions.base import StoreRoom
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
@@ -30,8 +33,8 @@ async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:
         written = server.metric("nsm_store_bytes_total", direction="written")
         assert written > server.metric("nsm_state_bytes_sum") > 0
         assert server.metric("nsm_store_bytes_total", direction="read") == pytest.approx(written / 2, rel=0.5)
-        assert server.metric("nsm_lock_wait_seconds_count") == 2
-        assert server.metric("nsm_lock_busy_total") == 0
+        assert server.metric("nsm_lease_wait_seconds_count") == 2
+        assert server.metric("nsm_lease_busy_total") == 0
 
 
 async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +44,7 @@ async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.M
         await store.acquire(tenant="default", session_id="s1", holder="another", lease_s=10.0)
         answer = await server.client.post("/v1/sessions/s1/generate", json={"input": "x"})
         assert answer.status_code == 409
-        assert server.metric("nsm_lock_busy_total") == server.metric("nsm_lock_wait_seconds_count") == 1
+        assert server.metric("nsm_lease_busy_total") == server.metric("nsm_lease_wait_seconds_count") == 1
         assert server.metric("nsm_store_operation_seconds_count", operation="acquire", outcome="refused") == 1
 
 
@@ -60,6 +63,28 @@ async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypat
     name = "nsm_store_operation_seconds_count"
     for outcome in ("refused", "failed"):
         assert metrics.registry.get_sample_value(name, {"operation": "get", "outcome": outcome}) == 1
+
+
+class RoomyStore(MemorySessionStore):
+    async def room(self) -> StoreRoom | None:
+        return StoreRoom(kind="sqlite", num_free=25, num_bytes=100)
+
+
+async def test_X20_the_room_of_a_store_is_a_metric_and_absent_where_nothing_bounds_it() -> None:
+    bounded, free = Metrics(FakeBackend()), Metrics(FakeBackend())
+
+    def room(metrics: Metrics, part: str) -> float | None:
+        return metrics.registry.get_sample_value(f"nsm_store_{part}_bytes", {"store": "sqlite"})
+
+    async def is_known() -> bool:
+        return room(bounded, "limit") == 100
+
+    async with measuring_usage(RoomyStore(), bounded.sessions, tuple, interval_s=0.001):
+        await eventually(is_known)
+    assert room(bounded, "free") == 25
+    async with measuring_usage(MemorySessionStore(), free.sessions, tuple, interval_s=0.001):
+        await asyncio.sleep(0)
+    assert room(free, "limit") is None
 
 
 async def test_what_tenants_have_stored_is_told_for_as_long_as_they_are_there() -> None:
