@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN, slot_scan_chunked
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.operator import fits_shared_memory, slot_scan_kernel
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -80,7 +81,7 @@ def cast(inputs: Inputs, dtype: torch.dtype, *, only: tuple[str, ...] = ()) -> I
 def results(scan: Scan, inputs: Inputs, d_out: Tensor, d_state: Tensor) -> Inputs:
     """Output, final state and gradients by name."""
     leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-    out, state = scan(**leaves)
+    out, state = scan(ScanInputs(**leaves))
     wanted = [name for name, x in leaves.items() if x.requires_grad]
     outputs, tangents = (out, state), (d_out.to(out.dtype), d_state.to(state.dtype))
     gradients = torch.autograd.grad(outputs, [leaves[name] for name in wanted], tangents)
@@ -195,7 +196,7 @@ def measure(scan: Scan, inputs: Inputs, *, backward: bool) -> dict[str, float]:
 
     def work() -> None:
         with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(backward):
-            out, _ = scan(**leaves)
+            out, _ = scan(ScanInputs(**leaves))
         if backward:
             torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
@@ -259,7 +260,7 @@ def profile_kernels(rows: int, tokens: int, copy: float, product: float) -> list
     repeats = 5
 
     def work() -> None:
-        out, _ = slot_scan_kernel(**leaves)
+        out, _ = slot_scan_kernel(ScanInputs(**leaves))
         torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
 
     work()

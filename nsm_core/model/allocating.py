@@ -12,6 +12,7 @@ from nsm_core.model.communicating import Communication
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.segments import Segments, first_tokens
 from nsm_core.ops.slot_scan.chunked import slot_scan_with_reads
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.step import slot_step_with_reads
 from nsm_core.state.spec import State
 
@@ -84,9 +85,10 @@ class AllocatingMixer(PulseMixer):
             active = torch.where((starts.cumsum(dim=1) > 0)[..., None, None], start[:, None], active)
         log_decay = self.router(given.pop("x"), counted, active)
         given["read_bias"] = _masked(given.get("read_bias"), active, log_decay)
-        out, slots, read = slot_scan_with_reads(
+        inputs = ScanInputs(
             **given, log_decay=log_decay, scale=self.scale, state=slots, reset=reset, initial=self.initial_slots
         )
+        out, slots, read = slot_scan_with_reads(inputs)
         did = Tokens(-torch.expm1(log_decay), read, counted, starts)
         return out, slots, follow(use, did, start)
 

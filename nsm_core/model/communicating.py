@@ -16,6 +16,7 @@ from nsm_core.model.router import NEVER, build_router
 from nsm_core.model.segments import Segments
 from nsm_core.ops.routing.reference import write_distribution
 from nsm_core.ops.slot_scan.dispatch import slot_scan
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.summary import slot_summary
 from nsm_core.state.spec import State
 
@@ -101,7 +102,7 @@ class _Half:
         """What the tokens read [B n, interval, H, K] on slots [B,H,M,2K] at the start of each stretch."""
         state = torch.stack(starts, dim=1).flatten(0, 1)
         read, _ = slot_scan(
-            **self.tokens, scale=scale, state=state, reset=self.reset, initial=self.initial, active=active
+            ScanInputs(**self.tokens, scale=scale, state=state, reset=self.reset, initial=self.initial, active=active)
         )
         return read
 
@@ -177,12 +178,14 @@ class CommunicatingMixer(PulseMixer):
         log_decay = torch.where(mask[..., None, None], tokens["log_decay"], 0.0)
         existing = piece.segments.existing(slots.shape[2])
         return slot_scan(
-            **{**tokens, "log_decay": log_decay},
-            scale=self.scale,
-            state=slots,
-            reset=piece.starts(mask),
-            initial=self.initial_slots,
-            active=None if existing is None else existing.expand(slots.shape[:3]),
+            ScanInputs(
+                **{**tokens, "log_decay": log_decay},
+                scale=self.scale,
+                state=slots,
+                reset=piece.starts(mask),
+                initial=self.initial_slots,
+                active=None if existing is None else existing.expand(slots.shape[:3]),
+            )
         )
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:

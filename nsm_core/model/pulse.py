@@ -15,6 +15,7 @@ from nsm_core.model.segments import Segments
 from nsm_core.ops.short_conv.conv import short_conv
 from nsm_core.ops.short_conv.reference import value_conv
 from nsm_core.ops.slot_scan.dispatch import slot_scan
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.step import slot_step
 from nsm_core.state.spec import State
 
@@ -143,12 +144,14 @@ class PulseMixer(Mixer):
         """What tokens read (those of `_tokens`, log_decay [B,T,H,M]), and the slots after the last."""
         existing = segments.existing(slots.shape[2])
         return slot_scan(
-            **tokens,
-            scale=self.scale,
-            state=slots,
-            reset=segments.reset,
-            initial=self.initial_slots,
-            active=None if existing is None else existing.expand(slots.shape[:3]),
+            ScanInputs(
+                **tokens,
+                scale=self.scale,
+                state=slots,
+                reset=segments.reset,
+                initial=self.initial_slots,
+                active=None if existing is None else existing.expand(slots.shape[:3]),
+            )
         )
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:

@@ -7,11 +7,13 @@ reference in their middle, both factors stay inside the range of fp32 and bf16 (
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 
 CHUNK_LEN = 64
 SUB_BLOCK = 32
@@ -19,7 +21,7 @@ LOG_DECAY_MIN = -5.0  # (SUB_BLOCK / 2) * 5 = 80 < 88, the exponent range of fp3
 
 
 def _chunk_len_for(num_tokens: int) -> int:
-    """A short prompt gets a short chunk: padding it to 64 would be wasted work."""
+    """Short prompts have short chunks: padding to 64 would be wasted work."""
     for length in (16, 32):
         if num_tokens <= length:
             return length
@@ -110,59 +112,33 @@ def _read_weights(scaled: Tensor | None, read_bias: Tensor | None, active: Tenso
     return torch.softmax(logits, dim=-1)
 
 
-def slot_scan_chunked(
-    *,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    reset: Tensor | None = None,
-    initial: Tensor | None = None,
-    read_bias: Tensor | None = None,
-    active: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Same arguments and result as `slot_scan_reference`; T must be a multiple of CHUNK_LEN when `reset` is given."""
-    if cu_seqlens is not None:
-        tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "read_bias": read_bias}
-        return _scan_sequences(tokens, cu_seqlens, scale=scale, state=state, active=active)
-    out, state, _ = _scan_chunks(
-        q=q, k=k, v=v, log_decay=log_decay, scale=scale, state=state, reset=reset, initial=initial,
-        read_bias=read_bias, active=active,
-    )  # fmt: skip
+def slot_scan_chunked(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """Same result as `slot_scan_reference`; T must be a multiple of CHUNK_LEN if `reset` is given."""
+    if inputs.cu_seqlens is not None:
+        return _scan_sequences(inputs, inputs.cu_seqlens)
+    out, state, _ = _scan_chunks(inputs)
     return out, state
 
 
-def slot_scan_with_reads(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`slot_scan_chunked` of rows of equal length, and the read weights of every token, [B,T,H,M]."""
-    out, state, read = _scan_chunks(**arguments)
+def slot_scan_with_reads(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """`slot_scan_chunked` without `cu_seqlens`, and the read weights of every token, [B,T,H,M]."""
+    out, state, read = _scan_chunks(inputs)
     return out, state, read.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, : out.shape[1]]
 
 
-def _scan_chunks(
-    *,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    reset: Tensor | None = None,
-    initial: Tensor | None = None,
-    read_bias: Tensor | None = None,
-    active: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What is read [B,T,H,K], the state after the last token, and the read weights [B,H,N,C,M]."""
+def _scan_chunks(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The reads [B,T,H,K], the state after the last token, and the read weights [B,H,N,C,M]."""
+    v, log_decay, read_bias, active = inputs.v, inputs.log_decay, inputs.read_bias, inputs.active
     num_tokens, head_dim = v.shape[1], v.shape[-1]
-    chunk_len = CHUNK_LEN if reset is not None else _chunk_len_for(num_tokens)
+    chunk_len = CHUNK_LEN if inputs.reset is not None else _chunk_len_for(num_tokens)
     if active is not None:
         log_decay = torch.where(active.unsqueeze(-3), log_decay, 0.0)
     if read_bias is not None:
         read_bias = _to_chunks(read_bias, chunk_len)
     v, log_decay = _to_chunks(v, chunk_len), _to_chunks(log_decay, chunk_len)
-    keyed = None if q is None or k is None else (_to_chunks(q, chunk_len), _to_chunks(k, chunk_len))
+    keyed = None
+    if inputs.q is not None and inputs.k is not None:
+        keyed = _to_chunks(inputs.q, chunk_len), _to_chunks(inputs.k, chunk_len)
     sub_block = min(SUB_BLOCK, chunk_len)
 
     write = -torch.expm1(log_decay)
@@ -173,31 +149,27 @@ def _scan_chunks(
 
     to_end = (write * (total[..., None, :] - cumulative).exp()).transpose(-1, -2)
     pairs = v if keyed is None else torch.cat((keyed[1], v), dim=-1)
-    update = (to_end @ pairs).to(state.dtype)
-    starts, state = _chunk_states(update, total.exp(), state, reset, initial)
+    update = (to_end @ pairs).to(inputs.state.dtype)
+    starts, state = _chunk_states(update, total.exp(), inputs.state, inputs.reset, inputs.initial)
     *keys, values = torch.split(starts, head_dim, dim=-1)  # keys: none without a bank of them
 
     decay_from_start = cumulative.exp()
     scaled = None
     if keyed is not None:
         logits = _read_logits(*keyed, keys[0], decay_from_start, chunk, causal)
-        scaled = scale[:, None, None, None] * logits.to(state.dtype)
+        scaled = inputs.scale[:, None, None, None] * logits.to(state.dtype)
     read = _read_weights(scaled, None if read_bias is None else read_bias.to(state.dtype), active)
     out = _read_values(read, v, values, decay_from_start, chunk, causal)
     return out.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :num_tokens], state, read
 
 
-def _scan_sequences(
-    tokens: dict[str, Tensor | None], cu_seqlens: Tensor, *, scale: Tensor, state: Tensor, active: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _scan_sequences(inputs: ScanInputs, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Sequences end to end, as right-padded rows: padding neither decays nor writes."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max())
     offset = torch.arange(longest, device=lengths.device)
     is_token = offset < lengths[:, None]
     index = torch.where(is_token, cu_seqlens[:-1, None] + offset, 0)
-    rows = {
-        name: torch.where(is_token[..., None, None], x[0, index], 0.0) for name, x in tokens.items() if x is not None
-    }
-    out, state = slot_scan_chunked(**rows, scale=scale, state=state, active=active)
+    rows = {name: torch.where(is_token[..., None, None], x[0, index], 0.0) for name, x in inputs.tokens.items()}
+    out, state = slot_scan_chunked(dataclasses.replace(inputs, **rows, cu_seqlens=None))
     return out[is_token][None], state

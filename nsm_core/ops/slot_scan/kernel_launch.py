@@ -17,14 +17,14 @@ from nsm_core.ops.slot_scan.kernel_backward import (
 )
 from nsm_core.ops.slot_scan.kernel_forward import chunk_read_kernel, chunk_scan_kernel, chunk_update_kernel
 
-SCAN_ELEMENTS = 512  # state elements a program of the scan carries: small, so that one sequence fills a device
-SLOT_BLOCK = 32  # slots that a program of the bank gradients treats at a time
-SCAN_STAGES = 4  # chunks whose loads are under way while one is computed
+SCAN_ELEMENTS = 512  # state elements of one program of the scan: few, so that one sequence fills a device
+SLOT_BLOCK = 32  # slots of one program of the bank gradients
+SCAN_STAGES = 4  # chunks that load while one is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScanInputs:
-    """Contiguous tensors of one call: q, k, v in one of bf16 or fp32, everything else in fp32."""
+class KernelInputs:
+    """ScanInputs as the kernels read them: contiguous; q, k, v in one of bf16 or fp32, everything else in fp32."""
 
     q: Tensor  # [B,T,H,K]
     k: Tensor
@@ -40,9 +40,9 @@ class ScanInputs:
 
 
 class Launch:
-    """The chunks of one call and the arguments that all its kernels share."""
+    """The chunks of one call and the arguments that its kernels share."""
 
-    def __init__(self, inputs: ScanInputs) -> None:
+    def __init__(self, inputs: KernelInputs) -> None:
         self.inputs = inputs
         self.rows = inputs.state.shape[0]
         num_rows, self.num_tokens, self.heads, self.head_dim = inputs.q.shape
@@ -52,7 +52,7 @@ class Launch:
         self.chunk_table: Tensor | None = None
         self.row_chunks: Tensor | None = None
         if inputs.cu_seqlens is not None:
-            self.num_chunks = self.num_tokens // CHUNK_LEN + self.rows  # most that sequences of any lengths need
+            self.num_chunks = self.num_tokens // CHUNK_LEN + self.rows  # an upper bound for sequences of any lengths
             self.chunk_table, self.row_chunks = chunks_of_sequences(inputs.cu_seqlens, self.num_chunks)
         self.slot_block = min(self.slots, SLOT_BLOCK)
         self.grid = (self.num_chunks * self.heads,)
@@ -99,7 +99,7 @@ class Launch:
 def num_warps(kernel: str, slots: int, head_dim: int, dtype: torch.dtype) -> int:
     """Fixed choices instead of autotuning: a cold search costs minutes a model."""
     if min(slots, head_dim) < 64:
-        return 2  # tiles too small for the four warps of a Hopper product: builds with 4 and 8 read where they must not
+        return 2  # tiles too small for the four warps of a Hopper product: builds with 4 and 8 read out of bounds
     is_large = max(slots, head_dim) > 64
     if kernel in ("read_backward", "bank_backward"):
         return 8
@@ -124,8 +124,8 @@ def chunks_of_sequences(cu_seqlens: Tensor, num_chunks: int) -> tuple[Tensor, Te
     return torch.stack((first, length, row), dim=1).to(torch.int32), row_chunks
 
 
-def run_forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, final state, and what the backward pass needs: chunk states [chunks,H,M,2K], decays [chunks,H,M]."""
+def run_forward(inputs: KernelInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, final state, and for the backward pass: chunk states [chunks,H,M,2K], decays [chunks,H,M]."""
     launch = Launch(inputs)
     chunk_shape = (launch.num_chunks, launch.heads, launch.slots)
     states = inputs.state.new_empty(*chunk_shape, 2 * launch.head_dim)
@@ -174,7 +174,7 @@ class ScanGradients:
     read_bias: Tensor | None
 
 
-def run_backward(inputs: ScanInputs, states: Tensor, decays: Tensor, d_out: Tensor, d_final: Tensor) -> ScanGradients:
+def run_backward(inputs: KernelInputs, states: Tensor, decays: Tensor, d_out: Tensor, d_final: Tensor) -> ScanGradients:
     launch = Launch(inputs)
     d_q, d_k, d_v = torch.empty_like(inputs.q), torch.empty_like(inputs.k), torch.empty_like(inputs.v)
     d_log_decay, d_state = torch.empty_like(inputs.log_decay), torch.empty_like(inputs.state)
@@ -182,7 +182,7 @@ def run_backward(inputs: ScanInputs, states: Tensor, decays: Tensor, d_out: Tens
     d_read_bias = torch.empty_like(inputs.read_bias) if inputs.read_bias is not None else None
     d_states = torch.empty_like(states)
     read_weights, d_logits = inputs.q.new_empty(2, *inputs.log_decay.shape).unbind(0)
-    d_scale = inputs.scale.new_empty(launch.num_chunks, launch.heads)  # summed after: atomics would not be repeatable
+    d_scale = inputs.scale.new_empty(launch.num_chunks, launch.heads)  # summed later: atomics are not deterministic
     with launch.device():
         chunk_read_backward_kernel[launch.grid](
             q=inputs.q,

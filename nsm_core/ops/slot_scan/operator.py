@@ -1,8 +1,8 @@
-"""The slot scan's kernels as two operators that torch.compile leaves whole: `nsm::slot_scan` and its backward.
+"""The slot scan's kernels as two operators that torch.compile does not split: `nsm::slot_scan` and its backward.
 
-The states at the chunk starts are kept for the backward pass rather than computed again. A head of 64 slots and 64
-dimensions keeps 512 bytes a token, a fraction of what the block around it keeps, and saves two of three kernels.
-The kernels are imported when they first run: this module works without their compiler.
+The backward pass reads the stored states at the chunk starts. A head of 64 slots and 64 dimensions stores 512 bytes a
+token, a fraction of the block's activations, and saves two of three kernels. The kernels are imported at their first
+call: this module works without their compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor scale, Tensor state, "
@@ -21,8 +22,8 @@ _INPUTS = (
 _NAMES = [declared.split()[-1] for declared in _INPUTS.split(",")]
 _DIFFERENTIABLE = ("q", "k", "v", "log_decay", "scale", "state", "initial", "read_bias")
 
-# (slots, head dimensions) whose results were compared on a GPU, by the dtype of the products. The kernels are written
-# for 16 to 128 slots and 32 to 128 dimensions; what was not checked runs in chunks.
+# (slots, head dimensions) whose results were compared on a GPU, by the dtype of the products. The kernels support 16 to
+# 128 slots and 32 to 128 dimensions; sizes that were not compared run in chunks.
 CHECKED_SIZES = {
     torch.bfloat16: ((16, 32), (32, 32), (64, 64), (64, 128), (128, 64), (128, 128)),
     torch.float32: ((16, 32), (32, 32), (64, 64), (64, 128), (128, 64)),
@@ -37,9 +38,9 @@ def _named(args: tuple[Tensor | None, ...]) -> dict[str, Any]:
 
 
 def _forward(*args: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from nsm_core.ops.slot_scan.kernel_launch import ScanInputs, run_forward
+    from nsm_core.ops.slot_scan.kernel_launch import KernelInputs, run_forward
 
-    return run_forward(ScanInputs(**_named(args)))
+    return run_forward(KernelInputs(**_named(args)))
 
 
 def _forward_shapes(*args: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,9 +55,9 @@ def _forward_shapes(*args: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _backward(d_out: Tensor, d_final: Tensor, states: Tensor, decays: Tensor, *args: Tensor | None) -> list[Tensor]:
-    from nsm_core.ops.slot_scan.kernel_launch import ScanInputs, run_backward
+    from nsm_core.ops.slot_scan.kernel_launch import KernelInputs, run_backward
 
-    grads = run_backward(ScanInputs(**_named(args)), states, decays, d_out, d_final)
+    grads = run_backward(KernelInputs(**_named(args)), states, decays, d_out, d_final)
     return [grad for name in _DIFFERENTIABLE if (grad := getattr(grads, name)) is not None]
 
 
@@ -88,7 +89,7 @@ _slot_scan_backward.register_fake(_backward_shapes)
 def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
     _, _, states, decays = output
     ctx.mark_non_differentiable(states, decays)
-    ctx.set_materialize_grads(False)  # zeros of the chunk states' size would be made for nothing
+    ctx.set_materialize_grads(False)  # saves zeros of the chunk states' size
     ctx.save_for_backward(states, decays, *inputs)
 
 
@@ -108,61 +109,46 @@ _slot_scan.register_autograd(_gradients, setup_context=_save)
 
 
 def is_supported(q: Tensor, log_decay: Tensor) -> bool:
-    """Whether the kernels are to be used for these shapes and dtypes: those that a GPU has shown to be right."""
+    """Whether to use the kernels for these shapes and dtypes: only those whose results were compared on a GPU."""
     sizes = CHECKED_SIZES[_operand_dtype(q)]
     return q.dtype != torch.float64 and (log_decay.shape[-1], q.shape[-1]) in sizes
 
 
 def fits_shared_memory(*, slots: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a GPU has room for a bank of this size; an H200 lacks 30 KB for 128 slots of 128 dimensions in fp32."""
+    """Whether a bank fits into a GPU's shared memory; 128 slots of 128 dimensions in fp32 exceed an H200's by 30 KB."""
     return slots * head_dim * dtype.itemsize <= LARGEST_BANK_BYTES
 
 
-def slot_scan_kernel(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    reset: Tensor | None = None,
-    initial: Tensor | None = None,
-    read_bias: Tensor | None = None,
-    active: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Same arguments and result as `slot_scan_reference`; products in bf16 if any of q, k and v is not fp32.
+def slot_scan_kernel(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
+    """Same result as `slot_scan_reference`; products in bf16 if any of q, k and v is not fp32.
 
-    Raises ValueError for a bank that is larger than a GPU's shared memory.
+    Raises ValueError without q and k, and for a bank that is larger than a GPU's shared memory.
     """
+    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
+    if q is None or k is None:
+        raise ValueError("the kernels read slots by q and k")
     operand, slots, head_dim = _operand_dtype(q, k, v), log_decay.shape[-1], q.shape[-1]
     if not fits_shared_memory(slots=slots, head_dim=head_dim, dtype=operand):
         raise ValueError(f"the kernels do not hold {slots} slots of {head_dim} dimensions in {operand}")
-    q, k, v = (x.to(operand).contiguous() for x in (q, k, v))
-    has_reset = reset is not None and initial is not None
+    has_reset = inputs.reset is not None and inputs.initial is not None
     out, final, _, _ = _slot_scan(
-        q,
-        k,
-        v,
-        _fp32(log_decay),
-        _fp32(scale),
-        _fp32(state),
-        reset.to(torch.uint8).contiguous() if reset is not None and has_reset else None,
-        _fp32(initial) if initial is not None and has_reset else None,
-        _fp32(read_bias) if read_bias is not None else None,
-        active.to(torch.uint8).contiguous() if active is not None else None,
-        cu_seqlens.to(torch.int32).contiguous() if cu_seqlens is not None else None,
+        *(x.to(operand).contiguous() for x in (q, k, v)),
+        *(x.to(torch.float32).contiguous() for x in (log_decay, inputs.scale, inputs.state)),
+        _as(torch.uint8, inputs.reset if has_reset else None),
+        _as(torch.float32, inputs.initial if has_reset else None),
+        _as(torch.float32, inputs.read_bias),
+        _as(torch.uint8, inputs.active),
+        _as(torch.int32, inputs.cu_seqlens),
     )
     return out, final
 
 
-def _fp32(x: Tensor) -> Tensor:
-    return x.to(torch.float32).contiguous()
+def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()
 
 
 def _operand_dtype(*tensors: Tensor) -> torch.dtype:
-    """bf16 wherever a half type is meant: the decay factors pass the range of fp16."""
+    """bf16 for every half type: the decay factors exceed the range of fp16."""
     if torch.is_autocast_enabled(tensors[0].device.type):
         return torch.bfloat16
     return torch.float32 if all(x.dtype == torch.float32 for x in tensors) else torch.bfloat16

@@ -6,73 +6,48 @@ share one write weight per slot and token, then a softmax read over the slots.
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 
-def slot_scan_reference(
-    *,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: Tensor,
-    state: Tensor,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    reset: Tensor | None = None,
-    initial: Tensor | None = None,
-    read_bias: Tensor | None = None,
-    active: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_len: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """q, k, v [B,T,H,K]; log_decay [B,T,H,M] <= 0; scale [H]; state [B,H,M,2K] (keys beside values).
 
-    A slot keeps exp(log_decay) of itself and takes the rest, 1 - exp(log_decay), from the token.
+def slot_scan_reference(inputs: ScanInputs, *, chunk_len: int = 64) -> tuple[Tensor, Tensor]:
+    """Returns out [B,T,H,K] and the state after the last token (of each sequence), both in the state's dtype.
 
-    `reset` [B, T/chunk_len] bool: before the first token of such a chunk the state becomes `initial` [H,M,2K].
-    `read_bias` [B,T,H,M] is added to the scaled read logits. Without `q` and `k` it is the read logits, and the state
-    is the bank of values alone, [B,H,M,K]; so is `initial`. `active` [H,M] or [B,H,M] bool: other slots are neither
-    written nor read; one at least must be active. `cu_seqlens` int [S+1]: the one row (B=1) holds S sequences end to
-    end, token cu_seqlens[s] is the first of sequence s, and state is [S,H,M,2K].
-    Returns out [B,T,H,K] and the state after the last token (of each sequence), both in the state's dtype.
+    `chunk_len`: the tokens for each entry of `inputs.reset`.
     """
-    if active is not None:
-        active = active.expand(state.shape[:3])
-    tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "read_bias": read_bias}
-    if cu_seqlens is None:
-        return _scan_rows(tokens, scale, state, reset, initial, active, chunk_len)
+    if inputs.active is not None:
+        inputs = dataclasses.replace(inputs, active=inputs.active.expand(inputs.state.shape[:3]))
+    if inputs.cu_seqlens is None:
+        return _scan_rows(inputs, chunk_len)
     outputs, states = [], []
-    for s, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        own = {name: None if x is None else x[:, first:end] for name, x in tokens.items()}
-        own_active = None if active is None else active[s : s + 1]
-        out, last = _scan_rows(own, scale, state[s : s + 1], None, None, own_active, chunk_len)
+    for s, (first, end) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
+        tokens = {name: x[:, first:end] for name, x in inputs.tokens.items()}
+        active = None if inputs.active is None else inputs.active[s : s + 1]
+        own = dataclasses.replace(
+            inputs, **tokens, state=inputs.state[s : s + 1], active=active, reset=None, initial=None, cu_seqlens=None
+        )
+        out, last = _scan_rows(own, chunk_len)
         outputs.append(out)
         states.append(last)
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def _scan_rows(
-    tokens: dict[str, Tensor | None],
-    scale: Tensor,
-    state: Tensor,
-    reset: Tensor | None,
-    initial: Tensor | None,
-    active: Tensor | None,
-    chunk_len: int,
-) -> tuple[Tensor, Tensor]:
-    log_decay = tokens["log_decay"]
+def _scan_rows(inputs: ScanInputs, chunk_len: int) -> tuple[Tensor, Tensor]:
+    state, reset, initial = inputs.state, inputs.reset, inputs.initial
     outputs = []
-    for t in range(0 if log_decay is None else log_decay.shape[1]):
+    for t in range(inputs.log_decay.shape[1]):
         if reset is not None and initial is not None and t % chunk_len == 0:
             state = torch.where(reset[:, t // chunk_len, None, None, None], initial, state)
-        token = {name: x[:, t].to(state.dtype) for name, x in tokens.items() if x is not None}
-        out, state = _scan_token(token, scale, state, active)
+        token = {name: x[:, t].to(state.dtype) for name, x in inputs.tokens.items()}
+        out, state = _scan_token(token, inputs.scale, state, inputs.active)
         outputs.append(out)
     if not outputs:
-        v = tokens["v"]
-        return state.new_empty(() if v is None else v.shape), state
+        return state.new_empty(inputs.v.shape), state
     return torch.stack(outputs, dim=1), state
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN, slot_scan_chunked
+from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.operator import CHECKED_SIZES, fits_shared_memory, is_supported, slot_scan_kernel
 from nsm_core.ops.slot_scan.reference import slot_scan_reference
 
@@ -53,7 +54,7 @@ def make_inputs(
 def results(scan: Scan, inputs: Inputs, tangents: tuple[Tensor, Tensor]) -> Inputs:
     """Output, final state and gradients, by name."""
     leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-    out, state = scan(**leaves)
+    out, state = scan(ScanInputs(**leaves))
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
     d_out, d_state = tangents[0].to(out.dtype), tangents[1].to(state.dtype)
     gradients = torch.autograd.grad((out, state), list(wanted.values()), (d_out, d_state))
@@ -106,7 +107,7 @@ def test_a_document_start_forgets_everything_before_it() -> None:
     inputs["initial"] = torch.randn(1, SLOTS, 2 * HEAD_DIM, device=DEVICE)
     assert_close(inputs)
     poisoned = {**inputs, "state": torch.full_like(inputs["state"], torch.nan)}
-    out, state = slot_scan_kernel(**poisoned)
+    out, state = slot_scan_kernel(ScanInputs(**poisoned))
     assert out[0].isfinite().all()
     assert state[0].isfinite().all()
     tangents = torch.randn_like(out), torch.randn_like(state)
@@ -119,7 +120,7 @@ def test_read_bias_and_inactive_slots() -> None:
     inputs["active"] = torch.rand(2, HEADS, SLOTS, device=DEVICE) < 0.6
     assert_close(inputs)
     assert_close({**inputs, "active": inputs["active"][0]})
-    _, state = slot_scan_kernel(**inputs)
+    _, state = slot_scan_kernel(ScanInputs(**inputs))
     assert state[~inputs["active"]].equal(inputs["state"][~inputs["active"]])
 
 
@@ -141,9 +142,9 @@ def test_gradients_are_the_same_bits_every_time() -> None:
 def test_an_unused_final_state_needs_no_gradient() -> None:
     inputs = make_inputs(1, 70, heads=1)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    out, _ = slot_scan_kernel(**leaves)
+    out, _ = slot_scan_kernel(ScanInputs(**leaves))
     got = torch.autograd.grad(out.sum(), leaves["log_decay"])[0]
-    want = torch.autograd.grad(slot_scan_chunked(**leaves)[0].sum(), leaves["log_decay"])[0]
+    want = torch.autograd.grad(slot_scan_chunked(ScanInputs(**leaves))[0].sum(), leaves["log_decay"])[0]
     assert float((got - want).norm() / want.norm()) < FP32_GRADIENT_TOLERANCE
 
 
@@ -154,7 +155,7 @@ def test_operator_is_whole_under_compile_and_runs_in_inference_mode() -> None:
     got = results(torch.compile(slot_scan_kernel, fullgraph=True, backend="aot_eager"), inputs, tangents)
     assert all(got[name].equal(want[name]) for name in want)
     with torch.inference_mode():
-        out, state = slot_scan_kernel(**inputs)
+        out, state = slot_scan_kernel(ScanInputs(**inputs))
     assert out.equal(want["out"])
     assert state.equal(want["state"])
 
@@ -170,7 +171,7 @@ def test_a_bank_that_is_larger_than_shared_memory_is_refused_and_left_to_the_chu
     inputs = make_inputs(1, 16, heads=1, slots=128, head_dim=128)
     assert not is_supported(inputs["q"], inputs["log_decay"])
     with pytest.raises(ValueError, match=r"128 slots of 128 dimensions in torch\.float32"):
-        slot_scan_kernel(**inputs)
+        slot_scan_kernel(ScanInputs(**inputs))
     halved = inputs["q"].to(torch.bfloat16)
     assert is_supported(halved, inputs["log_decay"])
     for dtype, sizes in CHECKED_SIZES.items():
