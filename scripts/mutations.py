@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""Shows which faults a tier of the tests finds: seeded mutations of the server's source, one at a time.
+
+    .venv/bin/python scripts/mutations.py --seed 17 --count 50 --tier fast
+
+Each mutation changes one place of `nsm_core` or `service` in a scratch copy: it flips a comparison, negates a
+condition, shifts a whole number by one, or drops a statement. Then the tier runs there until its first failure. A
+mutation is killed if a test fails or the run exceeds its limit, and survives otherwise. The same seed and source give
+the same mutations for every tier, so that tiers can be compared; a larger count adds to those of a smaller one.
+
+The runs use `--cores` cores and one thread a process. Tests that mirror the mutated file run first. Before the first
+mutation the unchanged source must pass. Kernels for GPUs are left out: no tier of a machine without one runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fnmatch
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("nsm_core", "service")
+LEFT_OUT = ("nsm_core/execution/cuda/*", "nsm_core/ops/*/kernel*.py", "nsm_core/sampling/kernel.py")
+TARGETS = {"fast": "test-fast", "test": "test"}
+MUTATED = "NSM_MUTATED_FILE"  # read below, when pytest loads this file as a plugin
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+LOGGERS = {"logger", "logging", "warnings"}
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Mutation:
+    """Bytes [start, stop) of a file are replaced by `new`; `line` counts from 1."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    kind: str
+    old: str
+    new: str
+
+    def apply(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.stop :]
+
+
+class Finder(ast.NodeVisitor):
+    """Collects the mutations of one file."""
+
+    def __init__(self, path: str, source: bytes) -> None:
+        self.found: list[Mutation] = []
+        self._path, self._source = path, source
+        self._line_starts = [0]
+        for line in source.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def _add(self, node: ast.expr | ast.stmt, kind: str, new: str) -> None:
+        start = self._line_starts[node.lineno - 1] + node.col_offset
+        stop = self._line_starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        old = self._source[start:stop].decode()
+        self.found.append(Mutation(self._path, node.lineno, start, stop, kind, old, new))
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if len(node.ops) == 1:
+            flipped = ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
+            self._add(node, "flip comparison", f"({ast.unparse(flipped)})")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        self._add(node, "swap and, or", f"({ast.unparse(ast.BoolOp(other, node.values))})")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.Add | ast.Sub) and not any(map(_is_text, (node.left, node.right))):
+            other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+            self._add(node, "swap plus, minus", f"({ast.unparse(ast.BinOp(node.left, other, node.right))})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._add(node, "flip a truth value", str(not node.value))
+        elif isinstance(node.value, int):
+            self._add(node, "off by one", str(node.value + 1))
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self._add(node.test, "negate a condition", f"not ({ast.unparse(node.test)})")
+            self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        self._add(node.test, "negate a condition", f"not ({ast.unparse(node.test)})")
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if isinstance(call, ast.Call) and not _is_logging(call):
+            self._add(node, "drop a statement", "pass")
+            self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._add(node, "drop a statement", "pass")
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self._add(node, "drop a statement", "pass")
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:  # an annotation is no code
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
+            self.visit(default)
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:  # its decorators say how values behave that no code changes
+            self.visit(statement)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Texts stay: positions inside of them are not those of the file in every version of Python."""
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+
+
+def _is_logging(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") in LOGGERS
+
+
+def find_mutations(path: str, source: bytes) -> list[Mutation]:
+    """All mutations of a file, in order."""
+    finder = Finder(path, source)
+    finder.visit(ast.parse(source))
+    return sorted(finder.found)
+
+
+def draw(seed: int, count: int, root: Path = ROOT) -> list[Mutation]:
+    """The mutations of a seed: a pure function of the seed and the source."""
+    found = []
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            path = file.relative_to(root).as_posix()
+            if not any(fnmatch.fnmatch(path, pattern) for pattern in LEFT_OUT):
+                found += find_mutations(path, file.read_bytes())
+    random.Random(seed).shuffle(found)
+    return found[:count]
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def tier_command(tier: str) -> list[str]:
+    """The call of pytest in the Makefile's target, without the program itself."""
+    target = TARGETS[tier]
+    command = ["make", "--dry-run", "--no-print-directory", target]
+    dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    calls = [line for line in dry.stdout.splitlines() if " -m pytest" in line]
+    if dry.returncode or len(calls) != 1:
+        raise SystemExit(f"mutations: make {target} does not run pytest once: {dry.stderr.strip() or calls}")
+    return shlex.split(calls[0].split(" -m pytest", 1)[1])
+
+
+@contextlib.contextmanager
+def scratch_copy() -> Iterator[Path]:
+    """A copy of the working tree with the native kernels, and without what git ignores otherwise."""
+    with tempfile.TemporaryDirectory(prefix="nsm-mutations-") as directory:
+        copy = Path(directory)
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+            if name and (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+        kernels = Path("nsm_core", "execution", "native", "build")
+        if (ROOT / kernels).is_dir():
+            shutil.copytree(ROOT / kernels, copy / kernels, dirs_exist_ok=True)
+        (copy / ".venv").symlink_to(Path(sys.prefix))
+        yield copy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """`reason`: the first test that failed, or why the run ended without one; None: all tests passed."""
+
+    reason: str | None
+    seconds: float
+
+
+class Runner:
+    """Runs the tests of a tier in a copy, with limits on time, cores and memory."""
+
+    def __init__(self, copy: Path, arguments: Sequence[str], *, limit_s: float, cores: int, memory_gib: float) -> None:
+        self._copy, self._arguments, self._limit_s = copy, arguments, limit_s
+        self._cores = sorted(os.sched_getaffinity(0))[:cores]
+        self._memory_bytes = int(memory_gib * 2**30)
+
+    def run(self, mutated: str = "") -> Outcome:
+        """`mutated`: the file whose tests run first."""
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "mutations"]
+        environ = {
+            **os.environ, MUTATED: mutated, "PYTHONPATH": f"{self._copy}:{self._copy / 'scripts'}",
+            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+        }  # fmt: skip
+        process = subprocess.Popen(
+            [*command, *self._arguments], cwd=self._copy, env=environ, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._limit,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=self._limit_s)
+        except subprocess.TimeoutExpired:
+            return Outcome(f"no end within {self._limit_s:g} s", time.monotonic() - started)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what tests started ends with them
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        seconds = time.monotonic() - started
+        if process.returncode == 0:
+            return Outcome(None, seconds)
+        failed = FAILED.search(output)
+        last = output.strip().splitlines()[-1:] or ["no output"]
+        return Outcome(failed.group(1) if failed else f"status {process.returncode}: {last[0]}", seconds)
+
+    def _limit(self) -> None:
+        os.nice(10)
+        os.sched_setaffinity(0, self._cores)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._memory_bytes, self._memory_bytes))
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """As a plugin of pytest: tests of folders and files that mirror the mutated file come first."""
+    mutated = os.environ.get(MUTATED)
+    if mutated:
+        items.sort(key=lambda item: -num_shared(item.path.relative_to(Path.cwd()).parts[1:], Path(mutated).parts))
+
+
+def num_shared(test: Sequence[str], mutated: Sequence[str]) -> int:
+    """The number of leading folders, and the file, that `test` (below tests/) mirrors of `mutated`."""
+    num = 0
+    for mine, theirs in zip(test, mutated, strict=False):
+        if mine.removeprefix("test_") != theirs:
+            break
+        num += 1
+    return num
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="skip the mutations before this number, from 0")
+    parser.add_argument("--tier", choices=TARGETS, default="fast")
+    parser.add_argument("--pytest-args", help="instead of a tier's: arguments of pytest, as one text")
+    parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--memory-gib", type=float, default=12.0, help="most data of one process")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="of one run; a longer one counts as killed")
+    parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
+    parser.add_argument("--output", type=Path, help="write the outcomes as JSON")
+    args = parser.parse_args()
+    mutations = list(enumerate(draw(args.seed, args.count)))[args.first :]
+    if args.list:
+        for number, mutation in mutations:
+            print(_line(number, mutation))
+        return 0
+    arguments = tier_command(args.tier) if args.pytest_args is None else shlex.split(args.pytest_args)
+    rows = []
+    with scratch_copy() as copy:
+        runner = Runner(copy, arguments, limit_s=args.limit_s, cores=args.cores, memory_gib=args.memory_gib)
+        plain = runner.run()
+        if plain.reason is not None:
+            raise SystemExit(f"mutations: the unchanged source does not pass: {plain.reason}")
+        print(f"unchanged: passed, {plain.seconds:.0f} s", flush=True)
+        for number, mutation in mutations:
+            file = copy / mutation.path
+            source = file.read_bytes()
+            file.write_bytes(mutation.apply(source))
+            try:
+                outcome = runner.run(mutation.path)
+            finally:
+                file.write_bytes(source)
+            verdict = "SURVIVED" if outcome.reason is None else f"killed by {outcome.reason}"
+            print(f"{_line(number, mutation)}\n    {verdict}, {outcome.seconds:.0f} s", flush=True)
+            rows.append({**dataclasses.asdict(mutation), **dataclasses.asdict(outcome)})
+    killed = sum(row["reason"] is not None for row in rows)
+    print(f"{killed} of {len(rows)} killed")
+    if args.output is not None:
+        args.output.write_text(json.dumps({"seed": args.seed, "tier": args.tier, "mutations": rows}, indent=1) + "\n")
+    return 0
+
+
+def _line(number: int, mutation: Mutation) -> str:
+    old, new = (" ".join(text.split()) for text in (mutation.old, mutation.new))
+    return f"{number:>3} {mutation.path}:{mutation.line} {mutation.kind}: {old[:70]} -> {new[:70]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
