@@ -58,8 +58,8 @@ from service.turns.turns import Turns
 from service.web.authentication import Authenticate
 from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
-from service.web.load_shedding import Admission
-from service.web.middleware import Body, CatchErrors, Gate, RequestContext
+from service.web.load_shedding import ShedLoad
+from service.web.middleware import Body, CatchErrors, RequestContext, TrackRequests
 from service.web.openapi import add_docs_page
 from service.web.origin import RequireHost, RequireOwnOrigin
 
@@ -152,11 +152,11 @@ def create_app(
         lifespan=_lifespan,
         exception_handlers={NsmError: handle, RequestValidationError: handle, HTTPException: handle},
         middleware=_middleware(services, receive_timeout_s),
-        # The metrics are our own; nothing of a request goes to whatever provider the process may have.
+        # Metrics and spans are our own; see telemetry/tracing/middleware.py.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.services = services
-    # for the document only, so that the page at /docs asks for a key: `Authenticate` is what checks it
+    # for the document only, so that the page at /docs asks for a key; `Authenticate` checks it
     needs_key = [Security(HTTPBearer(auto_error=False))] if tenants.has_keys else []
     for route in ROUTES:
         app.include_router(route.router, dependencies=[] if route is health else needs_key)
@@ -174,9 +174,9 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(CatchErrors),
         *_origins(settings),
-        Middleware(Gate, lifecycle=services.lifecycle),
+        Middleware(TrackRequests, lifecycle=services.lifecycle),
         Middleware(Authenticate, tenants=services.tenants),
-        Middleware(Admission, backend=services.backend),
+        Middleware(ShedLoad, backend=services.backend),
         Middleware(
             Body,
             max_bytes=settings.max_body_bytes,

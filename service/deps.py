@@ -1,4 +1,4 @@
-"""What a handler may ask for."""
+"""The dependencies of handlers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Services:
 
     @property
     def state_format(self) -> StateFormat:
-        """How states are stored that are made here."""
+        """The number format of new stored states."""
         return StateFormat(self.settings.state_dtype)
 
     @property
@@ -78,7 +78,7 @@ class Services:
         )
 
     def log_prompt(self, arrival: Arrival, prompt: object) -> None:
-        """Writes what a client sent to the log, if and only if the operator asked for it."""
+        """Writes a client's prompt to the log if `log_prompts` is set."""
         if self.settings.log_prompts:
             line, fields = "request_id=%s prompt=%s", {"prompt": prompt}
             prompt_logger.info(line, arrival.request_id, json.dumps(prompt), extra={"fields": fields})
@@ -92,7 +92,7 @@ class Services:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One HTTP request as the gateway met it: its id, and when (`time.monotonic()`)."""
+    """Id and time of arrival (`time.monotonic()`) of one HTTP request."""
 
     request_id: str
     time: float
@@ -109,7 +109,7 @@ async def get_arrival(request: Request) -> Arrival:
 
 
 async def get_tenant(request: Request) -> str:
-    """Whose sessions a request may see: the API key alone decides, never a field that a client sends."""
+    """The tenant whose sessions a request may see: the API key alone decides, never a field of the body."""
     caller: Caller = request.scope["state"]["caller"]  # put there by `Authenticate`
     return caller.tenant
 

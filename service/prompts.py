@@ -16,7 +16,7 @@ INLINE_CHARS = 4096  # longer texts are encoded on a thread: the event loop serv
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What one choice reads. `num_start`: how many of the first ids are not part of the client's own prompt."""
+    """The ids that one choice reads. `num_start`: number of leading ids that are not part of the client's prompt."""
 
     ids: tuple[int, ...]
     num_start: int = 0
@@ -75,7 +75,7 @@ class PromptEncoder:
         return max(len(self.tokenizer.token_bytes(token_id)) for token_id in range(self.tokenizer.vocab_size))
 
     def _check_bytes(self, text: str, param: str) -> None:
-        """Refuses hopeless texts before the work of encoding them."""
+        """Refuses texts that are too long in every case, before encoding them."""
         num_tokens = -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_bytes)
         if num_tokens > self._max_tokens:
             raise InvalidRequest(_too_long(param, self._max_tokens, f"at least {num_tokens}"), param=param)

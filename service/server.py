@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn: what is loaded, where it listens, and how it stops."""
+"""Runs the application under uvicorn, from loading to a graceful stop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we,
 TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
 EXIT_INTERRUPTED = 130
-NUM_ARENAS = 2  # with one for each thread, 130 MB of what turns had freed stayed with the process
+NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
 def run(settings: Settings) -> None:
@@ -63,7 +63,7 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
 
 
 def start_line(services: Services, host: str, port: int) -> str:
-    """What an operator wants to know first."""
+    """The first line of the log."""
     url, sessions = f"http://{host}:{port}", services.settings.store_name()
     return f"serving {services.model_name} on {url} with sessions in {sessions}, documentation at {url}/docs"
 
@@ -155,9 +155,9 @@ def uvicorn_config(app: FastAPI) -> uvicorn.Config:
 
 
 class GracefulServer(uvicorn.Server):
-    """On the first signal: no new work, running work may finish, then what is left is cut off in good order.
+    """On the first signal: no new work, time for running work to finish, then an orderly abort of the rest.
 
-    uvicorn alone would close its sockets at once, and so would never tell anybody that it is not ready.
+    uvicorn alone closes its sockets at once, so load balancers would never see that it is not ready.
     `start_line` is logged once connections are accepted.
     """
 
@@ -188,12 +188,12 @@ class GracefulServer(uvicorn.Server):
     async def _stop(self) -> None:
         services = self._services
         grace_s = services.settings.grace_s
-        logger.info("stopping: what runs may finish within %g s", grace_s)
+        logger.info("stopping: running requests may finish within %g s", grace_s)
         is_idle, _ = await asyncio.gather(services.lifecycle.wait_idle(grace_s), services.turns.drain(grace_s))
         if not is_idle:
-            logger.warning("cutting off what did not finish within %g s", grace_s)
+            logger.warning("aborting requests that did not finish within %g s", grace_s)
         services.turns.stop_following()
-        await services.backend.stop()  # what still runs ends with abort, and its client gets an error frame
+        await services.backend.stop()  # running requests end with abort, and their clients get an error frame
         await services.lifecycle.wait_idle(FINAL_FRAMES_S)
 
     def _exit(self, stopping: asyncio.Task[None]) -> None:

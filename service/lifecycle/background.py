@@ -1,4 +1,4 @@
-"""Tasks that outlive the request that began them, but not the process."""
+"""Tasks that outlive their request, but not the process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Background:
         return task
 
     async def drain(self) -> None:
-        """All have ended on return."""
+        """Waits until all tasks have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)

@@ -1,4 +1,4 @@
-"""What a graceful stop needs to know: whether new work is taken, and when the running work is done."""
+"""State of a graceful stop: whether new work is accepted, and when the running work has ended."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Lifecycle:
 
     @property
     def num_active(self) -> int:
-        """Pieces of work under way, see `track`."""
+        """Tracked pieces of work that run now."""
         return self._num_active
 
     def begin_drain(self) -> None:
-        """From now on new work is refused; what runs goes on. Idempotent."""
+        """Refuse new work; running work continues. Idempotent."""
         self._is_draining = True
 
     @contextlib.contextmanager
     def track(self) -> Iterator[None]:
-        """Around every piece of work that a stop shall wait for: a request, or a turn whose client has left."""
+        """Around work that a stop waits for: a request, or a turn whose client has left."""
         self._num_active += 1
         self._idle.clear()
         try:

@@ -1,4 +1,4 @@
-"""How records of the log look: one line each, for people or as JSON."""
+"""Formats log records: one line each, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-def configure_logging(level: str, form: LogFormat = "text") -> None:
+def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     """One line for each record, on standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("nsm").setLevel(level.upper())
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, logger, message, what was logged as `extra={"fields": …}`, and, while a request is
-    answered, its id and its trace's.
+    """One object for each line: time, level, logger, message, the fields of `extra={"fields": …}`, and the ids of the
+    current request and its trace.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP request that is being answered, for what is far from its handler: logs and counts."""
+"""The current HTTP request, for logs and metrics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from contextvars import ContextVar
 
 @dataclasses.dataclass(slots=True)
 class CurrentRequest:
-    """`error`: the code of the error it was answered with, in a stream too. `trace_id`: 32 hexadecimal digits, where it
-    is traced.
-    """
+    """`error`: code of the error in its answer or stream. `trace_id`: 32 hexadecimal digits, None without a trace."""
 
     request_id: str
     error: str | None = None
@@ -24,7 +22,7 @@ _current: ContextVar[CurrentRequest | None] = ContextVar("nsm_current_request", 
 
 @contextlib.contextmanager
 def answering(request_id: str) -> Iterator[CurrentRequest]:
-    """Around all that is done for a request; tasks that begin inside keep it."""
+    """Around the handling of a request; tasks started inside inherit it."""
     request = CurrentRequest(request_id)
     token = _current.set(request)
     try:
@@ -34,5 +32,5 @@ def answering(request_id: str) -> Iterator[CurrentRequest]:
 
 
 def current_request() -> CurrentRequest | None:
-    """None outside of any."""
+    """None outside of a request."""
     return _current.get()

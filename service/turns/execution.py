@@ -51,7 +51,7 @@ class TurnRun:
         except Exception:
             request_id = self.request.request_id
             logger.exception("request %s failed", request_id)
-            error = NsmError(f"internal error; the server's log tells more under request id {request_id}")
+            error = NsmError(f"internal error; the server's log has details under request id {request_id}")
             return await self._fail(Finished(reason=FinishReason.ERROR), error)
 
     async def _sample(self) -> tuple[Finished, list[StoredToken]]:

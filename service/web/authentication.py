@@ -1,6 +1,6 @@
-"""Pure ASGI middleware: nobody gets further without a key, or faster than its tenant may.
+"""Pure ASGI middleware: checks API keys and the request rate of their tenants.
 
-It stands before the body is read and before any route is looked up, so a new route cannot be left open by mistake.
+It runs before the body is read and before the route is looked up, so a new route cannot be left open by mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METRICS_PATH = "/metrics"
 
 
 class Authenticate:
-    """Puts `caller` into the request's state, where `deps.get_tenant` finds it."""
+    """Puts `caller` into the request's state for `deps.get_tenant`."""
 
     def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
         self.app = app
@@ -54,8 +54,8 @@ class Authenticate:
 
 
 def is_open(path: str) -> bool:
-    """Whether anybody may ask: load balancers for health, people for the documentation and
-    for the playground, which asks them for a key itself.
+    """Whether no key is needed: health for load balancers, the documentation, and the playground, which asks for a key
+    itself.
     """
     return path in OPEN_PATHS or path.startswith(f"{ASSETS_URL}/") or is_of_playground(path)
 
@@ -79,7 +79,7 @@ def headers_of(allowance: Allowance) -> dict[str, str]:
 
 def _require_metrics(caller: Caller) -> None:
     if not caller.may_read_metrics:
-        raise Forbidden("this API key may not read /metrics, which tells of all tenants; make one with --metrics")
+        raise Forbidden("this API key may not read /metrics, which covers all tenants; make one with --metrics")
 
 
 def _too_fast(allowance: Allowance, retry_after_s: float) -> RateLimited:

@@ -1,4 +1,4 @@
-"""One HTTP connection: how much it may hold in memory, and how it is closed while the client still sends."""
+"""One HTTP connection: its limit of memory, and its close while the client still sends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from service.web.head_limits import BoundedHead
 
 MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
-LINGER_S = 30.0  # most seconds that a closed connection still takes what its client sends
-LINGER_IDLE_S = 2.0  # and most seconds between two pieces of that
+LINGER_S = 30.0  # maximum time for which a closed connection still drops incoming data
+LINGER_IDLE_S = 2.0  # maximum time between two pieces of that data
 
 
 class HeldFlow(FlowControl):
-    """Reads nothing while `is_held`: uvicorn alone would read on after each answer, whatever still waits for one."""
+    """Reads nothing while `is_held`: uvicorn alone reads on after each answer, even with requests waiting."""
 
     def __init__(self, transport: asyncio.Transport, is_held: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -64,11 +64,11 @@ class Connection(BoundedHead):
     after the answer to the last one held, as HTTP allows, and the client sends the rest again elsewhere.
 
     Lingering close: a socket that is closed with unread bytes in it resets the connection, and the client loses the
-    answer. So while the client still sends, only the sending half is closed, and what arrives is thrown away.
+    answer. So while the client still sends, only the sending half is closed, and incoming data is dropped.
     """
 
     _is_receiving = False  # a request has begun and is not complete
-    _is_cut = False  # what still comes on this connection is dropped
+    _is_cut = False  # further input on this connection is dropped
     _linger_end: asyncio.TimerHandle | None = None
     _linger_idle: asyncio.TimerHandle | None = None
 
@@ -121,7 +121,7 @@ class Connection(BoundedHead):
             super().on_message_complete()
 
     def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
-        if not self._is_cut:  # what is dropped needs no answer, and one would stand inside another
+        if not self._is_cut:  # dropped input needs no answer; one would stand inside another
             super()._refuse(status, message, code)
 
     def _is_lingering(self) -> bool:

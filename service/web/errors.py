@@ -76,7 +76,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     InvalidRequest: Rule(400, INVALID, None),
     NotFound: Rule(404, NOT_FOUND, "not_found"),
     BodyTooLarge: Rule(413, INVALID, "body_too_large"),
-    # what still comes of the body would be taken for the next request
+    # the rest of the body would be read as the next request
     BodyTooSlow: Rule(408, INVALID, "request_timeout", headers={"connection": "close"}),
     Unauthenticated: Rule(401, AUTHENTICATION, "invalid_api_key", headers={"www-authenticate": 'Bearer realm="nsm"'}),
     Forbidden: Rule(403, PERMISSION, "forbidden"),
@@ -85,9 +85,9 @@ RULES: Mapping[type[NsmError], Rule] = {
     # until something is deleted, the same request meets the same limit
     QuotaExceeded: Rule(429, RATE_LIMIT, "quota_exceeded", retry=False),
     SessionBusy: Rule(409, INVALID, "session_busy"),
-    # nothing was kept, and the session may well be free by now
+    # nothing was committed, and the session may be free by now
     LeaseLost: Rule(409, INVALID, "lease_lost", retry=True),
-    # somebody wanted it to stop
+    # a client cancelled it
     TurnCancelled: Rule(409, INVALID, "turn_cancelled", retry=False),
     # the same request again meets the same version, the same model, the same bytes
     VersionConflict: Rule(409, INVALID, "version_conflict", retry=False),
@@ -102,7 +102,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
     # it may be this request that steps fail with
     StepFailed: Rule(500, SERVER, "step_failed", retry=False),
-    # Retry-After is for whoever wants to know; stock clients would try again within seconds
+    # Retry-After is information; stock clients would retry within seconds
     StorageFull: Rule(507, SERVER, "storage_full", retry=False),
     CheckpointError: Rule(500, SERVER, "checkpoint_error", retry=False),
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
@@ -135,9 +135,9 @@ class ErrorAnswer:
 
 
 def answer(error: Exception, *, request_id: str | None = None) -> ErrorAnswer:
-    """Any exception as an answer. What nobody raised on purpose tells the client the request id only; see `report`.
+    """Any exception as an answer. An unexpected one shows the client the request id only; see `report`.
 
-    The request that is being answered is noted as one that ended in an error.
+    The current request is recorded as one that ended in an error.
     """
     made = _answer(error, request_id)
     request = current_request()
@@ -153,12 +153,12 @@ def _answer(error: Exception, request_id: str | None) -> ErrorAnswer:
         return _answer_validation(error.errors())
     if isinstance(error, HTTPException):
         return _answer_http(error)
-    message = f"internal error; the server's log tells more under request id {request_id}"
+    message = f"internal error; the server's log has details under request id {request_id}"
     return ErrorAnswer(status=INTERNAL.status, type=INTERNAL.type, message=message, code=INTERNAL.code)
 
 
 def report(error: Exception, *, request_id: str | None) -> None:
-    """Log what an operator must see: deliberate refusals are no news, anything else comes with its traceback."""
+    """Log errors for the operator: refusals below 500 are not logged, unexpected errors come with their traceback."""
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
             level = logging.ERROR if isinstance(error, SnapshotCorrupt) else logging.WARNING  # stored data was lost
@@ -232,7 +232,7 @@ def _answer_http(error: HTTPException) -> ErrorAnswer:
 
 
 def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
-    """The first of pydantic's findings: a client mends one field at a time."""
+    """The first of pydantic's errors: a client fixes one field at a time."""
     item = errors[0]
     place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
     if item["type"] in NAMED_ERRORS:

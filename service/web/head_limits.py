@@ -1,4 +1,4 @@
-"""Connections that ask nothing, or have no end of a head: uvicorn itself takes any number of bytes, for ever."""
+"""Limits on the head of a request. uvicorn itself has none, neither on bytes nor on time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class HeadTooLarge(Exception):
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Closes a connection whose next request's head is not there `head_s` seconds after it was opened, or after the
-    head's first bytes. Between requests uvicorn's keep-alive counts, while one is answered nothing does.
+    """Closes a connection without a whole head `head_s` seconds after its opening, or after the head's first bytes.
+    Between requests uvicorn's keep-alive time applies; while a request is answered, no limit does.
 
-    A head of more than MAX_HEAD_BYTES is refused before more of it is read. So are trailers, which come after a body.
+    A head of more than MAX_HEAD_BYTES is refused before the rest is read. So are trailers, which follow a body.
     """
 
     head_s: float

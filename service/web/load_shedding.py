@@ -1,7 +1,7 @@
-"""Pure ASGI middleware: while the engine has no room, what needs it is refused before anything is done for it.
+"""Pure ASGI middleware: while the engine has no room, generation requests are refused before their body is read.
 
-A refusal must cost next to nothing: when most requests are refused, their bodies, prompts and look-ups would take the
-time of those that were let in, and refusals would wait for each other.
+A refusal must be cheap. Under overload, reading bodies, prompts and stores for refused requests would take time from
+the admitted ones.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from nsm_core.errors import EngineDead, Overloaded
 from service.backends.base import InferenceBackend
 from service.web.errors import answer
 
-# Whatever is posted there needs the engine. A session's turn may be a retry that its body tells: that is refused later.
+# POST there needs the engine. A session's turn may be a retry, which only its body shows, so it is refused later.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused:
-    """Stands in the scope for the route that was not looked up; metrics and traces name it."""
+    """In the scope in place of the route, which was not looked up; metrics and traces use its path."""
 
     path: str
 
 
-class Admission:
-    """A retry with its `Idempotency-Key` gets through: its answer may be there already."""
+class ShedLoad:
+    """Passes requests with an `Idempotency-Key`: their answer may be stored already."""
 
     def __init__(self, app: ASGIApp, backend: InferenceBackend) -> None:
         self.app = app

@@ -1,5 +1,4 @@
-"""Pure ASGI middleware, outermost first: RequestContext, CatchErrors, Gate, Authenticate and Admission (in files of
-their own), Body."""
+"""Pure ASGI middleware: RequestContext, CatchErrors, TrackRequests and Body. `create_app` shows the whole order."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from service.web.errors import answer, report
 access_logger = logging.getLogger("nsm.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
-# Of every answer that does not say otherwise. Answers are for who asked, no page of another host may show them in a
-# frame, and what is opened in a browser all the same runs nothing.
+# Defaults of every answer: not cached, not shown in a frame of another host, and no scripts if opened in a browser.
 HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
@@ -37,7 +35,7 @@ CLIENT_LEFT = 499  # nginx's number for it: only in logs and metrics
 class RequestContext:
     """Gives each request an id and an arrival time, and reports it when it has ended.
 
-    `send_part` in the scope's state leads past all layers below: for the middle parts of a body, at which none looks.
+    `send_part` in the scope's state bypasses the inner layers: none of them reads the middle parts of a body.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, stream_ping_s: float) -> None:
@@ -89,7 +87,7 @@ class RequestContext:
 
 
 class CatchErrors:
-    """Whatever is raised below becomes the standard error body, if the answer has not begun."""
+    """An exception becomes the standard error body, unless the answer has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -113,8 +111,8 @@ class CatchErrors:
                 await answer(error, request_id=request_id).response()(scope, receive, send)
 
 
-class Gate:
-    """Counts the requests inside. While the server stops it may still be asked things, but takes no new work."""
+class TrackRequests:
+    """Counts the running requests. While the server stops, only GET and HEAD are answered."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self.app = app
@@ -136,10 +134,9 @@ class Gate:
 class Body:
     """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
 
-    `piece_s`: most seconds between two pieces of the body; `whole_s`: for all of it.
+    `piece_s`: maximum seconds between two pieces of the body; `whole_s`: for the whole body.
 
-    When the client leaves before the answer is complete, the task below is cancelled; that is how every kind of
-    request, streamed or not, learns of it.
+    When the client leaves before the answer is complete, the handler's task is cancelled, streamed or not.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float) -> None:
@@ -154,7 +151,7 @@ class Body:
             return
         body = await self._read(Headers(scope=scope), receive)
         if body is not None:
-            await Exchange(body, receive, send).run(self.app, scope)
+            await WatchedRequest(body, receive, send).run(self.app, scope)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The whole body, or None when the client left first.
@@ -188,8 +185,8 @@ class Body:
             ) from None
 
 
-class Exchange:
-    """One request whose body was read."""
+class WatchedRequest:
+    """One request with its body, and the watch for its client."""
 
     def __init__(self, body: bytes, receive: Receive, send: Send) -> None:
         self._body: bytes | None = body
@@ -216,7 +213,7 @@ class Exchange:
             work.result()
 
     async def receive(self) -> Message:
-        """What the application sees: the body once, then nothing until the client leaves."""
+        """For the application: the body once, then nothing until the client leaves."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -225,7 +222,7 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            # Servers say "disconnect" after the last byte too; what still runs then is clean-up, not to be cancelled.
+            # Servers also report "disconnect" after the last byte; clean-up that still runs must not be cancelled.
             self._is_complete = True
         await self._send(message)
 
@@ -237,7 +234,7 @@ class Exchange:
 
 
 def logfmt(fields: Mapping[str, object]) -> str:
-    """key=value pairs on one line; what could break it is quoted."""
+    """key=value pairs on one line; values with spaces or control characters are quoted."""
     return " ".join(f"{key}={_quoted(str(value))}" for key, value in fields.items())
 
 

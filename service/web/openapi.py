@@ -1,4 +1,4 @@
-"""What /openapi.json says of errors and streams; the page at /docs, which loads nothing from other hosts."""
+"""Errors and streams in /openapi.json, and the page at /docs, which loads nothing from other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an admitted generation leaves the server: as a stream, or whole."""
+"""Sends an admitted generation, as a stream or as one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.web.sse import EventStream, until_done
 
 
 class Answer(Protocol):
-    """One admitted body; `frames` or `collect` is read once, then, whatever happened, `leave` is called."""
+    """One admitted body. Read `frames` or `collect` once, and call `leave` in every case."""
 
     def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those that are ready together in one piece."""
@@ -21,12 +21,12 @@ class Answer(Protocol):
     async def collect(self) -> dict[str, Any]: ...
 
     def leave(self) -> None:
-        """Nobody reads any more: stop what still runs, if it runs for this reader only. Idempotent, never blocks."""
+        """The reader left: stop work that is for this reader only. Idempotent, never blocks."""
         ...
 
 
 async def send(answer: Answer, *, is_stream: bool, request_id: str) -> Response:
-    """However it ends, also when the client leaves (this task is then cancelled), the answer is left at last."""
+    """`leave` is called in every case, also when the client leaves, which cancels this task."""
     if is_stream:
         return EventStream(until_done(answer.frames(), request_id=request_id), on_close=answer.leave)
     try:

@@ -1,8 +1,8 @@
 """Server-sent events: frames, and the response that carries them.
 
 Back-pressure is the transport's own: frames that are ready together are written together, and the next are made when
-the socket has taken these, so a slow reader holds one such part here. What the engine made meanwhile waits in the
-request's event queue, which max_tokens bounds.
+the socket has taken them. So a slow reader holds one such part here, and the engine's further events wait in the
+request's queue, which max_tokens bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def frame(data: Mapping[str, Any], *, event: str | None = None, event_id: int | 
 
 
 class TextFrame:
-    """Frames that differ in one string only: what they have in common is encoded once."""
+    """Frames that differ in one string only: their common part is encoded once."""
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
         """`make`: the whole frame around a string."""
@@ -47,7 +47,7 @@ class TextFrame:
 
 
 async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
-    """The frames, then [DONE]. An error on the way becomes one frame before it: the status is out already."""
+    """The frames, then [DONE]. An error becomes one frame before it, because the status has been sent."""
     try:
         async with contextlib.aclosing(frames):
             async for data in frames:
@@ -59,11 +59,11 @@ async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | N
 
 
 class EventStream(Response):
-    """Sends the frames of an async generator. Whatever happens, the generator is closed and `on_close` called once.
+    """Sends the frames of an async generator. In every case the generator is closed and `on_close` is called once.
 
     `on_close` is there because closing a generator that never started runs none of its code.
     `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state.
-    It never calls `receive`: that a client left is known to the middleware, which cancels this task.
+    It never calls `receive`: when the client leaves, the middleware cancels this task.
     """
 
     media_type = "text/event-stream"
@@ -93,14 +93,14 @@ class EventStream(Response):
                 async for data in self.frames:
                     await pacer.send(data)
                     if pacer.num_sent % PARTS_AT_ONCE == 0:
-                        await asyncio.sleep(0)  # a stream with much to say lets the others speak, and hears a cancel
+                        await asyncio.sleep(0)  # a busy stream yields to others, and to a cancel
             finally:
                 pinger.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Pacer:
-    """Sends body parts and fills silences with comments, which clients ignore and proxies count as life."""
+    """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open."""
 
     def __init__(self, send: Send, interval_s: float) -> None:
         self._send = send

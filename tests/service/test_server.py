@@ -136,8 +136,7 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         import asyncio, os, signal
         from pathlib import Path
         from service.app import create_app
-        from service.addresses import is_loopback
-from service.server import bind, configure_logging, serve, uvicorn_config
+        from service.server import bind, configure_logging, serve, uvicorn_config
         from service.stores.sessions.memory import MemorySessionStore
         from service.settings import Settings
         from tests.fakes import FakeBackend

@@ -1,4 +1,4 @@
-"""The engine: what it runs, what it has done, and on which model."""
+"""The engine: its requests, its steps and its model."""
 
 from __future__ import annotations
 
@@ -110,18 +110,21 @@ class ModelMetrics:
 
 
 class EnergyMetrics:
-    """Joules by what used them and how that is known."""
+    """Joules by source and method."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ["source", "method"]
         self._all = FollowingCounter(
             "nsm_energy_joules_total",
-            "Energy since the engine started, idle times included, by source and by how it is known.",
+            "Energy since the engine started, idle times included, by source and by method.",
             labels,
             registry=registry,
         )
         self._requests = FollowingCounter(
-            "nsm_energy_charged_joules_total", "Of that, what requests were charged.", labels, registry=registry
+            "nsm_energy_charged_joules_total",
+            "Of these joules, those charged to requests.",
+            labels,
+            registry=registry,
         )
 
     def follow(self, stats: EngineStats) -> None:
@@ -131,14 +134,14 @@ class EnergyMetrics:
 
 
 class UpstreamMetrics:
-    """What a backend knows of the servers it asks."""
+    """The Triton servers of a backend."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._servers = FollowingGauge(
             "nsm_triton_servers", "Triton servers of this gateway.", ["state"], registry=registry
         )
         self._failovers = FollowingCounter(
-            "nsm_triton_failovers_total", "Servers that requests lost, to go on with another.", registry=registry
+            "nsm_triton_failovers_total", "Lost servers whose requests continued on another.", registry=registry
         )
         self._hits = FollowingCounter(
             "nsm_triton_state_hits_total", "Turns whose state was on the server they went to.", registry=registry

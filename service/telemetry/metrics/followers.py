@@ -1,4 +1,7 @@
-"""Metrics that follow numbers kept elsewhere, so that those need not know of them."""
+"""Metrics that copy numbers of other objects, so that those need not know Prometheus.
+
+Not a custom `Collector`: its samples are not in the files that several processes share (see `shared`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ Labels = tuple[str, ...]
 
 
 class FollowingCounter:
-    """A counter that is told what it stands at. A number that fell began anew, from 0."""
+    """A counter that is set to a total. A total that fell started again at 0."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), *, registry: CollectorRegistry) -> None:
         self._counter = Counter(name, text, labels, registry=registry)
@@ -25,7 +28,7 @@ class FollowingCounter:
 
 
 class FollowingGauge:
-    """A gauge. Of several processes that share their numbers, those that live add up, or the highest one counts."""
+    """A gauge. `of_all`: how the values of several processes that share their numbers become one."""
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from service.telemetry.metrics.sessions import SessionMetrics
 class Metrics:
     """The metrics of one application, in a registry of its own.
 
-    `requests`, `sessions` and `prefixes` are told what happens. The rest follows numbers that others keep, and is
-    brought up to date whenever somebody asks.
+    Callers record events in `requests`, `sessions` and `prefixes`. The other metrics are copied from other objects
+    before each exposition.
     """
 
     def __init__(self, backend: InferenceBackend, *, num_in_flight: Callable[[], int] = lambda: 0) -> None:
@@ -41,8 +41,8 @@ class Metrics:
 
     def watch_redis_pool(self, num_in_use: Callable[[], int]) -> None:
         """For servers whose sessions are in Redis."""
-        name, what = "nsm_redis_pool_in_use", "Connections to Redis with a command under way."
-        gauge = FollowingGauge(name, what, registry=self.registry)
+        name, text = "nsm_redis_pool_in_use", "Connections to Redis with a command under way."
+        gauge = FollowingGauge(name, text, registry=self.registry)
         self._others.append(lambda: gauge.follow(num_in_use()))
 
     def watch_upstreams(self, stats: Callable[[], UpstreamStats]) -> None:
@@ -51,7 +51,7 @@ class Metrics:
         self._others.append(lambda: upstreams.follow(stats()))
 
     def refresh(self) -> None:
-        """Reads what others keep."""
+        """Copies the numbers of other objects."""
         stats, model = self._backend.stats(), self._backend.model
         self._engine.follow(stats, model=(model.name, model.fingerprint, model.numerics))
         self._model.follow(stats)
@@ -72,7 +72,7 @@ class _Refresher(Collector):
         self._refresh = refresh
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is asked for at registration: the backend may not have started."""
+        """Empty, because the backend may not have started at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ PrefixKept = Literal["stored", "other_ids", "dropped", "failed"]
 
 
 class PrefixMetrics:
-    """Where stateless requests started from, and what was kept of them."""
+    """Starts of stateless requests from stored prefixes, and the states stored."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._resume = Counter(
@@ -35,7 +35,7 @@ class PrefixMetrics:
             "nsm_prefix_fetch_seconds", "Looking for a stored beginning.", buckets=SECONDS, registry=registry
         )
         self._kept = Counter(
-            "nsm_prefix_kept_total", "States of stateless requests, by what became of them.", ["outcome"],
+            "nsm_prefix_kept_total", "States of stateless requests, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
 

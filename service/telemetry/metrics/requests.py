@@ -20,7 +20,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 
 class RequestMetrics:
-    """What the gateway knows of the requests it was sent."""
+    """The gateway's requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._register_latencies(registry)
@@ -87,7 +87,7 @@ class RequestMetrics:
         )  # fmt: skip
         self._rejected = counter(
             "rejected_total",
-            "Requests refused for want of a valid API key or for a limit of their tenant, by reason.",
+            "Requests refused without a valid API key or for a limit of their tenant, by reason.",
             "reason",
         )
         for rejection in get_args(Rejection):
@@ -111,7 +111,7 @@ class RequestMetrics:
         self._rejected.labels(reason).inc()
 
     def ended(self, reason: EndReason, finished: Finished | None) -> None:
-        """Once for each request. `finished`: as the engine told it, None where nobody waited for that."""
+        """Once for each request. `finished`: the engine's last event; None if nobody waited for it."""
         self._success.labels(reason).inc()
         if finished is None:
             return
@@ -135,7 +135,7 @@ class RequestMetrics:
 
 
 class RequestRecord:
-    """The clock of one request. `finish` counts once, whoever calls it first."""
+    """The clock of one request. Only the first call of `finish` counts."""
 
     def __init__(self, metrics: RequestMetrics, arrival: float) -> None:
         self._metrics = metrics

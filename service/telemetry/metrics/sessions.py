@@ -16,7 +16,7 @@ Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "
 
 
 class SessionMetrics:
-    """What turns do with the sessions in the store."""
+    """Turns and the sessions in the store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._register_states(registry)
@@ -47,10 +47,10 @@ class SessionMetrics:
             return Counter(f"nsm_{name}_total", text, registry=registry)
 
         self._lease_wait = Histogram(
-            "nsm_lease_wait_seconds", "Asking for a session's lease until it was held or refused; what is read of the "
-            "session comes with it.", buckets=SECONDS, registry=registry,
+            "nsm_lease_wait_seconds", "Asking for a session's lease until it was held or refused, with the read of "
+            "the session.", buckets=SECONDS, registry=registry,
         )  # fmt: skip
-        self._lease_busy = counter("lease_busy", "Leases refused because somebody else held the session.")
+        self._lease_busy = counter("lease_busy", "Leases refused because another holder had the session.")
         self._lease_lost = counter("lease_lost", "Turns whose lease went to another holder before their commit.")
         self._turn_replay = counter(
             "turn_replay", "Retries that were given the turn that was begun, or committed, at an earlier try."
@@ -59,7 +59,7 @@ class SessionMetrics:
         self._turn_handover = counter("turn_handover", "Turns that this process left to others when it stopped.")
         self._turn_takeover = counter("turn_takeover", "Turns of lost processes that went on in this one.")
         self._detached = Gauge(
-            "nsm_turns_detached", "Turns that go on without their client.", registry=registry,
+            "nsm_turns_detached", "Turns that run without their client.", registry=registry,
             multiprocess_mode="livesum",
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ class SessionMetrics:
 
     def tenants_stored(self, usage: Mapping[str, tuple[int, int]]) -> None:
         """Sessions and bytes of each tenant there is; those of tenants that are gone are forgotten, or 0 where
-        processes share their numbers: what is in a file cannot be taken out of it.
+        processes share their numbers, because a file cannot lose a sample.
         """
         for tenant in self._tenants - set(usage):
             for gauge in (self._tenant_bytes, self._tenant_sessions):

@@ -17,7 +17,7 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest, values
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-REFRESH_S = 1.0  # what a scrape of one process shows of the others is at most so old
+REFRESH_S = 1.0  # maximum age of the other processes' numbers in a scrape
 _LIVE_FILE = re.compile(r"gauge_(?:live\w+)_(\d+)\.db")
 
 

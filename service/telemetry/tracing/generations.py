@@ -1,4 +1,4 @@
-"""A span for each request to the engine, with what the engine tells of it as spans inside."""
+"""A span for each engine request, with the engine's phases as spans inside."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.backends.base import Generation, InferenceBackend
 from service.backends.delegating import DelegatingBackend
 
 NS_PER_S = 1_000_000_000
-CHAT = ("chatcmpl-", "resp_")  # what request ids of conversations begin with
+CHAT = ("chatcmpl-", "resp_")  # prefixes of the request ids of conversations
 
 
 class TracedBackend(DelegatingBackend):
-    """The backend it stands for; what it asks of other servers belongs to the same trace."""
+    """Wraps a backend. Its calls to other servers belong to the same trace."""
 
     def __init__(self, backend: InferenceBackend, tracer: Tracer) -> None:
         super().__init__(backend)
@@ -39,7 +39,7 @@ class TracedBackend(DelegatingBackend):
 
 
 class TracedGeneration:
-    """A generation whose span ends with its last event, or when it is cancelled: nobody may read on then."""
+    """A generation whose span ends with its last event, or when it is cancelled, since nobody may read on."""
 
     def __init__(self, generation: Generation, span: Span, tracer: Tracer) -> None:
         self._generation = generation
@@ -82,7 +82,7 @@ class TracedGeneration:
         self._span.end(now)
 
     def _span_phases(self, timings: Timings, now: int) -> None:
-        """The engine keeps a clock of its own: its phases are laid end to end, up to now."""
+        """The engine has its own clock, so its phases are laid end to end, up to now."""
         context = trace.set_span_in_context(self._span)
         phases = [("engine queue", timings.queue_s)]
         if timings.prefill_s is not None:

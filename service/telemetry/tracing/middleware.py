@@ -1,4 +1,8 @@
-"""A span for each HTTP request, which goes on with the trace of its client."""
+"""A span for each HTTP request, which continues its client's trace.
+
+Not FastAPI's own tracing, nor OpenTelemetry's ASGI instrumentation: both put the query string or the Host or User-Agent
+header into the span, text that a client wrote, and neither names the route of a request that a middleware refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.telemetry.request_context import CurrentRequest, current_request
 
-QUIET = ("/health", "/metrics")  # asked all the time, by machines
+UNTRACED = ("/health", "/metrics")  # polled by machines
 
 
 class TraceRequests:
@@ -21,7 +25,7 @@ class TraceRequests:
         self._propagator = TraceContextTextMapPropagator()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(QUIET):
+        if scope["type"] != "http" or scope["path"].startswith(UNTRACED):
             await self.app(scope, receive, send)
             return
         status = 0
@@ -49,11 +53,11 @@ class TraceRequests:
 
 
 def _attributes(scope: Scope, route: str | None, status: int, request: CurrentRequest | None) -> dict[str, str | int]:
-    """By OpenTelemetry's conventions for HTTP; what they have no name for is under `nsm.`."""
+    """By OpenTelemetry's conventions for HTTP; attributes without a convention are under `nsm.`."""
     attributes: dict[str, str | int] = {"http.request.method": scope["method"], "url.path": scope["path"]}
     if route is not None:
         attributes["http.route"] = route
-    if status:  # otherwise the client had left before
+    if status:  # 0: the client left before
         attributes["http.response.status_code"] = status
     session_id = scope.get("path_params", {}).get("session_id")
     if session_id is not None:

@@ -100,7 +100,7 @@ async def test_a_fault_of_our_own_ends_the_turn_with_an_error_that_tells_no_deta
         house.store.commit_error = ZeroDivisionError("secret detail")
         end = await house.say(5)
         assert end.finished.reason is FinishReason.ERROR
-        assert str(end.error) == "internal error; the server's log tells more under request id r1"
+        assert str(end.error) == "internal error; the server's log has details under request id r1"
         assert "secret detail" in caplog.text
 
 

@@ -244,7 +244,7 @@ async def test_probes_are_not_traced(spans: Spans) -> None:
         assert not [name for name in spans.names() if name.startswith("GET")]
 
 
-async def test_no_span_holds_what_somebody_wrote(spans: Spans) -> None:
+async def test_no_span_holds_text_of_a_client(spans: Spans) -> None:
     async with traced(spans, FakeBackend(SECRET), is_live=True) as server:
         await server.client.post(PATH, json={"prompt": SECRET, "max_tokens": 50})
         await server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": SECRET}]})
@@ -252,6 +252,7 @@ async def test_no_span_holds_what_somebody_wrote(spans: Spans) -> None:
         await server.client.post("/v1/sessions", json={"id": "s1"})
         await server.client.post("/v1/sessions/s1/generate", json={"input": SECRET, "temperature": SECRET})
         await server.client.post("/v1/sessions/s1/generate", json={"input": SECRET})
+        await server.client.get("/v1/models", params={"api_key": SECRET}, headers={"user-agent": SECRET})
     text = "".join(span.to_json() for span in spans.all)
     assert "gen_ai.usage.output_tokens" in text
     assert "canary" not in text
