@@ -12,6 +12,7 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
     IGNORED,
+    MAX_MESSAGES,
     UNSUPPORTED,
     Limits,
     RequestBody,
@@ -63,7 +64,7 @@ class ChatBody(SamplingFields, RoutingFields):
     unsupported = UNSUPPORTED
 
     model: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     max_tokens: int | None = Field(default=None, description="older name of max_completion_tokens")
     n: int = 1

@@ -28,6 +28,8 @@ from service.web.errors import shown
 
 MAX_TIMEOUT_S = 86_400.0
 MAX_CHOICES = 128
+MAX_MESSAGES = 4096  # of one body; each costs some 20 µs on the event loop, which every stream shares
+MAX_TOKEN_IDS = 2**20  # of one list, whatever a prompt may have
 
 IGNORED: Mapping[str, type] = {**ignored_fields.COMMON, "metadata": dict}
 # Fields that this server does not support, with the values that ask for nothing.

@@ -11,7 +11,15 @@ from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from service.schemas import ignored_fields
 from service.schemas.chat import DEFAULT_MAX_TOKENS
-from service.schemas.common import Limits, RequestBody, RequestSpec, SamplingFields, check_max_tokens, content_schema
+from service.schemas.common import (
+    MAX_MESSAGES,
+    Limits,
+    RequestBody,
+    RequestSpec,
+    SamplingFields,
+    check_max_tokens,
+    content_schema,
+)
 from service.schemas.items import Item, input_item
 from service.schemas.sessions import Metadata
 from service.web.errors import shown
@@ -63,7 +71,9 @@ class InputMessage(RequestBody):
 
 def refuse_other_items(items: Any, param: str) -> Any:
     """Raises InvalidRequest for an item that is no message, before its fields are looked at."""
-    for number, item in enumerate(items if isinstance(items, list) else ()):
+    if not isinstance(items, list) or len(items) > MAX_MESSAGES:
+        return items  # refused as a whole
+    for number, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
         if kind not in ("message", None):
             place = f"{param}[{number}].type"
@@ -78,7 +88,9 @@ class ContextFields(RequestBody):
 
     model: str | None = None
     input: Annotated[list[InputMessage], FailFast()] = Field(
-        default=[], description="a text, which is one user's message, or a list of messages"
+        default=[],
+        max_length=MAX_MESSAGES,
+        description="a text, which is one user's message, or a list of messages",
     )
     instructions: str | None = Field(default=None, description="a system message for this response only")
     previous_response_id: str | None = None

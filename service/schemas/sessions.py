@@ -12,6 +12,7 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
     IGNORED,
+    MAX_TOKEN_IDS,
     UNSUPPORTED,
     Limits,
     RequestBody,
@@ -149,6 +150,9 @@ class GenerateBody(SamplingFields, RoutingFields):
     @field_validator("input", mode="after")
     @classmethod
     def _input_kind(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MAX_TOKEN_IDS:
+            message = f"input must have at most {MAX_TOKEN_IDS} token ids, got {len(value)}"
+            raise InvalidRequest(message, param="input")
         is_ids = isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
         if not (isinstance(value, str) or is_ids):
             raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")

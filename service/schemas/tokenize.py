@@ -8,7 +8,7 @@ from pydantic import FailFast, Field, model_validator
 
 from nsm_core.errors import InvalidRequest
 from service.schemas.chat import Message
-from service.schemas.common import RequestBody
+from service.schemas.common import MAX_MESSAGES, RequestBody
 
 
 class TokenizeBody(RequestBody):
@@ -16,7 +16,7 @@ class TokenizeBody(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(default=[], min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(default=[], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
