@@ -43,7 +43,8 @@ def run(settings: Settings) -> None:
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
         tracing = make_tracing() if is_tracing_on() else None
-        app = create_app(settings, make_backend(settings), make_store(settings), make_prefix_store(settings), tracing)
+        store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
+        app = create_app(settings, make_backend(settings), store, prefixes, tracing)
         config = uvicorn_config(app)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(serve(app, config, sock))

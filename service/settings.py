@@ -21,6 +21,7 @@ from nsm_core.model.bundled import find_checkpoint
 from service.messages import validation_message
 
 ENV_PREFIX = "NSM_"
+OTLP_DEFAULT = "http://localhost:4318"  # of OpenTelemetry
 OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 STORES = ("sqlite", "sqlite:///PATH", "memory", *(f"{scheme}://…" for scheme in REDIS_SCHEMES))
@@ -253,12 +254,6 @@ class Settings(BaseSettings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _database_has_a_directory(self) -> Settings:
-        if self.store == "sqlite" and self.data_dir is None:
-            raise ValueError(f"{label('data_dir')} is required: this user has no home directory for the SQLite store")
-        return self
-
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
         return EngineConfig(
@@ -273,8 +268,15 @@ class Settings(BaseSettings):
         return items_of(self.triton_url)
 
     def database_path(self) -> Path | None:
-        """The file of the SQLite store; None when sessions are kept elsewhere."""
-        if self.store == "sqlite" and self.data_dir is not None:
+        """The file of the SQLite store; None when sessions are kept elsewhere.
+
+        Raises ConfigError for a user without a home directory, who must name a directory.
+        """
+        if self.store == "sqlite":
+            if self.data_dir is None:
+                raise ConfigError(
+                    f"{label('data_dir')} is required: this user has no home directory for the SQLite store"
+                )
             return self.data_dir / DATABASE_FILE
         path = self.store.removeprefix("sqlite:///")
         return None if path == self.store else Path(path).expanduser().absolute()
@@ -289,6 +291,8 @@ class Settings(BaseSettings):
         if self.is_redis:
             parts = urlsplit(self.store)
             return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        if self.store == "sqlite" and self.data_dir is None:
+            return self.store
         return str(self.database_path() or self.store)
 
 
@@ -324,6 +328,11 @@ def is_tracing_on() -> bool:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(f"{name} must be an http or https URL, such as http://127.0.0.1:4318, got {_shown(url)}")
     return bool(receivers) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
+
+
+def trace_receiver() -> str:
+    """Where spans are sent: the variable for traces wins over the one for all signals."""
+    return next((os.environ[name] for name in reversed(OTLP_ENDPOINTS) if os.environ.get(name)), OTLP_DEFAULT)
 
 
 def shown(name: str) -> Shown:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
@@ -127,3 +131,23 @@ def test_a_wheel_carries_every_file_of_a_package(package: str) -> None:
     made = {"__pycache__", "build"}  # where they are used
     files = (path for path in (ROOT / package).rglob("*") if path.is_file() and made.isdisjoint(path.parts))
     assert sorted(str(path.relative_to(ROOT)) for path in files if str(path.relative_to(ROOT)) not in packed) == []
+
+
+@pytest.mark.timeout(400)
+def test_X18_a_wheel_builds_its_own_kernels_and_then_says_what_the_checkout_says(tmp_path: Path) -> None:
+    """By the command that the log of a server without kernels names."""
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "wheel"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    installed = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "NSM_STORE": "memory"}
+
+    def run(*command: str, **where: Any) -> str:
+        command = (sys.executable, *command)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, **where).stdout
+
+    run("-P", "-m", "nsm_core.execution.native.build", cwd=tmp_path, env=installed)
+    assert len(list((tmp_path / "site").glob("nsm_core/execution/native/build/libnsm-*.so"))) == 1
+    say = ("-P", "-c", "from service.cli.main import main; main()", "generate", "It was", "--max-tokens=12", "--seed=7")
+    text = run(*say, cwd=tmp_path, env=installed)
+    assert text == run(*say, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "NSM_STORE": "memory"})
+    assert len(text) > 8

@@ -63,7 +63,10 @@ class Backend:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         device = device_of(config, args)
-        worker = Worker(load_checkpoint(config.model, device), config)
+        try:
+            worker = Worker(load_checkpoint(config.model, device), config)
+        except MemoryError as error:
+            raise ConfigError(f"config.pbtxt: parameter max_slots is too large: {error}") from error
         logger.info("%s: %s on %s", args["model_instance_name"], config, device)
         names = ("model_name", "model_version", "model_instance_name")
         labels = {name: args[name] for name in names}

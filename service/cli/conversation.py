@@ -168,7 +168,8 @@ async def opened(
     settings: Settings, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
 ) -> AsyncIterator[Conversation]:
     """The session that was left, or a new one, in the application that a server would run, less the server."""
-    app = create_app(settings, make_backend(settings), make_store(settings))
+    store = make_store(settings)  # may refuse: before the model is loaded
+    app = create_app(settings, make_backend(settings), store)
     async with app.router.lifespan_context(app):
         conversation = Conversation(
             app.state.services, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed

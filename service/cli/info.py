@@ -55,7 +55,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
         "state_layout": [dataclasses.asdict(tensor) for tensor in spec.layout()],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
-        "data_dir": str(settings.data_dir),
+        "data_dir": None if settings.data_dir is None else str(settings.data_dir),
         "store": settings.store_name(),
         "state_dtype": settings.state_dtype,
     }

@@ -161,7 +161,8 @@ def test_X9_user_without_a_home_directory_needs_a_data_directory_for_sqlite_only
     assert load_settings(store="redis://host").database_path() is None
     assert load_settings(store="sqlite:////srv/x.db").database_path() == Path("/srv/x.db")
     with pytest.raises(ConfigError, match=r"NSM_DATA_DIR \(--data-dir\) is required"):
-        load_settings()
+        load_settings().database_path()
+    assert load_settings().store_name() == "sqlite"  # commands without sessions run all the same
 
 
 def _no_home() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import weakref
 
 import torch
@@ -17,11 +18,13 @@ from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import SoftmaxRouter
 from nsm_core.model.storage import quantize_rows
 
+BUILD = "nsm_core.execution.native.build"
+
 
 def native_unsupported_reason(model: object) -> str | None:
     """Why this model cannot run on the native kernels here, in words; None when it can."""
     if load_library() is None:
-        return "the native kernels were not built (make setup builds them where there is a C++ compiler)"
+        return f"the native kernels were not built: {sys.executable} -m {BUILD} builds them, with a C++ compiler"
     if type(model) is not NsmModel:
         return f"the native kernels run models of the class NsmModel, not {type(model).__name__}"
     if model.embedding.weight.device.type != "cpu":

@@ -6,13 +6,13 @@ A span never holds text that a client wrote.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Tracer
 
 from nsm_core.errors import ConfigError
 from service.addresses import is_loopback_url
+from service.settings import trace_receiver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -45,14 +45,8 @@ def make_tracing() -> Tracing:
     except ModuleNotFoundError as error:
         raise _without_extra() from error
     session = requests.Session()
-    session.trust_env = not is_loopback_url(_receiver())  # HTTP_PROXY is for other machines
+    session.trust_env = not is_loopback_url(trace_receiver())  # HTTP_PROXY is for other machines
     return Tracing(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_S, session=session)))
-
-
-def _receiver() -> str:
-    """The URL that the exporter reads from the environment, or OpenTelemetry's default."""
-    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "http://localhost:4318")
 
 
 def _provider() -> TracerProvider:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,7 @@ def test_fp32_files_are_rounded_where_that_was_asked_for(int8: LoadedModel, capl
     assert "fp32 weights rounded to int8" in caplog.text
 
 
-def test_a_machine_without_a_compiler_still_runs_and_says_why(
+def test_X18_a_machine_without_kernels_still_runs_and_names_the_command_that_builds_them(
     int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nsm_core.execution.native.weights.load_library", lambda: None)
@@ -72,6 +74,8 @@ def test_a_machine_without_a_compiler_still_runs_and_says_why(
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "several times slower" in record.message
     assert "the native kernels were not built" in record.message
+    module = record.message.partition(f"{sys.executable} -m ")[2].split()[0]
+    assert importlib.util.find_spec(module) is not None  # in a wheel too, where there is no make
     with pytest.raises(ConfigError, match="cannot run on the native executor: the native kernels were not built"):
         choose_executor(int8, "native")
 
