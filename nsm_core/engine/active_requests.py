@@ -11,14 +11,14 @@ from nsm_core.errors import DeadlineExceeded
 
 
 class SlotListener(Protocol):
-    """A part of the engine that keeps something for each running request."""
+    """A part of the engine with data for each running request."""
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
         """The request has got its slot."""
         ...
 
     def close(self, slot: int) -> None:
-        """The request of this slot has ended; it may be one for which nothing is kept."""
+        """The request of this slot has ended; the listener may have no data for it."""
         ...
 
 
@@ -26,7 +26,7 @@ class ActiveRequests:
     """`by_id`: waiting and running requests. `running`: the running ones, by slot. Callers only read both."""
 
     def __init__(self, listeners: Sequence[SlotListener] = ()) -> None:
-        """`listeners`: opened in order. One that raises keeps nothing, and those after it are not asked."""
+        """`listeners`: opened in order. One that raises holds no data for the request; later ones are not opened."""
         self._listeners = listeners
         self.by_id: dict[str, RunningSequence] = {}
         self.running: dict[int, RunningSequence] = {}

@@ -224,24 +224,24 @@ def make_end_state(
     num_sampled = len(sequence.sampled)
     num_whole = num_sampled if stop is None else num_sampled - stop.num_dropped
     tail = tokenizer.encode_bytes(stop.tail) if stop is not None and stop.tail else []
-    kept = [*sequence.sampled[:num_whole], *tail]
+    visible_ids = [*sequence.sampled[:num_whole], *tail]
     if stop is not None:
         runner.rollback_drafts(slot, sequence)  # drafts may lie behind the stop
     point = sequence.rewind_points.latest(num_kept=num_whole) if num_whole < num_sampled - 1 else None
     num_fed = num_sampled - 1 if point is None else point.num_fed  # the token sampled last is never fed
-    pending = kept[-1] if len(kept) > num_fed else None
-    num_wanted = len(kept) - (pending is not None)
+    pending = visible_ids[-1] if len(visible_ids) > num_fed else None
+    num_wanted = len(visible_ids) - (pending is not None)
     num_read = sequence.num_fed  # fewer after a rollback of drafts
     earlier: State | None = None
     if point is not None and num_read > min(num_whole, num_wanted):
         num_read, earlier = point.num_read, point.state
-    unread = kept[num_read:num_wanted]
+    unread = visible_ids[num_read:num_wanted]
     runner.feed(slot, unread, since=earlier)
-    new_ids = (*sequence.request.prompt_ids, *kept)
+    new_ids = (*sequence.request.prompt_ids, *visible_ids)
     return EndState(
         state=runner.pack(slot, is_settled=not unread and earlier is None),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,
-        generated_counts=dict(Counter(sequence.resumed_counts) + Counter(kept)),
+        generated_counts=dict(Counter(sequence.resumed_counts) + Counter(visible_ids)),
     )

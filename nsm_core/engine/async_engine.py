@@ -119,7 +119,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = asyncio.Event()
         self._end: EngineDead | None = EngineDead("the engine was not started")
-        # Written by the thread as whole values, read by anybody
+        # Written by the thread as whole values, read by any thread
         self._heartbeat = time.monotonic()
         self._stats = engine.stats()
 

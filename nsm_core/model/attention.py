@@ -47,7 +47,7 @@ def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
 class WindowAttention(Mixer):
     """A token attends to itself and to the `window` tokens before it; grouped keys and values, QK-norm, rotary.
 
-    The state is a ring: place p % window holds the key (rotated) and the value of the token at position p, for the last
+    The state is a ring: entry p % window holds the key (rotated) and the value of the token at position p, for the last
     `window` of them; what lies before the beginning of the text does not count. So a turn changes as many places as
     it has tokens, and a key-value head is one block of memory.
     """
@@ -60,7 +60,7 @@ class WindowAttention(Mixer):
         self.project = nn.Linear(d, d + 2 * kv_width, bias=False)
         self.log_scale = nn.Parameter(torch.zeros(self.heads))
         self.out = nn.Linear(d, d, bias=False)
-        self.attend: Attend = attend  # of several tokens; whoever computes the model may have its own
+        self.attend: Attend = attend  # over several tokens; executors may replace it
         init_projections(self.project, out=self.out)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,7 +110,7 @@ class WindowAttention(Mixer):
         return self.out(read.flatten(1)), {"kv": ring.scatter(3, place, new.to(ring.dtype))}
 
     def _in_text(self, positions: Tensor) -> Tensor:
-        """[B, window]: which places of the ring hold a token of the text, before the token at `positions` [B]."""
+        """[B, window]: the ring's entries that hold a token of the text, before the token at `positions` [B]."""
         place = torch.arange(self.window, device=positions.device)
         return (positions[:, None] - 1 - place) % self.window < positions[:, None]
 

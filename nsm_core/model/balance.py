@@ -1,4 +1,4 @@
-"""How evenly routers use their slots: what is measured in training, and the penalties that a run may ask for."""
+"""The balance of routers' slots: measurements in training, and optional penalties."""
 
 from __future__ import annotations
 

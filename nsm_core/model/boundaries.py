@@ -1,4 +1,4 @@
-"""Where a text has boundaries, at which something happens to the slots that no chunk of tokens can do."""
+"""Boundaries of a text, at which slots change in a way that no chunk of tokens can express."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 
 def may_be_any(rows: Tensor) -> bool:
-    """Whether any of rows [B] bool may be set; on a GPU nobody waits for the answer, and an exported graph has none."""
+    """Whether any of rows [B] bool may be set; True without waiting on a GPU, and in an exported graph."""
     return rows.is_cuda or torch.compiler.is_exporting() or bool(rows.any())
 
 

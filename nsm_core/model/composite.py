@@ -48,7 +48,7 @@ class CompositeMixer(Mixer):
 
 
 class ParallelMixer(CompositeMixer):
-    """The sum of what the parts say of the same input, each normed and with a weight of its own for every channel."""
+    """The sum of the parts' outputs for the same input, each normed and weighted by channel."""
 
     def __init__(self, config: ModelConfig, mixers: Sequence[Mixer]) -> None:
         super().__init__(config, mixers)

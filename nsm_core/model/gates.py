@@ -1,4 +1,4 @@
-"""Gates that read the state they change: GRU, LSTM and the free form of the NSM literature (docs/model.md).
+"""Gates that read the state they change: GRU, LSTM and the free gate of the NSM literature (docs/model.md).
 
 One update of every slot, from what was routed to it since the last one. They are non-linear in the state, so that
 updates follow each other; the linear gate (`pulse.py`) has a parallel form instead.

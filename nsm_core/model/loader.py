@@ -1,4 +1,4 @@
-"""From a directory of model files to something an engine can run."""
+"""Loads a model directory for an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoadedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """What is told of it to those who use it."""
+        """The public description of the model."""
         spec = self.model.state_spec
         return ModelInfo(
             name=self.name,
@@ -68,7 +68,7 @@ def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedMode
     Raises CheckpointError or ConfigError with the file's name.
     """
     directory = find_checkpoint(path)
-    model, tokenizer, form = storage.read_model(directory)
+    model, tokenizer, weight_format = storage.read_model(directory)
     target = torch.device(device)
     return LoadedModel(
         model=model.to(target),
@@ -79,5 +79,5 @@ def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedMode
         name=directory.resolve().name,
         created=int((directory / storage.WEIGHTS_FILE).stat().st_mtime),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weight_format=form.value,
+        weight_format=weight_format.value,
     )

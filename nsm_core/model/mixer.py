@@ -1,4 +1,4 @@
-"""The seam between a block and what mixes information along the sequence."""
+"""The seam between a block and the layer that mixes information along the sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsm_core.state.spec import State
 
 
 class Mixer(nn.Module, abc.ABC):
-    """A layer with a fixed-size state. Functional: a given state stays as it is.
+    """A layer with a fixed-size state. Functional: it never modifies a given state.
 
     `forward` over any split of a text and `step` token by token agree within the tolerances of docs/model.md.
     """
@@ -34,7 +34,7 @@ class Mixer(nn.Module, abc.ABC):
 
 
 def init_projections(*inputs: nn.Linear, out: nn.Linear) -> None:
-    """How a layer starts: what it makes of its input keeps the variance, and `out` adds nothing to the residual yet."""
+    """Initialises a layer: projections preserve the variance, and `out` adds zero to the residual."""
     for matrix in inputs:
         nn.init.normal_(matrix.weight, std=matrix.in_features**-0.5)
     nn.init.zeros_(out.weight)

@@ -119,7 +119,7 @@ class NsmModel(nn.Module):
         return self._step(ids, state, keep), new_state
 
     def peek(self, ids: Tensor, state: State) -> Tensor:
-        """The hidden vectors of `step` for whoever wants no new state: a layer's is gone when the next one begins."""
+        """The hidden vectors of `step` without the new state: each layer's is freed before the next layer runs."""
         return self._step(ids, state, lambda layer, carried: None)
 
     def _step(self, ids: Tensor, state: State, keep: Callable[[int, State], None]) -> Tensor:

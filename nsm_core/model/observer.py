@@ -1,4 +1,4 @@
-"""Looks at what a model's routed states do with a few tokens, now and then."""
+"""Samples the use of a model's routed states for a few tokens, every few seconds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from nsm_core.state.spec import State
 from nsm_core.stats import LayerStats
 
 OBSERVE_EVERY_S = 5.0
-MAX_SHARE = 0.004  # of all time, whatever a look costs
+MAX_SHARE = 0.004  # of all time, however expensive a sample is
 MAX_ROWS = 4
 UNUSED_WEIGHT = 1e-3
 
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """`name`: of LayerStats, and of the state's tensors; `used_at_start` [H, M] bool: slots in use then, none where
-    they come into use by leaving their start.
+    """`name`: in LayerStats and in the state's tensors. `used_at_start` [H, M] bool: slots in use at a text's start;
+    none in layers whose slots count as used once they leave their start.
     """
 
     name: str
@@ -37,9 +37,9 @@ class _Layer:
 
 
 class ModelObserver:
-    """Makes one step of the model again, beside the running ones, and watches its routers. Not thread-safe.
+    """Repeats one step of the model beside the running ones and records its routers. Not thread-safe.
 
-    `clock` in seconds, by which a look is due every few seconds, or more rarely where it costs much.
+    `clock`: in seconds. A sample is due every few seconds, more rarely if samples are expensive.
     """
 
     def __init__(self, model: NsmModel, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class ModelObserver:
             for name, router in _routers(model)
             if f"layers.{name}.slots" in initial
         ]
-        self._used: dict[str, list[Tensor]] = {}  # by request, of the last look: which slots were in use
+        self._used: dict[str, list[Tensor]] = {}  # by request: the slots in use at the last sample
 
     @property
     def is_due(self) -> bool:
@@ -73,7 +73,7 @@ class ModelObserver:
         weights: dict[str, Tensor] = {}
         with self._watching(weights):
             self._model.peek(torch.tensor(ids, dtype=torch.int64, device=self._layers[0].used_at_start.device), state)
-        initial = self._model.initial_state(1)  # for each look anew: it is megabytes
+        initial = self._model.initial_state(1)  # not stored: it takes megabytes
         names = [f"layers.{layer.name}.slots" for layer in self._layers]
         moved = [_moved(state[name], initial[name][0]) for name in names]
         active = [_active(state, layer.name) for layer in self._layers]
@@ -89,7 +89,7 @@ class ModelObserver:
 
     @contextlib.contextmanager
     def _watching(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Puts each router's write weights [B, H, M] into `weights`, by layer."""
+        """Records each router's write weights [B, H, M] in `weights`, by layer."""
 
         def watch(name: str) -> Callable[..., None]:
             def keep(router: Router, given: object, log_decay: Tensor) -> None:
@@ -104,7 +104,7 @@ class ModelObserver:
             yield
 
     def _count_changes(self, request_ids: Sequence[str], is_fresh: Sequence[bool], used: Sequence[Tensor]) -> None:
-        """Against the last look, or the start; a resumed state that was not seen before tells no change."""
+        """Compares with the last sample, or with the start. The first sample of a resumed state counts no change."""
         seen: dict[str, list[Tensor]] = {}
         for row, request_id in enumerate(request_ids):
             now = [layer[row] for layer in used]

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch begin and end."""
+"""The boundaries of texts in a batch of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 
 class Segments(NamedTuple):
-    """What a layer must know of its tokens besides their vectors.
+    """The positions and boundaries of a batch's tokens, for layers.
 
     positions [B,T] int64: tokens before this one in its text. lengths [B]: right-padded rows, the rest of a row is
     padding. valid [B,T] bool: tokens that may touch the slots. reset [B, T/CHUNK_LEN] bool: a document starts at this
@@ -28,21 +28,21 @@ class Segments(NamedTuple):
     num_slots: Tensor | None = None
 
     def existing(self, num_slots: int) -> Tensor | None:
-        """[B,1,M] bool: which of a layer's slots are there; None: all."""
+        """[B,1,M] bool: the existing slots of a layer; None: all."""
         if self.num_slots is None:
             return None
         return (torch.arange(num_slots, device=self.num_slots.device) < self.num_slots[:, None])[:, None]
 
     @property
     def end(self) -> Tensor:
-        """[B] int64: tokens that the text of each row has when its last token has been read."""
+        """[B] int64: the length of each row's text after its last token."""
         if self.lengths is None or self.reset is not None:
             return self.positions[:, -1] + 1
         return self.positions[:, 0] + self.lengths
 
 
 def token_positions(start: Tensor, num_tokens: int, reset: Tensor | None) -> Tensor:
-    """[B,T]: positions that go on from `start` [B], and from 0 at each chunk where a document starts."""
+    """[B,T]: positions that continue from `start` [B], and restart at 0 at each chunk where a document starts."""
     offsets = torch.arange(num_tokens, device=start.device)
     continued = start[:, None] + offsets
     if reset is None:

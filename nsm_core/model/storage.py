@@ -1,7 +1,7 @@
 """Model files: `config.json`, `weights.safetensors`, `tokenizer.json` in one directory.
 
 Weights are stored as fp32, bf16 or int8. In int8 files the large matrices hold one int8 per weight and one fp32 scale
-per row; what is sensitive to rounding (router, learned states) stays fp16, and vectors stay fp32.
+per row; tensors sensitive to rounding (router, learned states) stay fp16, and vectors stay fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
 SCALE_SUFFIX = ".row_scale"
-# Rounding these moves slot choices or the start of every session: they keep more bits than the other matrices.
+# Rounding these would move slot choices or the start of every session: they have more bits than other matrices.
 SENSITIVE = ("router.", "initial_slots")
 
 
@@ -49,15 +49,15 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_rounded(name: str, value: Tensor) -> bool:
-    """Whether int8 files hold this weight as int8."""
+    """Whether int8 files store this weight as int8."""
     return value.ndim >= 2 and "conv." not in name and not any(part in name for part in SENSITIVE)
 
 
-def _encode(name: str, value: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+def _encode(name: str, value: Tensor, weight_format: WeightFormat) -> dict[str, Tensor]:
     value = value.detach().cpu().float().contiguous()
-    if form is WeightFormat.FP32 or value.ndim < 2:
+    if weight_format is WeightFormat.FP32 or value.ndim < 2:
         return {name: value}
-    if form is WeightFormat.BF16:
+    if weight_format is WeightFormat.BF16:
         return {name: value.to(torch.bfloat16)}
     if not is_rounded(name, value):
         return {name: value if "conv." in name else value.half()}
@@ -66,7 +66,7 @@ def _encode(name: str, value: Tensor, form: WeightFormat) -> dict[str, Tensor]:
 
 
 def _decode(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In memory of their own: `stored` lies in the file, which somebody may overwrite."""
+    """Copies: `stored` is mapped from the file, which may be overwritten."""
     weights = {}
     for name, value in stored.items():
         if name.endswith(SCALE_SUFFIX):
@@ -79,9 +79,9 @@ def _decode(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class NoStart(TorchFunctionMode):
-    """Modules are made without their first values: memory that nothing has touched is not resident.
+    """Creates modules without initial values: untouched memory is not resident.
 
-    The device `meta` would do the same, and imports a compiler for it: two seconds and 140 MiB.
+    The device `meta` would do the same but imports a compiler: two seconds and 140 MiB.
     """
 
     FILLS = frozenset(("normal_", "uniform_", "kaiming_uniform_", "zero_", "fill_"))
@@ -104,12 +104,12 @@ class ModelFiles:
     weight_format: WeightFormat
 
 
-def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, form: WeightFormat) -> None:
+def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, weight_format: WeightFormat) -> None:
     """Writes the three files; each appears whole or not at all."""
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        tensors.update(_encode(name, value, form))
-    write_files(directory, ModelFiles(model.config, tokenizer, tensors, form))
+        tensors.update(_encode(name, value, weight_format))
+    write_files(directory, ModelFiles(model.config, tokenizer, tensors, weight_format))
 
 
 def write_files(directory: Path, files: ModelFiles) -> None:
@@ -122,7 +122,7 @@ def write_files(directory: Path, files: ModelFiles) -> None:
 
 
 def _publish(target: Path, write: Callable[[Path], object]) -> None:
-    """A reader, and a run that goes on after a kill, finds the old file or the new one."""
+    """Replaces the file atomically: readers, and runs resumed after a kill, find the old file or the new one."""
     partial = target.with_name(target.name + ".partial")
     write(partial)
     partial.chmod(0o644)  # the weights' library makes files that only their owner may read

@@ -1,4 +1,4 @@
-"""Which form of an operator runs where."""
+"""Selects the implementation of an operator."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def apply_filters(weights: Row, params: SamplingParams) -> None:
     keep_top_k(weights, params.top_k)
     if params.top_p >= 1.0 and params.min_p <= 0.0:
         return
-    # After top-k only a few are left to look at: gathered, they cost next to nothing
+    # After top-k only a few weights are left: gathered, they cost almost no time
     ids = np.flatnonzero(weights) if params.top_k > 0 else slice(None)
     left = weights[ids]
     keep_top_p(left, params.top_p)
@@ -80,7 +80,7 @@ def apply_filters(weights: Row, params: SamplingParams) -> None:
 
 
 def keep_top_k(weights: Row, top_k: int) -> None:
-    """Weights of all but the `top_k` most likely tokens become 0; of equal ones the lowest ids stay. 0 keeps all."""
+    """Weights of all but the `top_k` most likely tokens become 0; of equal ones the lowest ids remain. 0: all."""
     if 0 < top_k < len(weights):
         buckets = _buckets(weights)
         reached = np.cumsum(np.bincount(buckets)[::-1])

@@ -1,4 +1,4 @@
-"""A model's weights in the form that the decode kernels read."""
+"""A model's weights in the layout of the decode kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's weights in the form that the native kernels read: int8 matrices, fp16 router, everything else fp32."""
+"""A model's weights in the layout of the native kernels: int8 matrices, fp16 router, everything else fp32."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _read_values(
 
 
 def _read_weights(scaled: Tensor | None, read_bias: Tensor | None, active: Tensor | None) -> Tensor:
-    """Softmax over the slots of the sum of what is given [B,H,N,C,M]; one of the two must be."""
+    """Softmax over the slots of `scaled` plus `read_bias` [B,H,N,C,M]; at least one is given."""
     given = [term for term in (scaled, read_bias) if term is not None]
     logits = given[0] if len(given) == 1 else given[0] + given[1]
     if active is not None:

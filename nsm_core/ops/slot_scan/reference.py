@@ -1,4 +1,4 @@
-"""The slot recurrence, token by token: the specification of every faster form.
+"""The slot recurrence, token by token: the specification of every faster implementation.
 
 Equations (3)-(5) of the PULSE linear gate (docs/model.md): convex writes into a bank of keys and a bank of values that
 share one write weight per slot and token, then a softmax read over the slots.

@@ -201,7 +201,7 @@ async def test_a_lost_device_ends_every_request_and_the_engine(
     assert "the device fell off" in caplog.text
 
 
-async def test_a_request_submitted_while_the_engine_dies_is_told(
+async def test_request_submitted_to_a_dying_engine_ends_with_an_error(
     gated: AsyncEngine, model: GatedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = gated.submit(make_request("first"))
@@ -215,7 +215,7 @@ async def test_a_request_submitted_while_the_engine_dies_is_told(
     assert len(caplog.records) == 1
 
 
-async def test_stop_aborts_what_runs_and_waits(gated: AsyncEngine, model: GatedModel) -> None:
+async def test_stop_aborts_running_and_waiting_requests(gated: AsyncEngine, model: GatedModel) -> None:
     handles = [gated.submit(make_request(name, max_tokens=900)) for name in "abc"]
     await model.until_waiting()
     stopping = asyncio.create_task(gated.stop())
@@ -330,7 +330,7 @@ async def test_a_reader_that_comes_late_gets_all_that_is_there(tiny_tokenizer: T
     await engine.stop()
 
 
-async def test_R10_what_fails_while_a_request_is_added_ends_that_request_alone(
+async def test_R10_error_while_adding_a_request_ends_that_request_alone(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     add = engine._engine.add

@@ -36,7 +36,7 @@ def propose_by_search(ids: list[int], num_tokens: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 9), st.data())
-def test_drafts_are_what_followed_the_last_tokens_when_they_last_occurred(
+def test_drafts_are_the_tokens_after_the_last_occurrence_of_the_gram(
     ids: list[int], num_tokens: int, data: st.DataObject
 ) -> None:
     """In whatever pieces the text came."""
@@ -44,13 +44,13 @@ def test_drafts_are_what_followed_the_last_tokens_when_they_last_occurred(
     assert drafter_of(ids[:cut], ids[cut:]).propose(num_tokens) == propose_by_search(ids, num_tokens)
 
 
-def test_a_loop_goes_on_for_ever() -> None:
+def test_draft_of_a_loop_repeats_its_period() -> None:
     assert drafter_of([9, 1, 2, 3, 1, 2, 3, 1, 2]).propose(8) == [3, 1, 2, 3, 1, 2, 3, 1]
     assert drafter_of([5, 5, 5, 5, 5]).propose(3) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("ids", [[], [1], [1, 1, 1, 1], [1, 2, 3, 4, 5, 1, 2, 3]], ids=str)
-def test_nothing_is_drafted_where_nothing_was_repeated(ids: list[int]) -> None:
+def test_draft_without_repetition_is_empty(ids: list[int]) -> None:
     assert drafter_of(ids).propose(4) == []
 
 
@@ -67,7 +67,7 @@ def test_memory_is_bounded_and_the_newest_text_stays() -> None:
     assert drafter.propose(2) == []  # long forgotten
 
 
-def test_of_a_very_long_prompt_the_end_is_looked_through() -> None:
+def test_draft_of_a_very_long_prompt_searches_its_end() -> None:
     drafter = drafter_of([*range(3 * WINDOW_TOKENS), *range(3 * WINDOW_TOKENS - 900, 3 * WINDOW_TOKENS - 700)])
     assert drafter.propose(1) == [3 * WINDOW_TOKENS - 700]
 

@@ -64,7 +64,7 @@ def test_R12_length_leaves_the_last_token_pending(tiny_tokenizer: Tokenizer) -> 
     assert outcome.end_state.position == len(PROMPT_IDS) + 3
 
 
-def test_R12_end_of_text_is_dropped_and_nothing_is_pending(tiny_tokenizer: Tokenizer) -> None:
+def test_R12_end_of_text_is_dropped_and_leaves_no_pending_token(tiny_tokenizer: Tokenizer) -> None:
     script = tiny_tokenizer.encode("It was the best")
     outcome = run_script(tiny_tokenizer, script)
     assert outcome.finished.reason is FinishReason.STOP
@@ -124,14 +124,14 @@ def test_R12_a_stop_string_that_cuts_a_character_token_of_the_last_step(tiny_tok
     assert outcome.text == "x" + raw[:-1]
 
 
-def test_text_held_in_vain_is_released_and_kept(tiny_tokenizer: Tokenizer) -> None:
+def test_held_text_without_a_match_is_released_and_logged(tiny_tokenizer: Tokenizer) -> None:
     script = tiny_tokenizer.encode("a STO and a STORM")
     outcome = run_script(tiny_tokenizer, script, stop=("STOP", "STORMS"))
     assert outcome.text == "a STO and a STORM"
     assert outcome.end_state.new_ids == (*PROMPT_IDS, *script)
 
 
-def test_a_hold_that_never_ends_keeps_few_copies(tiny_tokenizer: Tokenizer) -> None:
+def test_endless_hold_makes_few_state_copies(tiny_tokenizer: Tokenizer) -> None:
     """ "aab" begins anew at each "a": the held text moves on for 500 tokens, then matches."""
     script = one_token_each(tiny_tokenizer, "a" * 500 + "b")
     outcome = run_script(tiny_tokenizer, script, stop=("aab",))
@@ -159,9 +159,7 @@ def test_R12_S2_any_text_in_any_tokens_with_any_stop(
 
 
 @pytest.mark.parametrize("seed", range(scaled(12, 200)))
-def test_R4_R12_the_real_model_continues_as_if_the_stop_string_had_never_been_said(
-    seed: int, tiny_tokenizer: Tokenizer
-) -> None:
+def test_R4_R12_session_after_a_stop_string_continues_without_it(seed: int, tiny_tokenizer: Tokenizer) -> None:
     """Nothing is drafted ahead here: the only tokens that are sampled and then rejected are those of a stop."""
     engine, model = make_engine(small_model(), tiny_tokenizer), small_model()
     free = run_one(engine, make_request(prompt_ids=random_ids(seed, 12), max_tokens=30))

@@ -103,7 +103,7 @@ def test_R7_any_split_of_a_prompt_gives_the_same_ids_and_state(
 
 @settings(max_examples=scaled(25, 400))
 @given(data=st.data(), max_slots=st.integers(1, 6), spare=st.sampled_from([0, 3, 20, 64, 250]))
-def test_R9_R15_random_batches_change_nothing_for_their_members(
+def test_R9_R15_request_in_a_random_batch_equals_its_solo_run(
     data: st.DataObject, max_slots: int, spare: int, tiny_tokenizer: Tokenizer
 ) -> None:
     cases = clear_cases(tiny_tokenizer)
@@ -192,7 +192,7 @@ def test_M5_a_seed_gives_the_same_tokens_alone_in_a_batch_and_over_turns(tiny_to
     assert first.ids + second.ids == alone.ids
 
 
-def test_penalties_count_what_the_session_sampled_in_earlier_turns(tiny_tokenizer: Tokenizer) -> None:
+def test_penalties_count_the_tokens_of_earlier_turns(tiny_tokenizer: Tokenizer) -> None:
     engine = make_engine(small_model(), tiny_tokenizer)
     alone = run_one(engine, make_request(prompt_ids=random_ids(1, 20), repetition_penalty=5.0, max_tokens=30))
     assert alone.ids != reference_ids(random_ids(1, 20), 30)
@@ -204,7 +204,7 @@ def test_penalties_count_what_the_session_sampled_in_earlier_turns(tiny_tokenize
     assert second.end_state.generated_counts == alone.end_state.generated_counts
 
 
-def test_R3_a_turn_that_reads_the_whole_log_again_goes_on_as_the_resumed_one(tiny_tokenizer: Tokenizer) -> None:
+def test_R3_turn_that_rereads_the_log_equals_the_resumed_turn(tiny_tokenizer: Tokenizer) -> None:
     engine = make_engine(small_model(), tiny_tokenizer)
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "repetition_penalty": 3.0}
     first = run_one(engine, make_request(prompt_ids=random_ids(1, 20), max_tokens=15, **sampling)).end_state
@@ -293,7 +293,7 @@ def test_S6_a_cancelled_request_ends_before_the_next_step(num_steps: int, tiny_t
     assert run_one(engine, make_request("next", random_ids(1, 20))).ids == reference_ids(random_ids(1, 20), 8)
 
 
-def test_R14_random_cancellations_leave_no_slot_behind_and_touch_nobody(tiny_tokenizer: Tokenizer) -> None:
+def test_R14_random_cancellations_free_their_slots_and_affect_no_other_request(tiny_tokenizer: Tokenizer) -> None:
     choose = random.Random(4)
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=3, token_budget=30)
     outcomes = {str(index): Outcome() for index in clear_cases(tiny_tokenizer)[:30]}

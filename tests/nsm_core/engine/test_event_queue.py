@@ -28,7 +28,7 @@ async def until_it_waits(work: AsyncIterator[Item]) -> asyncio.Task[Item]:
 
 
 @given(st.lists(st.integers(min_value=0, max_value=4), min_size=1, max_size=8))
-def test_batches_are_the_events_in_order_together_what_was_there(sizes: list[int]) -> None:
+def test_batches_hold_the_ready_events_in_order(sizes: list[int]) -> None:
     async def run() -> None:
         queue, number, expected = EventQueue(), 0, []
         batches = queue.batches()
@@ -46,7 +46,7 @@ def test_batches_are_the_events_in_order_together_what_was_there(sizes: list[int
     asyncio.run(run())
 
 
-async def test_a_reader_that_waits_gets_what_came_meanwhile_in_one_batch() -> None:
+async def test_slow_reader_gets_the_events_of_its_pause_in_one_batch() -> None:
     queue = EventQueue()
     task = await until_it_waits(queue.batches())
     queue.put(token(1))
@@ -106,7 +106,7 @@ async def test_a_first_token_is_not_held_and_the_next_are_until_something_else_c
     assert await task == [token(2), token(3), END]
 
 
-async def test_nothing_is_held_longer_than_told() -> None:
+async def test_hold_lasts_at_most_hold_s() -> None:
     queue = EventQueue()
     batches = queue.batches(hold_s=lambda: 0.001)
     queue.put(token(1))

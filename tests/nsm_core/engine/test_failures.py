@@ -110,7 +110,7 @@ def test_only_the_requests_of_a_failing_step_end(failing: FailingEngine, caplog:
     assert "a fault" in caplog.text
 
 
-def test_a_request_that_has_no_part_in_the_step_goes_on(failing: FailingEngine) -> None:
+def test_request_outside_the_failed_step_continues(failing: FailingEngine) -> None:
     """Two long prompts take turns, sixteen tokens a step."""
     engine = failing.engine
     requests = [make_request("one", random_ids(0, 40)), make_request("two", random_ids(1, 40))]
@@ -139,7 +139,7 @@ def test_a_state_that_cannot_be_opened_ends_its_request_alone(
     assert run_one(failing.engine, make_request("third", (1,), resume=resume)).finished.reason is FinishReason.LENGTH
 
 
-def test_tokens_that_came_before_the_failure_are_told(failing: FailingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_before_the_failure_are_delivered(failing: FailingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends in the very step in which another's end fails: its own end is kept."""
     engine = failing.engine
     for name, max_tokens in (("a", 1), ("b", 2), ("c", 1)):
@@ -190,7 +190,7 @@ def test_a_lost_device_ends_the_engine_at_once(failing: FailingEngine, error: Ex
         assert not failing.engine.has_work
 
 
-async def test_the_thread_goes_on_after_one_failure_and_ends_after_many(
+async def test_thread_survives_one_failure_and_ends_after_many(
     failing: FailingEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = AsyncEngine(failing.engine)

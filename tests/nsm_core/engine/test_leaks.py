@@ -39,7 +39,7 @@ def logprobs(outcome: Outcome) -> list[float]:
 
 
 @pytest.mark.parametrize("num_sessions", [scaled(12, 50)])
-def test_L1_a_secret_told_to_one_session_is_unknown_to_all_others(num_sessions: int, tiny_tokenizer: Tokenizer) -> None:
+def test_L1_secret_of_one_session_is_unknown_to_all_others(num_sessions: int, tiny_tokenizer: Tokenizer) -> None:
     """Every session but the first is told a secret of its own; the first is asked for all of them, beside the others.
 
     Its answers equal those on an engine where no secret was ever told.

@@ -99,7 +99,7 @@ def test_S1_tricky_texts_byte_by_byte() -> None:
         assert got.text == "".join(got.texts) == text
 
 
-def test_S1_bad_bytes_become_what_the_whole_becomes() -> None:
+def test_S1_bad_bytes_in_pieces_decode_like_the_whole() -> None:
     for raw, replaced in utf8_byte_cases():
         assert run(byte_ids(raw)).text == replaced
         for stop in ("\x00\x00", "é", "zzz"):  # held back or not
@@ -193,7 +193,7 @@ def test_S2_which_match_wins_does_not_depend_on_where_tokens_end(
         assert got.stop.reason == reason
 
 
-def test_S2_holding_moves_on_with_what_is_still_possible() -> None:
+def test_S2_held_text_shrinks_to_the_possible_match() -> None:
     stream = OutputStream(BYTES_ONLY, SamplingParams(stop=("aab",)))
     steps = [stream.feed(token_id) for token_id in byte_ids(b"xaaaac")]
     assert [step.holding_since for step in steps] == [None, 2, 2, 3, 4, None]
@@ -306,7 +306,7 @@ def test_S2_the_same_text_in_other_tokens_ends_alike(text: str, stop: tuple[str,
 # --- stop ids and end of text ---------------------------------------------------------------------------------------
 
 
-def test_end_of_text_is_not_visible_and_releases_what_was_held() -> None:
+def test_end_of_text_is_invisible_and_releases_held_text() -> None:
     got = run([*byte_ids(b"abST"), END_ID], stop=("STOP",))
     assert got.text == "abST"
     assert got.texts == ["a", "b", "", "", "ST"]
@@ -335,7 +335,7 @@ def test_end_of_text_as_a_stop_id_stops_even_when_ignored() -> None:
 
 
 @pytest.mark.parametrize("ending", ["stop", "end of text", "finish"])
-def test_nothing_follows_the_end(ending: str) -> None:
+def test_feed_after_the_end_raises(ending: str) -> None:
     stream = OutputStream(BYTES_ONLY, SamplingParams(stop=("S",)))
     if ending == "finish":
         stream.finish()

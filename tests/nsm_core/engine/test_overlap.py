@@ -46,7 +46,7 @@ def native(pattern: str) -> tuple[SequenceModel, ExecutorFactory]:
     return model.eval(), functools.partial(NativeExecutor, weights=NativeWeights(model))
 
 
-wishes = st.fixed_dictionaries(
+params = st.fixed_dictionaries(
     {"max_tokens": st.integers(1, 14)},
     optional={
         "temperature": st.sampled_from([0.0, 0.8, 1.5]),
@@ -66,12 +66,12 @@ prompts = st.builds(random_ids, st.integers(0, 30), st.sampled_from([1, 1, 2, 5,
 @settings(max_examples=scaled(20, full=300), deadline=None)
 @given(
     st.sampled_from(["N", "NW"]),
-    st.lists(st.tuples(prompts, wishes), min_size=1, max_size=9),
+    st.lists(st.tuples(prompts, params), min_size=1, max_size=9),
     st.lists(st.integers(0, 20), max_size=9),
     st.integers(1, 4),
     st.sampled_from([4, 9, 64]),
 )
-def test_R9_R15_rows_that_join_and_leave_are_what_they_are_in_plain_steps(
+def test_R9_R15_rows_that_join_and_leave_equal_plain_steps(
     tiny_tokenizer: Tokenizer,
     pattern: str,
     cases: Sequence[tuple[tuple[int, ...], dict[str, Any]]],
@@ -82,7 +82,7 @@ def test_R9_R15_rows_that_join_and_leave_are_what_they_are_in_plain_steps(
     """A second turn on every kept state as well."""
     model, executor = native(pattern)
     pair = Pair(model, tiny_tokenizer, executor, max_slots=max_slots, token_budget=token_budget)
-    requests = [make_request(str(index), ids, **wish) for index, (ids, wish) in enumerate(cases)]
+    requests = [make_request(str(index), ids, **params) for index, (ids, params) in enumerate(cases)]
     ends = pair.compare(requests, arrivals=arrivals[: len(requests)])
     again = []
     for name, outcome in ends.items():
@@ -124,12 +124,12 @@ def test_S6_R14_cancels_at_any_step_end_one_request_once(
     """The others are what they are alone; slots are given to others while steps are in flight, and while they pause."""
     ids = [tiny_tokenizer.encode_bytes(bytes([byte]))[0] for byte in b"abcjzq~abcdefghijk"]
     pair = Pair(ScriptedModel(ids, vocab_size=512), tiny_tokenizer, max_slots=max_slots)
-    wishes: dict[str, dict[str, Any]] = {
+    params: dict[str, dict[str, Any]] = {
         "": {},
         "id": {"stop_token_ids": (ids[5],)},
         "string": {"stop": ("jz?", "q~a", "~x")},
     }
-    requests = [make_request(str(index), max_tokens=size, **wishes[stop]) for index, (size, stop) in enumerate(sizes)]
+    requests = [make_request(str(index), max_tokens=size, **params[stop]) for index, (size, stop) in enumerate(sizes)]
     assert all(may_overlap(sequence_of(tiny_tokenizer, request)) for request in requests)
     outcomes = {request.request_id: Outcome() for request in requests}
     for request in requests:
@@ -173,27 +173,27 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "params",
     [
         {"logprobs": 0},
         {"logit_bias": {3: 1.0}},
         {"repetition_penalty": 1.1},
     ],
-    ids=lambda wish: next(iter(wish)),
+    ids=lambda params: next(iter(params)),
 )
 def test_overlap_beside_a_blocking_request_waits_for_every_step(
-    tiny_tokenizer: Tokenizer, notes: list[str], wish: dict[str, Any]
+    tiny_tokenizer: Tokenizer, notes: list[str], params: dict[str, Any]
 ) -> None:
     pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, RecordingExecutor)
     pair.compare(
-        [make_request("a", (4, 9), max_tokens=12), make_request("b", (5,), max_tokens=3, **wish)], arrivals=(0, 4)
+        [make_request("a", (4, 9), max_tokens=12), make_request("b", (5,), max_tokens=3, **params)], arrivals=(0, 4)
     )
     del notes[:]
     pair.overlapped.add(make_request("a", (4, 9), max_tokens=12))
     for _ in range(4):
         pair.overlapped.step()
     assert notes.count("wait") == 4
-    pair.overlapped.add(make_request("b", (5,), max_tokens=3, **wish))
+    pair.overlapped.add(make_request("b", (5,), max_tokens=3, **params))
     pair.overlapped.step()
     assert notes[-1] == "wait"  # the step in flight, and none behind it
     num_waits = notes.count("wait")

@@ -70,7 +70,7 @@ def assert_failed(events: Sequence[tuple[str, Any]], name: str) -> None:
     assert finished.end_state is None
 
 
-def test_a_launch_that_fails_loses_nothing_of_the_step_in_flight(faulty: Faulty) -> None:
+def test_failed_launch_leaves_the_step_in_flight_intact(faulty: Faulty) -> None:
     """`stops` ends in it as it would have; the others have its token, and end."""
     engine = faulty.engine
     stops, goes_on = make_request("stops", stop_token_ids=(101,)), make_request("goes on")
@@ -184,7 +184,7 @@ def engine_with(tokenizer: Tokenizer, **parts: Any) -> Engine:
     return Engine(small_model(), tokenizer, fingerprint=FINGERPRINT, config=config, executor=overlapped(), **parts)
 
 
-def test_M6_requests_pay_for_what_they_had_computed_and_nobody_for_the_rest(tiny_tokenizer: Tokenizer) -> None:
+def test_M6_requests_are_charged_for_their_own_tokens_alone(tiny_tokenizer: Tokenizer) -> None:
     engine = engine_with(tiny_tokenizer, meter=WorkingMeter())
     outcomes = {name: Outcome() for name in "abcd"}
     for name in "abcd":
@@ -203,7 +203,7 @@ def test_M6_requests_pay_for_what_they_had_computed_and_nobody_for_the_rest(tiny
     assert charged == pytest.approx(stats.energy[0].joules - 2, abs=1)
 
 
-def test_the_model_is_looked_at_between_steps(tiny_tokenizer: Tokenizer) -> None:
+def test_model_is_sampled_between_steps(tiny_tokenizer: Tokenizer) -> None:
     clock = FakeClock()
     engine = engine_with(tiny_tokenizer, observer=ModelObserver(small_model(), clock=clock))
     want = run_one(engine_with(tiny_tokenizer), make_request(max_tokens=12))

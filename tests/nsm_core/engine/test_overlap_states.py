@@ -37,10 +37,10 @@ class Said:
         ids = [token_id for part in parts for token_id in tokenizer.encode_bytes(part)]
         self.model = ScriptedModel(ids if by_byte else tokenizer.encode(text), vocab_size=512)
 
-    def compare(self, tokenizer: Tokenizer, **wish: Any) -> tuple[Outcome, Pair]:
+    def compare(self, tokenizer: Tokenizer, **params: Any) -> tuple[Outcome, Pair]:
         """Beside a request that is never held up."""
         pair = Pair(self.model, tokenizer)
-        request = make_request(**{"max_tokens": 300, "ignore_eos": False, **wish})
+        request = make_request(**{"max_tokens": 300, "ignore_eos": False, **params})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(overlap, "MAX_PAUSING_SHARE", 1.0)
             outcome = pair.compare([request, make_request("b", max_tokens=9)])["a"]
@@ -51,7 +51,7 @@ class Said:
 
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 @pytest.mark.parametrize("by_byte", [True, False], ids=["bytes", "tokens"])
-def test_S2_R12_a_state_is_gone_back_to_where_a_stop_string_began(
+def test_S2_R12_state_is_rewound_to_the_start_of_a_stop_string(
     tiny_tokenizer: Tokenizer, stop: tuple[str, ...], by_byte: bool
 ) -> None:
     Said(tiny_tokenizer, CHANT * 2, by_byte=by_byte).compare(tiny_tokenizer, stop=stop)
@@ -86,7 +86,7 @@ def test_a_text_that_is_held_back_costs_one_step_and_a_long_one_waits_for_its_se
 
 @pytest.mark.parametrize("budget", [2, 7, 64])
 @pytest.mark.parametrize("places", [(1,), (2, 3), (1, 4, 9), (9,), (3, 10)])
-def test_states_in_a_prompt_are_those_of_their_places(
+def test_prompt_states_are_those_of_their_positions(
     tiny_tokenizer: Tokenizer, budget: int, places: tuple[int, ...]
 ) -> None:
     """The next chunk is launched before they are taken."""
@@ -96,7 +96,7 @@ def test_states_in_a_prompt_are_those_of_their_places(
     assert [event.position for event in outcome.events if isinstance(event, PromptState)] == list(places)
 
 
-def test_states_in_a_prompt_of_a_step_that_nobody_waited_for_are_waited_for(tiny_tokenizer: Tokenizer) -> None:
+def test_prompt_states_of_an_unawaited_step_are_awaited(tiny_tokenizer: Tokenizer) -> None:
     """Steps do not overlap beside log-probabilities; a step that ends inside a prompt samples nothing."""
     pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, max_slots=2, token_budget=4)
     request = make_request(prompt_ids=random_ids(1, 10), max_tokens=2, logprobs=0, keep_state=False)
@@ -127,10 +127,10 @@ def test_R12_the_state_is_that_of_the_end(tiny_tokenizer: Tokenizer, max_tokens:
     if end == "end of text":
         ids[place] = tiny_tokenizer.end_of_text_id
     pair = Pair(ScriptedModel(ids, vocab_size=512), tiny_tokenizer)
-    wish: dict[str, Any] = {"stop": ("abcdefgh"[place],), "keep_state": False} if end == "stop string" else {}
+    params: dict[str, Any] = {"stop": ("abcdefgh"[place],), "keep_state": False} if end == "stop string" else {}
     if end in ("stop id", "both kept"):
-        wish["stop_token_ids"] = (ids[place],)
-    requests = [make_request("a", max_tokens=max_tokens, ignore_eos=False, **wish)]
+        params["stop_token_ids"] = (ids[place],)
+    requests = [make_request("a", max_tokens=max_tokens, ignore_eos=False, **params)]
     if end == "both kept":  # another one goes on beside it, in a row in front of it
         requests.insert(0, make_request("b", max_tokens=8))
     outcome = pair.compare(requests)["a"]

@@ -33,7 +33,7 @@ def states_of(outcome: Outcome) -> dict[int, bytes]:
     return {event.position: event.state for event in outcome.events if isinstance(event, PromptState)}
 
 
-def test_a_prompt_gives_the_state_at_each_place_and_before_its_first_token(tiny_tokenizer: Tokenizer) -> None:
+def test_prompt_states_come_before_the_first_token_one_for_each_position(tiny_tokenizer: Tokenizer) -> None:
     ids, model = random_ids(1, 129), small_model()
     request = dataclasses.replace(make_request("a", ids, prompt_logprobs=0), keep_states_at=PLACES)
     others = [make_request(f"other{seed}", random_ids(seed, 90)) for seed in (2, 3)]
@@ -50,7 +50,7 @@ def test_a_prompt_gives_the_state_at_each_place_and_before_its_first_token(tiny_
             torch.testing.assert_close(got[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_R10_a_run_from_any_kept_state_says_what_the_unbroken_run_says(tiny_tokenizer: Tokenizer) -> None:
+def test_R10_run_from_any_prompt_state_equals_the_unbroken_run(tiny_tokenizer: Tokenizer) -> None:
     ids = random_ids(1, 130)
     request = dataclasses.replace(make_request("a", ids, temperature=1.0), keep_states_at=PLACES)
     unbroken = run_all(make_engine(small_model(), tiny_tokenizer), [request])["a"]
@@ -67,7 +67,7 @@ def test_R10_a_run_from_any_kept_state_says_what_the_unbroken_run_says(tiny_toke
     assert {tuple(outcome.ids) for outcome in resumed.values()} == {tuple(unbroken.ids)}
 
 
-def test_places_count_from_where_the_request_resumes(tiny_tokenizer: Tokenizer) -> None:
+def test_prompt_state_positions_count_from_the_resumed_position(tiny_tokenizer: Tokenizer) -> None:
     ids = random_ids(1, 40)
     first = dataclasses.replace(make_request("a", ids[:20]), keep_states_at=(20,))
     state = states_of(run_all(make_engine(small_model(), tiny_tokenizer), [first])["a"])[20]
@@ -77,7 +77,7 @@ def test_places_count_from_where_the_request_resumes(tiny_tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("places", [(0,), (-1,), (5,), (2, 2), (3, 1)])
-def test_places_outside_the_prompt_or_out_of_order_are_refused(
+def test_prompt_state_positions_outside_the_prompt_or_unordered_are_refused(
     places: tuple[int, ...], tiny_tokenizer: Tokenizer
 ) -> None:
     request = dataclasses.replace(make_request("a", (1, 2, 3, 4)), keep_states_at=places)

@@ -29,7 +29,7 @@ def feed(points: RewindPoints, row: Row, holding_since: list[int | None]) -> Non
         row.num_fed += 1
 
 
-def test_nothing_held_nothing_copied() -> None:
+def test_rewind_points_without_held_text_copy_no_state() -> None:
     points, row = RewindPoints(), Row()
     feed(points, row, [None] * 100)
     assert row.num_copies == 0

@@ -59,7 +59,7 @@ def test_tokens_are_those_of_a_request_that_does_not_ask(
     assert all(token.routing is None for token in plain.tokens)
 
 
-def test_what_is_told_is_what_the_text_read_step_by_step_does(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+def test_routing_equals_that_of_the_text_read_step_by_step(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     """However the prompt was cut, and whoever shared the batch."""
     prompt = random_ids(1, 37)
     others = [make_request("b", random_ids(2, 9)), watched(make_request("c", random_ids(3, 1)))]
@@ -76,7 +76,7 @@ def test_what_is_told_is_what_the_text_read_step_by_step_does(model: NsmModel, t
                 assert dict(one.read) == pytest.approx(dict(other.read), abs=2e-4)
 
 
-def test_only_who_asks_is_told(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+def test_routing_is_captured_for_requests_that_ask_alone(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     asks, does_not = watched(make_request("a", random_ids(1, 9))), make_request("b", random_ids(1, 9))
     outcomes = run_all(engine_of(model, tiny_tokenizer), [asks, does_not])
     assert outcomes["a"].ids == outcomes["b"].ids
@@ -103,7 +103,7 @@ def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: 
     assert [bool(layer.write) for layer in memory] == [position % 4 == 3 for position in range(29, 37)]
 
 
-def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+def test_P10_engine_without_a_probe_refuses_include_routing(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     config = EngineConfig(max_slots=4, token_budget=16, queue_limit=8)
     engine = Engine(model, tiny_tokenizer, fingerprint=FINGERPRINT, config=config)
     with pytest.raises(InvalidRequest, match="include_routing is not supported") as refused:
@@ -112,7 +112,7 @@ def test_P10_an_engine_that_cannot_tell_refuses(model: NsmModel, tiny_tokenizer:
     assert not engine.has_work
 
 
-def test_a_look_that_fails_costs_no_token(
+def test_failed_capture_costs_no_token(
     model: NsmModel, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = run_one(engine_of(model, tiny_tokenizer), make_request("a", random_ids(1, 9)))
@@ -147,7 +147,7 @@ class SlowProbe(RoutingProbe):
         return self.now
 
 
-def test_others_wait_for_one_look_at_most_and_looks_take_a_quarter_of_the_time(
+def test_captures_take_a_quarter_of_the_time_and_delay_others_by_one_at_most(
     model: NsmModel, tiny_tokenizer: Tokenizer
 ) -> None:
     probe = SlowProbe(model)
@@ -174,7 +174,7 @@ def test_others_wait_for_one_look_at_most_and_looks_take_a_quarter_of_the_time(
     assert [tokens.count(name) for name in "abc"] == [6, 6, 6]
 
 
-def test_what_sat_out_gets_the_tokens_that_it_gets_alone(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
+def test_deferred_request_gets_the_tokens_of_its_solo_run(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     requests = [watched(make_request(name, random_ids(ord(name), 40))) for name in "abc"]
     alone = [run_one(engine_of(model, tiny_tokenizer, executor=NativeExecutor), request) for request in requests]
     others = [make_request("plain", random_ids(4, 9), max_tokens=30)]

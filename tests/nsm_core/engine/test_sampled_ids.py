@@ -64,7 +64,7 @@ def scripted(tokenizer: Tokenizer, text: str, *, by_byte: bool) -> ScriptedModel
     ],
     ids=lambda settings: repr(settings),
 )
-def test_S1_S2_every_place_of_a_text_may_be_the_break(
+def test_S1_S2_text_may_break_at_every_token(
     tiny_tokenizer: Tokenizer, settings: dict[str, Any], by_byte: bool
 ) -> None:
     model = scripted(tiny_tokenizer, "It was the best of times, €é it was the worst", by_byte=by_byte)
@@ -78,7 +78,7 @@ def test_S1_S2_every_place_of_a_text_may_be_the_break(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
-def test_a_model_goes_on_with_its_draws_and_penalties(tiny_tokenizer: Tokenizer, temperature: float) -> None:
+def test_sampled_ids_continue_draws_and_penalties(tiny_tokenizer: Tokenizer, temperature: float) -> None:
     model: RandomModel = small_model()
     first = run_one(make_engine(model, tiny_tokenizer), make_request(prompt_ids=random_ids(1, 20)))
     resume, pending = resume_from(first.end_state)
@@ -104,9 +104,7 @@ def test_a_model_goes_on_with_its_draws_and_penalties(tiny_tokenizer: Tokenizer,
         ({"sampled_ids": (1,), "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
-def test_what_cannot_have_been_sampled_is_refused(
-    tiny_tokenizer: Tokenizer, changes: dict[str, Any], param: str
-) -> None:
+def test_impossible_sampled_ids_are_refused(tiny_tokenizer: Tokenizer, changes: dict[str, Any], param: str) -> None:
     engine = make_engine(small_model(), tiny_tokenizer)
     with pytest.raises(InvalidRequest) as caught:
         engine.add(dataclasses.replace(make_request(), **changes))

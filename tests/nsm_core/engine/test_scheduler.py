@@ -34,11 +34,11 @@ def test_decode_goes_first_and_prefill_gets_the_rest() -> None:
     assert plan.num_tokens == 8
 
 
-def test_nothing_to_do_is_an_empty_plan() -> None:
+def test_plan_without_work_is_empty() -> None:
     assert make_scheduler().plan().is_empty
 
 
-def test_planning_changes_nothing() -> None:
+def test_plan_leaves_the_scheduler_unchanged() -> None:
     scheduler = make_scheduler()
     scheduler.add("a", prompt_len=300)
     assert scheduler.plan() == scheduler.plan()

@@ -74,7 +74,7 @@ def repetitive_ids(seed: int, length: int, period: int) -> tuple[int, ...]:
 
 # --- random models, random mixtures of requests -------------------------------------------------------------------
 
-wishes = st.fixed_dictionaries(
+params = st.fixed_dictionaries(
     {"max_tokens": st.integers(1, 40)},
     optional={
         "temperature": st.sampled_from([0.0, 0.0, 0.7]),
@@ -93,18 +93,18 @@ prompts = st.builds(repetitive_ids, st.integers(0, 30), st.integers(1, 60), st.i
 @settings(max_examples=scaled(15, full=200), deadline=None)
 @given(
     st.sampled_from(["N", "NW"]),
-    st.lists(st.tuples(prompts, wishes), min_size=1, max_size=7),
+    st.lists(st.tuples(prompts, params), min_size=1, max_size=7),
     st.lists(st.integers(0, 30), max_size=7),
     st.integers(6, 64),
 )
-def test_R4_R9_rows_that_join_and_leave_are_what_they_are_without_drafts(
+def test_R4_R9_rows_that_join_and_leave_equal_runs_without_drafts(
     tiny_tokenizer: Tokenizer,
     pattern: str,
     cases: Sequence[tuple[tuple[int, ...], dict[str, Any]]],
     arrivals: Sequence[int],
     token_budget: int,
 ) -> None:
-    requests = [make_request(str(index), ids, **wish) for index, (ids, wish) in enumerate(cases)]
+    requests = [make_request(str(index), ids, **params) for index, (ids, params) in enumerate(cases)]
     plain, drafting = engines(
         looping_model(pattern), tiny_tokenizer, native(pattern), max_slots=6, token_budget=token_budget
     )
@@ -152,8 +152,8 @@ class Chant:
         self.prompt_ids = (0, *self.ids)
         self.model = ScriptedModel(self.ids * times, vocab_size=512, prompt_len=len(self.prompt_ids))
 
-    def request(self, **wish: Any) -> GenerationRequest:
-        return make_request(prompt_ids=self.prompt_ids, **{"max_tokens": 60, "ignore_eos": False, **wish})
+    def request(self, **params: Any) -> GenerationRequest:
+        return make_request(prompt_ids=self.prompt_ids, **{"max_tokens": 60, "ignore_eos": False, **params})
 
     def run(self, tokenizer: Tokenizer, request: GenerationRequest) -> tuple[Outcome, Engine]:
         """With drafts; compared with what the request gives without."""
@@ -237,7 +237,7 @@ def test_an_end_of_text_inside_an_accepted_draft(tiny_tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("num_steps", range(1, 12))
-def test_S8_a_cancelled_request_has_shown_a_part_of_its_text_and_leaves_nothing(
+def test_S8_cancelled_request_has_shown_a_part_of_its_text_and_frees_its_slot(
     tiny_tokenizer: Tokenizer, num_steps: int
 ) -> None:
     chant = Chant(tiny_tokenizer)
@@ -257,7 +257,7 @@ def test_S8_a_cancelled_request_has_shown_a_part_of_its_text_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("count", range(0, 60, 7))
-def test_S10_a_stream_that_goes_on_elsewhere_goes_on_there(tiny_tokenizer: Tokenizer, count: int) -> None:
+def test_S10_stream_continued_on_another_engine_is_identical(tiny_tokenizer: Tokenizer, count: int) -> None:
     chant = Chant(tiny_tokenizer)
     request = chant.request(stop=("the best of times, the worse",))
     whole, _ = chant.run(tiny_tokenizer, request)
@@ -301,7 +301,7 @@ def test_only_greedy_requests_without_penalties_are_drafted_for() -> None:
     assert not can_draft(dataclasses.replace(make_request(), include_routing=True))
 
 
-def test_R18_an_executor_whose_bits_depend_on_cuts_drafts_nothing_and_the_log_says_so(
+def test_R18_executor_without_savepoints_drafts_no_tokens_and_logs_it(
     tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", logger="nsm.engine")
@@ -316,14 +316,14 @@ def test_R18_an_executor_whose_bits_depend_on_cuts_drafts_nothing_and_the_log_sa
 
 
 @pytest.mark.parametrize("num_rows", [1, MAX_ROWS, MAX_ROWS + 1])
-def test_a_full_batch_drafts_nothing(tiny_tokenizer: Tokenizer, num_rows: int) -> None:
+def test_full_batch_has_no_drafts(tiny_tokenizer: Tokenizer, num_rows: int) -> None:
     chant = Chant(tiny_tokenizer)
     engine = make_engine(chant.model, tiny_tokenizer, executor=ExactExecutor, max_slots=8, token_budget=512)
     run_all(engine, [dataclasses.replace(chant.request(), request_id=str(index)) for index in range(num_rows)])
     assert (engine.stats().num_drafts > 0) == (num_rows <= MAX_ROWS)
 
 
-def test_what_is_counted(tiny_tokenizer: Tokenizer) -> None:
+def test_counters_add_up(tiny_tokenizer: Tokenizer) -> None:
     """A text that is wholly foreseen: every step but the prompt's gives what it drafted, and one token more."""
     ids = list(range(100, 140))
     model = ScriptedModel(ids, vocab_size=512, prompt_len=41)

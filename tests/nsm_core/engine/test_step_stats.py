@@ -46,7 +46,7 @@ def timings(finished: Finished) -> Timings:
     return finished.timings
 
 
-def test_a_request_that_waits_for_a_slot_tells_how_long(tiny_tokenizer: Tokenizer) -> None:
+def test_timings_of_a_waiting_request_hold_its_queue_time(tiny_tokenizer: Tokenizer) -> None:
     clock = FakeClock()
     engine = engine_with(tiny_tokenizer, max_slots=1, clock=clock)
     engine.add(make_request("first", max_tokens=3))
@@ -63,7 +63,7 @@ def test_a_long_prompt_is_time_before_the_first_token(tiny_tokenizer: Tokenizer)
     assert timings(drain(engine, clock, step_s=1.0)["a"]) == Timings(queue_s=0.0, prefill_s=3.0, decode_s=1.0)
 
 
-def test_what_ended_early_tells_what_there_was(tiny_tokenizer: Tokenizer) -> None:
+def test_timings_of_an_aborted_request_end_at_the_abort(tiny_tokenizer: Tokenizer) -> None:
     clock = FakeClock()
     engine = engine_with(tiny_tokenizer, max_slots=1, clock=clock)
     engine.add(make_request("running", prompt_ids=random_ids(1, 200)))
@@ -90,7 +90,7 @@ def requests(num: int) -> list[GenerationRequest]:
     ]
 
 
-def test_M6_what_requests_are_charged_adds_up_to_the_meter(tiny_tokenizer: Tokenizer) -> None:
+def test_M6_charges_of_requests_add_up_to_the_meter(tiny_tokenizer: Tokenizer) -> None:
     meter = WorkingMeter()
     engine = engine_with(tiny_tokenizer, meter=meter)
     outcomes = run_all(engine, requests(6))
@@ -101,13 +101,13 @@ def test_M6_what_requests_are_charged_adds_up_to_the_meter(tiny_tokenizer: Token
     assert charged == pytest.approx(stats.energy[0].joules - 2, abs=1)  # all but the readings around the work
 
 
-def test_without_a_meter_nothing_is_charged(tiny_tokenizer: Tokenizer) -> None:
+def test_charges_without_a_meter_are_empty(tiny_tokenizer: Tokenizer) -> None:
     engine = engine_with(tiny_tokenizer)
     assert run_all(engine, requests(1))["r0"].finished.energy == ()
     assert engine.stats().energy == ()
 
 
-def test_an_idle_engine_still_tells_what_the_machine_uses(tiny_tokenizer: Tokenizer) -> None:
+def test_energy_of_an_idle_engine_still_counts(tiny_tokenizer: Tokenizer) -> None:
     meter = FakeMeter()
     engine = engine_with(tiny_tokenizer, meter=meter)
     meter.joules = 30.0
@@ -126,7 +126,7 @@ def test_steps_are_counted_with_their_requests_and_tokens(tiny_tokenizer: Tokeni
     assert (stats.tokens_computed, stats.tokens_generated) == (30, 7)
 
 
-def test_a_look_at_the_model_changes_no_text(tiny_tokenizer: Tokenizer) -> None:
+def test_sampling_the_model_changes_no_text(tiny_tokenizer: Tokenizer) -> None:
     clock = FakeClock()
     observer = ModelObserver(small_model(), clock=clock)
     plain = run_all(engine_with(tiny_tokenizer), requests(4))

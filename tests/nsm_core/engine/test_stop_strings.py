@@ -28,7 +28,7 @@ def test_held_and_match_follow_their_definitions(stops: list[str], text: str) ->
         assert finder.num_held(place) == longest_held(encoded, seen)
 
 
-def test_without_stop_strings_nothing_is_held() -> None:
+def test_without_stop_strings_no_text_is_held() -> None:
     finder = StopStrings(())
     place = 0
     for byte in b"anything":

@@ -39,7 +39,7 @@ def test_a_library_is_made_once_and_replaced_when_its_sources_change(sources: Pa
 
 
 @needs_compiler
-def test_what_the_compiler_says_is_told(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_error_contains_the_compilers_message(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sources / "api.cpp").write_text("this is no C++\n")
     assert build.main() == 1
     assert "not built, models run slower" in (told := capsys.readouterr().err)
@@ -47,7 +47,7 @@ def test_what_the_compiler_says_is_told(sources: Path, capsys: pytest.CaptureFix
     assert list((sources.parent / "build").iterdir()) == []
 
 
-def test_a_machine_without_a_compiler_says_what_is_missing(
+def test_build_without_a_compiler_names_the_missing_package(
     sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: None)

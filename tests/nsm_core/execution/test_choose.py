@@ -34,25 +34,25 @@ def int8(tiny_tokenizer: Tokenizer) -> LoadedModel:
 
 
 @needs_native
-@pytest.mark.parametrize("wish", ["auto", "native"])
+@pytest.mark.parametrize("name", ["auto", "native"])
 def test_int8_files_run_on_the_native_one(
-    int8: LoadedModel, wish: ExecutorName, caplog: pytest.LogCaptureFixture
+    int8: LoadedModel, name: ExecutorName, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        chosen = choose_executor(int8, wish)
+        chosen = choose_executor(int8, name)
     assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
     executor = chosen.factory(int8.model, num_rows=2, poison=False)
     assert isinstance(executor, NativeExecutor)
     assert f"native executor, kernels {library.variants()[0]}, {torch.get_num_threads()} threads" in caplog.text
 
 
-def test_eager_is_what_it_says(int8: LoadedModel) -> None:
+def test_eager_by_name_is_eager(int8: LoadedModel) -> None:
     chosen = choose_executor(int8, "eager")
     assert (chosen.name, chosen.numerics) == ("eager", int8.numerics)
     assert isinstance(chosen.factory(int8.model, num_rows=2, poison=False), EagerExecutor)
 
 
-def test_auto_keeps_fp32_files_as_they_are(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_runs_fp32_files_eagerly(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         chosen = choose_executor(dataclasses.replace(int8, weight_format="fp32"))
     assert chosen.name == "eager"
@@ -81,7 +81,7 @@ def test_X18_a_machine_without_kernels_still_runs_and_names_the_command_that_bui
 
 
 @pytest.mark.parametrize("projector", ["direct", "hybrid"])
-def test_projectors_without_kernels_run_eagerly_and_say_why(
+def test_auto_with_an_unsupported_projector_runs_eagerly_and_logs_the_reason(
     tiny_tokenizer: Tokenizer, projector: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = random_model(small_config(tiny_tokenizer.vocab_size, projector=projector))
@@ -94,7 +94,7 @@ def test_projectors_without_kernels_run_eagerly_and_say_why(
 
 
 @needs_native
-def test_processors_without_kernels_of_their_own_run_eagerly_unless_told(
+def test_auto_on_a_portable_processor_runs_eagerly_unless_native_is_named(
     int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nsm_core.execution.choose.variants", lambda: ("portable",))
@@ -134,7 +134,7 @@ def test_a_tier_of_an_int8_model_runs_on_the_native_executor(tiny_tokenizer: Tok
 
 
 @needs_native
-def test_layers_that_allocate_run_eagerly_and_say_why(
+def test_auto_with_allocating_layers_runs_eagerly_and_logs_the_reason(
     tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small_config(tiny_tokenizer.vocab_size, allocation=True)

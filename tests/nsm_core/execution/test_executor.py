@@ -103,7 +103,7 @@ def assert_row(executor: Executor, row: int, want: State) -> None:
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_rows_read_their_texts_and_go_on_token_by_token(make: Make, reference: Reference) -> None:
+def test_rows_read_texts_then_single_tokens(make: Make, reference: Reference) -> None:
     """Texts of different lengths, longer and shorter than the window; rows with gaps; free rows are NaN."""
     executor = make(num_rows=6, poison=True)
     texts = {0: random_ids(0, 14), 2: random_ids(1, 3), 5: random_ids(2, 11)}
@@ -133,7 +133,7 @@ def test_a_step_leaves_other_rows_alone(make: Make) -> None:
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False, True]
 
 
-def test_what_a_step_gave_stays_when_the_next_one_comes(make: Make) -> None:
+def test_result_of_a_step_survives_the_next_step(make: Make) -> None:
     executor = make(num_rows=2)
     open_rows(executor, range(2))
     first = executor.step((0, 1), (1, 2))

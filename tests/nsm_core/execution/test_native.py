@@ -126,7 +126,7 @@ def test_threads_change_no_bit(kind: str, num_threads: int) -> None:
     assert results[0][1] == results[1][1]
 
 
-def test_R10_resume_from_packed_bytes_goes_on_exactly(kind: str) -> None:
+def test_R10_resume_from_packed_bytes_is_exact(kind: str) -> None:
     ids = random_ids(50)
     executor, other = make_native(kind), make_native(kind)
     open_rows(executor, [0])
@@ -170,7 +170,7 @@ def test_an_id_that_is_no_token_is_refused_before_anything_is_read() -> None:
     assert executor.pool.pack(0) == before
 
 
-def test_weights_that_are_int8_by_rows_stay_what_they_are() -> None:
+def test_int8_weights_are_packed_without_loss() -> None:
     """Packed and read back, through the one matrix whose rows come out one by one."""
     model = random_model(CONFIGS["sigmoid"])
     weight = torch.randint(-127, 128, model.embedding.weight.shape, generator=torch.Generator().manual_seed(0)).float()
@@ -196,7 +196,7 @@ def test_weights_that_are_int8_by_rows_stay_what_they_are() -> None:
         ({"d_model": 512, "num_heads": 1}, "head_dim is 512"),
     ],
 )
-def test_sizes_that_the_kernels_lack_are_told_by_name(changes: dict[str, int], reason: str) -> None:
+def test_unsupported_sizes_are_named(changes: dict[str, int], reason: str) -> None:
     model = random_model(small_config(VOCABULARY, **changes))
     assert reason in (native_unsupported_reason(model) or "")
     with pytest.raises(ValueError, match=reason):

@@ -19,7 +19,7 @@ from tests.counts import scaled
 
 pytestmark = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 
-WISHES: list[dict[str, Any]] = [
+PARAMS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},
     {"temperature": 1e-30},
@@ -43,25 +43,25 @@ def ids_of(sampler: Sampler, logits: torch.Tensor, rows: list[SamplingRow]) -> l
     return [token.token_id for token in sampled if isinstance(token, SampledToken)]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 64, 1000])
-def test_the_same_tokens_as_in_numpy(wish: dict[str, Any], vocab_size: int) -> None:
+def test_the_same_tokens_as_in_numpy(params: dict[str, Any], vocab_size: int) -> None:
     num_rows = scaled(60, 1000)
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 3 * torch.randn(num_rows, vocab_size, generator=generator)
-    rows = [make_row(position * 97, seed=position % 5, **wish) for position in range(num_rows)]
+    rows = [make_row(position * 97, seed=position % 5, **params) for position in range(num_rows)]
     assert ids_of(Sampler(draw_tokens), logits, rows) == ids_of(Sampler(), logits, rows)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_equal_weights_are_kept_from_the_lowest_id_on(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_equal_weights_prefer_the_lowest_ids(params: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0, 1.0, 2.0, -50.0] * 20]).repeat(40, 1)
-    rows = [make_row(position, seed=1, **wish) for position in range(40)]
+    rows = [make_row(position, seed=1, **params) for position in range(40)]
     assert ids_of(Sampler(draw_tokens), logits, rows) == ids_of(Sampler(), logits, rows)
 
 
 @given(seed=st.integers(0, 2**64 - 1), choice=st.integers(0, 2**32), position=st.integers(0, 2**63 - 1))
-def test_M5_the_draw_is_the_uniform_number_of_its_place(seed: int, choice: int, position: int) -> None:
+def test_M5_draw_is_the_uniform_number_of_its_position(seed: int, choice: int, position: int) -> None:
     """With many equal logits the id tells the number to a few bits."""
     row = make_row(position, seed=seed, choice_index=choice)
     logits = torch.zeros(1, 4096)

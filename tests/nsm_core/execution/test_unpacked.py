@@ -40,7 +40,7 @@ def test_rows_are_those_that_were_packed(variant: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_it_computes_what_the_rounded_model_does(name: str) -> None:
+def test_unpacked_model_equals_the_rounded_model(name: str) -> None:
     model = model_of(name)
     twin = unpacked_model(model, weights_of(name, NATIVE[0]))
     assert not {id(parameter) for parameter in twin.parameters()} - {id(parameter) for parameter in model.parameters()}

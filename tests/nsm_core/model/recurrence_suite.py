@@ -133,7 +133,7 @@ def test_R9_a_row_does_not_see_its_neighbours(model: NsmModel) -> None:
         assert stepped[row].isfinite().all()
 
 
-def test_R10_resume_from_packed_bytes_goes_on_exactly(model: NsmModel) -> None:
+def test_R10_resume_from_packed_bytes_is_exact(model: NsmModel) -> None:
     ids = random_ids(2, 90)
     _, state = model(ids[:, :60], model.initial_state(2))
     want = read(model, [ids[1:2, 60:]], {name: value[1:2] for name, value in state.items()})
@@ -144,7 +144,7 @@ def test_R10_resume_from_packed_bytes_goes_on_exactly(model: NsmModel) -> None:
 
 
 @pytest.mark.parametrize(("state_format", "tolerance"), [(StateFormat.FP16, 0.002), (StateFormat.INT8, 0.1)])
-def test_a_state_that_was_stored_goes_on_about_as_before(
+def test_stored_state_continues_with_small_differences(
     model: NsmModel, state_format: StateFormat, tolerance: float
 ) -> None:
     """Half precision and int8 are for states at rest: rounded once, and not again by being stored again."""
@@ -208,7 +208,7 @@ def test_positions_count_the_tokens_fed(model: NsmModel) -> None:
 
 
 @pytest.mark.parametrize("num_prompts", [scaled(8, 64)])
-def test_R8_greedy_tokens_are_the_same_in_every_form(model: NsmModel, num_prompts: int) -> None:
+def test_R8_greedy_tokens_are_the_same_in_every_implementation(model: NsmModel, num_prompts: int) -> None:
     """A fixed suite: prompts read whole, in pieces, and in one batch continue with the same tokens."""
     prompts = random_ids(num_prompts, 48, seed=11)
 

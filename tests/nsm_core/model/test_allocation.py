@@ -84,7 +84,7 @@ def test_importance_and_pressure_are_those_of_one_token_after_the_other(
         pytest.param(make_use([1, 0, 1, 1, 1, 1, 1, 1], pressure=0.2), "10111111", id="not what was just pruned"),
     ],
 )
-def test_what_a_boundary_decides(use: SlotUse, after: str) -> None:
+def test_boundary_prunes_and_allocates_slots(use: SlotUse, after: str) -> None:
     got, pruned = RULE.apply(use)
     assert letters(got.mask) == after
     assert letters(pruned) == letters(use.mask & ~got.mask)
@@ -116,7 +116,7 @@ def test_slots_out_of_use_are_neither_written_nor_read() -> None:
     torch.testing.assert_close(stepped, out[:, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_pruned_starts_anew() -> None:
+def test_pruned_slots_restart_from_their_initial_value() -> None:
     mixer = make_mixer(prune_share=1.0)
     state, position = mixer.initial_state(1), 0
     for seed in range(4):

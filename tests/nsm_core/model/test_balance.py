@@ -22,7 +22,7 @@ def make_router(kind: str = "softmax") -> Router:
     ).train()
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_padding_is_not_counted() -> None:
     x, valid = torch.randn(2, 5, HEADS, SLOTS), torch.rand(2, 5) < 0.5
     torch.testing.assert_close(token_mean(x, valid), x[valid].mean(dim=0))
     torch.testing.assert_close(token_mean(x, None), x.mean(dim=(0, 1)))
@@ -37,7 +37,7 @@ def test_the_balance_penalty_is_one_when_slots_are_alike_and_their_number_when_o
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_penalties_are_what_training_can_lower(kind: str) -> None:
+def test_penalties_have_gradients(kind: str) -> None:
     router, x = make_router(kind), torch.randn(3, 40, 16)
     with torch.no_grad():
         router.logits.bias.view(HEADS, SLOTS)[:, 0] += 4.0  # one slot is the favourite
@@ -65,7 +65,7 @@ def test_without_coefficients_or_outside_training_no_penalty_is_computed() -> No
     assert weighted([], 1.0, 1.0) == 0.0
 
 
-def test_what_is_measured_is_what_the_router_did() -> None:
+def test_measured_use_is_that_of_the_router() -> None:
     router, x, valid = make_router(), torch.randn(3, 40, 16), torch.rand(3, 40) < 0.7
     log_decay = router(x, valid)[valid].detach()
     load, written, decay = router.take_use()
@@ -89,7 +89,7 @@ def test_slot_use_in_numbers() -> None:
     assert slot_use([]) is None
 
 
-def test_a_slot_that_nothing_chooses_is_raised_until_something_does() -> None:
+def test_unused_slot_is_raised_until_it_is_chosen() -> None:
     router, x = make_router(), torch.randn(4, 64, 16)
     with torch.no_grad():
         router.logits.bias.view(HEADS, SLOTS)[:, 5] -= 6.0

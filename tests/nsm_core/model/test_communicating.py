@@ -40,7 +40,7 @@ def test_an_exchange_happens_after_every_interval_and_nowhere_else(top_k: int) -
     torch.testing.assert_close(state["slots"], by_hand["slots"], rtol=1e-4, atol=1e-5)
 
 
-def test_what_slots_hold_stays_in_the_hull_of_what_they_held() -> None:
+def test_communication_keeps_slots_in_their_hull() -> None:
     mixer = make_mixer()
     slots = torch.randn(3, 2, 8, 16)
     mixed = mixer.communication(slots)

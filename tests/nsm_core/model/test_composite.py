@@ -12,7 +12,7 @@ from nsm_core.state.spec import State
 
 
 @pytest.mark.parametrize("pattern", ["[NW]", "[CG]", "(WNL)", "(NM)"])
-def test_every_part_says_nothing_at_the_start_and_learns(pattern: str) -> None:
+def test_every_part_starts_at_zero_and_learns(pattern: str) -> None:
     """A weight of zero times a mixer whose output is zero would stay so for ever."""
     torch.manual_seed(0)
     config = ModelConfig(

@@ -72,7 +72,7 @@ def test_R8_chunks_equal_the_equations_token_by_token(gate: str, chunk: int) -> 
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_slot_that_nothing_was_routed_to_keeps_its_bits(gate: str) -> None:
+def test_unrouted_slot_keeps_its_bits(gate: str) -> None:
     mixer, x = make_mixer(gate, 2), torch.randn(2, 16)  # two tokens write to three of eight slots each
     _, state = run(mixer, x, mixer.initial_state(1), 0)
     untouched = (mixer.router(x) == 0).all(dim=0)

@@ -48,7 +48,7 @@ def test_answers_follow_the_order_of_the_nodes(router: str, num_nodes: int, seed
 
 
 @pytest.mark.parametrize("router", MODELS)
-def test_nodes_that_are_not_there_and_other_graphs_change_nothing(router: str) -> None:
+def test_absent_nodes_and_other_graphs_have_no_effect(router: str) -> None:
     model = MODELS[router]
     features, edges = random_graphs(3, 9, seed=5)
     want = model(features[:1, :6], edges[:1, :6, :6])
@@ -78,7 +78,7 @@ def test_slots_attend_along_edges_of_their_nodes() -> None:
     assert with_links[0, 0, 0, 1] > 0.9
 
 
-def test_nodes_that_write_nothing_leave_the_learned_slots() -> None:
+def test_nodes_without_writes_leave_the_learned_slots() -> None:
     mixer = GraphMixer(CONFIG)
     slots = mixer.write(torch.randn(2, 5, 2, 16), torch.zeros(2, 5, 2, 6))
     torch.testing.assert_close(slots, mixer.initial_slots.expand_as(slots))

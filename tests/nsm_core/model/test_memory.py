@@ -116,7 +116,7 @@ def test_rounding_does_not_grow_over_hundreds_of_writes() -> None:
     assert (got - want)[0, -200:].abs().max() < 1e-5
 
 
-def test_what_weighs_nothing_writes_nothing() -> None:
+def test_token_of_weight_zero_writes_no_memory() -> None:
     write = make_mixer(8).write
     rows = Rows(torch.randn(2, ROWS, WIDTH), torch.rand(2, ROWS))
     weight = torch.zeros(2, 2)

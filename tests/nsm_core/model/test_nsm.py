@@ -66,7 +66,7 @@ def pulse() -> NsmModel:
     return make_model()
 
 
-def test_the_spec_tells_names_shapes_and_bytes(model: NsmModel) -> None:
+def test_state_spec_has_names_shapes_and_bytes(model: NsmModel) -> None:
     state = model.initial_state(3)
     assert {t.name: (3, *t.shape) for t in model.state_spec.tensors} == {n: tuple(v.shape) for n, v in state.items()}
     parts = 1 if model.config.projector == "direct" else 2  # values alone, or keys beside them
@@ -91,7 +91,7 @@ def test_the_registry_knows_every_kind_of_layer() -> None:
     assert set(MIXERS) == set(LAYER_KINDS)
 
 
-def test_attention_does_not_look_past_its_window() -> None:
+def test_attention_ends_at_its_window() -> None:
     """Three layers of window 24 reach 72 tokens back: what lies further has no effect, what lies nearer has."""
     model = make_model(with_fields(layer_pattern="W"))
     ids = random_ids(1, 120)
@@ -111,7 +111,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
 
 
-def test_slots_stay_in_the_hull_of_what_was_written(pulse: NsmModel) -> None:
+def test_slots_stay_in_the_hull_of_written_values(pulse: NsmModel) -> None:
     """Convex writes: no value of a bank grows past the largest one that was ever written or there at the start."""
     state = pulse.initial_state(1)
     for seed in range(20):

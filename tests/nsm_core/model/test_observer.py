@@ -59,7 +59,7 @@ def test_a_sparse_router_shows_so() -> None:
     assert all(layer.states_per_token <= 4 for layer in observer.layers)
 
 
-def test_a_look_leaves_model_and_state_as_they_were() -> None:
+def test_observation_leaves_model_and_state_unchanged() -> None:
     model = random_model(small_config(64))
     observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
     before = {name: tensor.clone() for name, tensor in state.items()}
@@ -88,7 +88,7 @@ def test_a_resumed_state_that_was_not_seen_before_is_no_change() -> None:
     assert [layer.num_allocated for layer in observer.layers] == [0, 0]
 
 
-def test_M7_looks_are_rare_and_rarer_where_they_cost_much() -> None:
+def test_M7_observations_are_rare_and_rarer_if_expensive() -> None:
     times = iter([0.0, 10.0, 10.0, 10.001, 10.0 + OBSERVE_EVERY_S, 20.0, 22.0, 22.0 + 1.9 / MAX_SHARE, 1e9])
     model = random_model(small_config(64))
     observer = ModelObserver(model, clock=lambda: next(times))
@@ -108,7 +108,7 @@ def test_a_mixer_beside_others_is_found_by_its_number(pattern: str) -> None:
     assert [layer.layer for layer in observer.layers] == ["0.0", "1.0"]
 
 
-def test_a_model_without_routers_is_not_looked_at() -> None:
+def test_model_without_routers_is_not_observed() -> None:
     observer = ModelObserver(random_model(small_config(64, layer_pattern="A")), clock=FakeClock())
     assert not observer.is_due
 

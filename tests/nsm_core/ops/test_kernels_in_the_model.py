@@ -53,7 +53,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 # looks at the gradient of whatever it meets.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "traced"])
-def test_kernels_and_plain_forms_agree_in_a_model(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_reference_agree_in_a_model(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in DISPATCHERS:
         monkeypatch.setattr(f"{module}.runs_kernels", lambda _: False)
     want = read(make_model())

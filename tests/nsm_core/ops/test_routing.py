@@ -74,7 +74,7 @@ def check(inputs: dict[str, Any], top_k: int) -> Tensor:
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
-def test_kernels_equal_the_plain_form(leading: tuple[int, ...], heads: int, slots: int, top_k: int) -> None:
+def test_kernels_equal_the_reference(leading: tuple[int, ...], heads: int, slots: int, top_k: int) -> None:
     log_decay = check(make_inputs(*leading, heads=heads, slots=slots), top_k)
     assert bool((log_decay <= 0).all())
     assert bool((log_decay >= LOG_DECAY_MIN).all())
@@ -125,7 +125,7 @@ def test_no_tokens() -> None:
     assert [grad.abs().sum().item() for grad in grads] == [0.0, 0.0, 0.0]
 
 
-def test_on_a_cpu_the_entry_is_the_plain_form() -> None:
+def test_dispatch_on_a_cpu_is_the_reference() -> None:
     inputs = make_inputs(5, heads=2, slots=16)
     inputs = inputs | {name: inputs[name].cpu() for name in (*LEAVES, "selection_bias")}
     got = route(**inputs, top_k=4, taper=TAPER)

@@ -76,7 +76,7 @@ def check(inputs: dict[str, Any], forward: float = FORWARD_TOLERANCE, gradient: 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 64, 65, 127])
-def test_kernels_equal_the_plain_form(num_tokens: int) -> None:
+def test_kernels_equal_the_reference(num_tokens: int) -> None:
     check(make_inputs(2, num_tokens, heads=1, head_dim=64))
 
 

@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [20, 150])
-def test_forms_agree_with_read_bias_and_inactive_slots(num_tokens: int) -> None:
+def test_implementations_agree_with_read_bias_and_inactive_slots(num_tokens: int) -> None:
     inputs = make_inputs(2, num_tokens, torch.float64)
     inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
     inputs["active"] = torch.rand(2, HEADS, SLOTS) < 0.6
@@ -113,7 +113,7 @@ def test_forms_agree_with_read_bias_and_inactive_slots(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 150])
-def test_forms_agree_where_slots_have_no_keys(num_tokens: int) -> None:
+def test_implementations_agree_without_keys(num_tokens: int) -> None:
     """Values alone, read by what a token says of the slots."""
     inputs = make_inputs(2, num_tokens, torch.float64)
     inputs["read_bias"] = torch.randn_like(inputs["log_decay"])
@@ -145,7 +145,7 @@ def test_a_step_with_a_read_bias_equals_the_reference() -> None:
     assert_same((out[:, None], state), (want, want_state))
 
 
-def test_slots_that_nothing_reads_are_refused() -> None:
+def test_scan_without_reads_is_refused() -> None:
     inputs = make_inputs(1, 3, torch.float64)
     for missing in (("q",), ("q", "k")):
         with pytest.raises(ValueError, match="slots are read by q and k, by a read_bias, or by both"):

@@ -167,7 +167,7 @@ def test_shapes_known_without_running_are_those_of_the_result() -> None:
         torch.library.opcheck(torch.ops.nsm.slot_scan.default, tuple(arguments), test_utils="test_faketensor")
 
 
-def test_a_bank_that_is_larger_than_shared_memory_is_refused_and_left_to_the_chunked_form() -> None:
+def test_bank_larger_than_shared_memory_is_refused_and_runs_in_chunks() -> None:
     inputs = make_inputs(1, 16, heads=1, slots=128, head_dim=128)
     assert not is_supported(inputs["q"], inputs["log_decay"])
     with pytest.raises(ValueError, match=r"128 slots of 128 dimensions in torch\.float32"):

@@ -10,7 +10,7 @@ from nsm_core.ops.slot_scan.summary import slot_summary
 
 @pytest.mark.parametrize("has_keys", [True, False])
 @pytest.mark.parametrize("resets", [None, [[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [1, 0, 1]]])
-def test_slot_summary_is_what_the_tokens_do_one_by_one(has_keys: bool, resets: list[list[int]] | None) -> None:
+def test_slot_summary_equals_the_tokens_one_by_one(has_keys: bool, resets: list[list[int]] | None) -> None:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 from nsm_core.sampling.counts import TokenCounts
 
 
-def test_counts_are_a_mapping_of_what_was_added() -> None:
+def test_counts_are_a_mapping_of_the_added_tokens() -> None:
     counts = TokenCounts(10, {3: 2, 9: 1})
     counts.add(3)
     counts.add(0)

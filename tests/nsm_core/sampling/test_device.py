@@ -48,7 +48,7 @@ def on_host(logits: Tensor, wanted: list[SamplingRow]) -> list[int]:
     levels=st.sampled_from((0, 3, 40)),
     seed=st.integers(0, 999),
 )
-def test_the_device_draws_what_the_host_draws(wanted: list[SamplingRow], vocab: int, levels: int, seed: int) -> None:
+def test_device_draws_equal_host_draws(wanted: list[SamplingRow], vocab: int, levels: int, seed: int) -> None:
     """Equal logits too: of equal weights the lowest ids stay, and the lowest of the largest wins."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(wanted), vocab, generator=generator)
@@ -57,8 +57,8 @@ def test_the_device_draws_what_the_host_draws(wanted: list[SamplingRow], vocab: 
     assert sample_on_device(logits.to(DEVICE), wanted) == on_host(logits, wanted)
 
 
-def row(**wishes: object) -> SamplingRow:
-    return SamplingRow(params=SamplingParams(**wishes), position=9, generated_counts={})  # type: ignore[arg-type]
+def row(**params: object) -> SamplingRow:
+    return SamplingRow(params=SamplingParams(**params), position=9, generated_counts={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -75,16 +75,17 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert sample_on_device(logits, [row(temperature=1e-300)] * 2) == logits.argmax(dim=1).tolist()
 
 
-def test_rows_with_other_wishes_go_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities, bias and penalties need the logits there; each row's result is in its own place."""
+def test_rows_that_are_not_plain_are_sampled_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, bias and penalties need the logits there; results stay in the order of the rows."""
     wanted = [
         row(seed=1),
         row(seed=2, logprobs=2),
         row(seed=3, logit_bias={4: 50.0}),
         dataclasses.replace(row(seed=4, repetition_penalty=2.0), generated_counts={3: 1}),
+        row(seed=5, repetition_penalty=2.0),
         row(temperature=0.0),
     ]
-    logits = torch.randn(5, 40)
+    logits = torch.randn(6, 40)
     want = Sampler().sample(logits, wanted)
     on_device: list[int] = []
 

@@ -54,7 +54,7 @@ def test_other_layouts_and_dtypes_are_read() -> None:
     assert prompt_logprobs(logits, [1] * 6, 2) == prompt_logprobs(logits.float().contiguous(), [1] * 6, 2)
 
 
-def test_a_row_that_is_not_finite_is_an_error_that_says_where() -> None:
+def test_row_that_is_not_finite_is_an_error_with_its_position() -> None:
     logits = torch.randn(300, 10)
     logits[280, 3] = float("nan")
     with pytest.raises(NumericalError, match="prompt token 280"):

@@ -85,13 +85,16 @@ def test_params_cannot_be_changed() -> None:
         params.logit_bias[1] = 2.0  # type: ignore[index]
 
 
-def test_greedy_and_penalties_are_told() -> None:
+def test_is_greedy_has_penalties_and_is_plain_follow_the_values() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert not SamplingParams().is_greedy
     assert not SamplingParams(logit_bias={1: 1.0}).has_penalties
     assert SamplingParams(repetition_penalty=1.1).has_penalties
     assert SamplingParams(presence_penalty=-0.1).has_penalties
     assert SamplingParams(frequency_penalty=0.1).has_penalties
+    assert SamplingParams(temperature=0.0, top_k=3).is_plain
+    for change in ({"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 0.1}):
+        assert not SamplingParams(**change).is_plain  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("token_id", [-1, 300, 2**40])

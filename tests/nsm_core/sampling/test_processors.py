@@ -41,7 +41,7 @@ def only(weights: Row, ids: list[int]) -> list[float]:
 
 
 @given(weight_rows, st.integers(0, 70))
-def test_top_k_keeps_the_most_likely_and_the_lowest_ids_among_equals(weights: Row, top_k: int) -> None:
+def test_top_k_selects_the_most_likely_and_the_lowest_ids_among_equals(weights: Row, top_k: int) -> None:
     kept = by_likelihood(weights)[: top_k or None]
     got = weights.copy()
     keep_top_k(got, top_k)
@@ -49,7 +49,7 @@ def test_top_k_keeps_the_most_likely_and_the_lowest_ids_among_equals(weights: Ro
 
 
 @given(weight_rows, st.integers(1, 64).map(lambda numerator: numerator / 64))
-def test_top_p_keeps_the_fewest_most_likely_with_that_mass(weights: Row, top_p: float) -> None:
+def test_top_p_selects_the_fewest_most_likely_with_that_mass(weights: Row, top_p: float) -> None:
     kept: list[int] = []
     for token_id in by_likelihood(weights):
         if sum(float(weights[i]) for i in kept) < top_p * float(weights.sum(dtype=np.float64)):
@@ -60,7 +60,7 @@ def test_top_p_keeps_the_fewest_most_likely_with_that_mass(weights: Row, top_p: 
 
 
 @given(weight_rows, st.integers(0, 64).map(lambda numerator: numerator / 64))
-def test_min_p_keeps_what_is_likely_enough_beside_the_best(weights: Row, min_p: float) -> None:
+def test_min_p_selects_tokens_relative_to_the_most_likely(weights: Row, min_p: float) -> None:
     got = weights.copy()
     keep_min_p(got, min_p)
     assert got.tolist() == [weight if weight >= min_p else 0.0 for weight in weights.tolist()]
@@ -83,7 +83,7 @@ def test_filters_on_a_real_sized_row(scale: float) -> None:
         assert set(np.flatnonzero(got)) == set(order[: int(np.searchsorted(mass, top_p)) + 1])
 
 
-def test_top_p_works_on_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     weights = row(1.0, 0.5, 0.25, 0.25)
     apply_filters(weights, SamplingParams(top_k=2, top_p=0.7))  # of 1.5, not of 2.0: 1 / 1.5 < 0.7
     assert weights.tolist() == [1.0, 0.5, 0.0, 0.0]
@@ -91,7 +91,7 @@ def test_top_p_works_on_what_top_k_left() -> None:
     assert weights.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_at_least_one_token_is_always_kept() -> None:
+def test_filters_leave_at_least_one_token() -> None:
     weights = row(0.5, 1.0, 1.0)
     apply_filters(weights, SamplingParams(top_k=1, top_p=1e-12, min_p=1.0))
     assert weights.tolist() == [0.0, 1.0, 0.0]

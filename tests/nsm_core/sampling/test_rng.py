@@ -53,7 +53,7 @@ def test_a_draw_follows_the_documented_construction(seed: int, choice_index: int
     assert uniform(seed, choice_index, position) == (first >> 11) * 2.0**-53
 
 
-def test_M5_the_batched_form_gives_the_same_values() -> None:
+def test_M5_uniforms_equal_single_draws() -> None:
     places = [(seed, choice, position) for seed in (0, 7, 2**63) for choice in (0, 1) for position in range(20)]
     batched = uniforms(places)
     assert batched.dtype == np.float64

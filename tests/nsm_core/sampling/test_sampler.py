@@ -103,7 +103,7 @@ def test_only_seed_choice_and_position_move_the_draw() -> None:
         assert ids_of(logits, [other]) != base
 
 
-def test_tokens_come_as_often_as_the_model_says() -> None:
+def test_token_frequencies_equal_the_models_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     num_draws = 8000
     rows = [make_row(position, seed=3) for position in range(num_draws)]

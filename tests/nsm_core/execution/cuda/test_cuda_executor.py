@@ -51,7 +51,7 @@ def test_a_batch_above_the_largest_size_is_cut(monkeypatch: pytest.MonkeyPatch) 
     assert hidden[:2].equal(cut.step((0, 1), (5, 6)))
 
 
-def test_matrices_may_be_rounded_and_nothing_else() -> None:
+def test_rounding_affects_matrices_alone() -> None:
     weights = CudaExecutor(small_model(), num_rows=1, options=CudaOptions(graphs=False)).weights
     slots = weights.layers[0].mixer
     assert {weights.output.weight.dtype, slots.project.weight.dtype, weights.layers[1].up.weight.dtype} == {
@@ -62,7 +62,7 @@ def test_matrices_may_be_rounded_and_nothing_else() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", list(CudaWeights))
-def test_on_a_gpu_steps_stay_near_the_written_form(weights: CudaWeights) -> None:
+def test_gpu_steps_stay_near_the_eager_model(weights: CudaWeights) -> None:
     results = list(checks.check_steps(small_model(), CudaOptions(weights=weights), num_steps=8, num_rows=5))
     assert all(row["ok"] for row in results), results
 

@@ -59,7 +59,7 @@ def test_a_linear_layer_with_norm_bias_and_gate(rows: int, outputs: int, width: 
     assert bool(out[:, outputs:].isnan().all())
 
 
-def test_a_linear_layer_adds_to_the_stream_in_all_its_forms() -> None:
+def test_linear_layer_adds_to_the_stream_in_every_layout() -> None:
     weight, x = torch.randn(64, 64, device=DEVICE) / 8, torch.randn(5, 64, device=DEVICE)
     before = torch.randn(5, 64, device=DEVICE)
     stream = make_stream(5, 64, torch.float16, DEVICE)

@@ -39,7 +39,7 @@ def opened(model: NsmModel, num_rows: int) -> CudaExecutor:
     return executor
 
 
-def test_rows_go_on_with_what_was_sampled_unless_they_pause_at_it() -> None:
+def test_rows_read_the_sampled_id_unless_it_is_a_pausing_id() -> None:
     """In order: goes on, pauses, not finite, an id from the host, at which it would pause, goes on, padding."""
     given = torch.tensor([[4, 5, 6, 7, 8, -1], [99, 99, 99, 11, 99, 0], [2, 0, 1, -1, 0, -1]], device=DEVICE)
     pauses = torch.zeros(9, 40, dtype=torch.uint8, device=DEVICE)
@@ -62,7 +62,7 @@ def test_without_a_step_before_it_all_ids_are_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("largest", [2, 8])
-def test_rows_that_go_on_are_those_of_a_plain_step_and_the_others_keep_their_bits(
+def test_overlapped_rows_equal_a_plain_step_and_skipped_rows_are_unchanged(
     largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece, and in pieces of two rows."""
