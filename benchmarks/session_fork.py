@@ -19,6 +19,8 @@ from pathlib import Path
 from benchmarks.session_store import make_snapshot
 from nsm_lab.evaluation.provenance import source_commit
 from service.state.copies import create_copy, read_copy
+from service.stores.sessions.base import Commit, NewSession
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 
 TURN_TOKENS = 128
@@ -27,20 +29,22 @@ NUM_WARM_UP = 3
 
 async def make_session(store: SqliteSessionStore, num_tokens: int, state_bytes: int) -> None:
     """A session "s" with a log of `num_tokens`, in turns of TURN_TOKENS."""
-    await store.create(tenant="default", session_id="s", model_fingerprint="benchmark", metadata={})
+    await store.create(NewSession(key=SessionKey("default", "s"), model_fingerprint="benchmark", metadata={}))
     for start in range(0, num_tokens, TURN_TOKENS):
         new_ids = tuple(range(start, min(start + TURN_TOKENS, num_tokens)))
-        leased = await store.acquire(tenant="default", session_id="s", holder="benchmark", lease_s=10.0)
+        leased = await store.acquire(SessionKey("default", "s"), holder="benchmark", lease_s=10.0)
         version, is_last = leased.stored.head.version, start + TURN_TOKENS >= num_tokens
         await store.commit(
             leased.lease,
-            expected_version=version,
-            snapshot=make_snapshot(version + 1, state_bytes if is_last else 64),
-            position=version + 1,  # what make_snapshot writes
-            model_fingerprint="benchmark",
-            new_ids=new_ids,
-            num_sampled=len(new_ids),
-            seed=0,
+            Commit(
+                expected_version=version,
+                snapshot=make_snapshot(version + 1, state_bytes if is_last else 64),
+                position=version + 1,  # what make_snapshot writes
+                model_fingerprint="benchmark",
+                new_ids=new_ids,
+                num_sampled=len(new_ids),
+                seed=0,
+            ),
         )
 
 
@@ -52,9 +56,9 @@ async def measure(directory: Path, num_tokens: int, *, num_forks: int, state_byt
         times = []
         for number in range(NUM_WARM_UP + num_forks):
             start = time.perf_counter()
-            copy = await read_copy(store, tenant="default", session_id="s")
+            copy = await read_copy(store, SessionKey("default", "s"))
             await create_copy(
-                store, copy, tenant="default", session_id=f"f{number}", metadata={}, ttl_s=None, forked_from=None
+                store, copy, SessionKey("default", f"f{number}"), metadata={}, ttl_s=None, forked_from=None
             )
             times.append((time.perf_counter() - start) * 1000)
     finally:

@@ -38,12 +38,13 @@ from nsm_lab.evaluation.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 from service.backends.local import LocalBackend
 from service.state.at_position import read_up_to
-from service.stores.sessions.base import SessionStore
+from service.stores.sessions.base import Commit, NewSession, Rewind, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.lease import HeldLease, Leases
 
-KEY = {"tenant": "default", "session_id": "s"}
+KEY = SessionKey("default", "s")
 PART_TURNS = 100  # states in memory at once
 DISTANCES = (80, 1_600, 6_400, 25_600)
 WITHOUT = 1_600  # without older snapshots each takes the same
@@ -102,11 +103,11 @@ async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespa
             places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.retained]
         await tell(backend, places, ids, args)
         sizes = {(place.max_retained, place.redis is None): await place.num_bytes() for place in places}
-        newest = (await places[0].store.get(**KEY)).position
+        newest = (await places[0].store.get(KEY)).position
         rows = []
         for kept in args.retained:
             place = next(place for place in places if place.max_retained == kept and place.path is not None)
-            found = await place.store.list_retained(**KEY)
+            found = await place.store.list_retained(KEY)
             row: dict[str, Any] = {
                 "kept": kept,
                 "distances": [newest - one.position for one in found],
@@ -158,7 +159,7 @@ async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, .
         for place in places
     ]
     for place in places:
-        await place.store.create(**KEY, model_fingerprint=backend.model.fingerprint, metadata={})
+        await place.store.create(NewSession(key=KEY, model_fingerprint=backend.model.fingerprint, metadata={}))
     part = PART_TURNS * args.turn_tokens
     resume: Resume | None = None
     for start in range(0, len(ids), part):
@@ -173,7 +174,7 @@ async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, .
             if isinstance(event, PromptState):
                 new_ids = ids[event.position - args.turn_tokens : event.position]
                 for lease in leases:
-                    held = await lease.take(**KEY, on_lost=lambda error: None)
+                    held = await lease.take(KEY, on_lost=lambda error: None)
                     await commit(backend, held, event, new_ids)
                 resume = resume_from(backend, event)
             elif isinstance(event, Finished) and event.error is not None:
@@ -191,13 +192,15 @@ async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new
     form = held.state_format
     raw = snapshot_of(backend, event.state, position=event.position, version=version + 1, form=form).encode()
     await held.commit(
-        expected_version=version,
-        snapshot=raw,
-        position=event.position,
-        model_fingerprint=backend.model.fingerprint,
-        new_ids=new_ids,
-        num_sampled=len(new_ids) // 2,
-        seed=0,
+        Commit(
+            expected_version=version,
+            snapshot=raw,
+            position=event.position,
+            model_fingerprint=backend.model.fingerprint,
+            new_ids=new_ids,
+            num_sampled=len(new_ids) // 2,
+            seed=0,
+        )
     )
 
 
@@ -214,7 +217,8 @@ def snapshot_of(
         position=position,
         pending_id=None,
         sampler=SamplerState(seed=0, generated_counts={}),
-        **KEY,
+        tenant=KEY.tenant,
+        session_id=KEY.session_id,
         version=version,
         parent=version - 1,
         created_at=time.time(),
@@ -232,17 +236,17 @@ async def rewind(
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        held = await Leases(store, lease_s=600.0, metrics=Metrics(backend)).take(**KEY, on_lost=lambda error: None)
+        held = await Leases(store, lease_s=600.0, metrics=Metrics(backend)).take(KEY, on_lost=lambda error: None)
         num_left = len(ids) - distance
         start = time.perf_counter()
-        marks = await store.log_marks(**KEY)
+        marks = await store.log_marks(KEY)
         reading = await read_up_to(
             backend,
             store,
+            KEY,
             ids[: num_left - 1],
             retained=held.retained,
             marks=marks,
-            **KEY,
             request_id="rewind",
             deadline=1e12,
         )
@@ -252,13 +256,15 @@ async def rewind(
         version = held.stored.head.version
         snapshot = snapshot_of(backend, finished.end_state.state, position=num_left - 1, version=version + 1)
         await held.rewind(
-            expected_version=version,
-            snapshot=snapshot.encode(),
-            position=num_left - 1,
-            model_fingerprint=backend.model.fingerprint,
-            num_log_tokens=num_left,
-            num_sampled=0,
-            seed=0,
+            Rewind(
+                expected_version=version,
+                snapshot=snapshot.encode(),
+                position=num_left - 1,
+                model_fingerprint=backend.model.fingerprint,
+                num_log_tokens=num_left,
+                num_sampled=0,
+                seed=0,
+            )
         )
         seconds = time.perf_counter() - start
     finally:

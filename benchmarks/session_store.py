@@ -29,7 +29,8 @@ from redis.asyncio import Redis
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
 from nsm_lab.evaluation.provenance import source_commit
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.base import SessionStore
+from service.stores.sessions.base import Commit, NewSession, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
@@ -105,18 +106,20 @@ async def redis_store(directory: Path, sync: str) -> AsyncIterator[tuple[Session
 async def one_turn(store: SessionStore, raw: bytes) -> tuple[float, float]:
     """Seconds to acquire and to commit."""
     start = time.perf_counter()
-    leased = await store.acquire(tenant="default", session_id="s", holder="benchmark", lease_s=10.0)
+    leased = await store.acquire(SessionKey("default", "s"), holder="benchmark", lease_s=10.0)
     acquired = time.perf_counter()
     head = leased.stored.head
     await store.commit(
         leased.lease,
-        expected_version=head.version,
-        snapshot=raw,
-        position=head.position + 64,
-        model_fingerprint="benchmark",
-        new_ids=tuple(range(64)),
-        num_sampled=64,
-        seed=0,
+        Commit(
+            expected_version=head.version,
+            snapshot=raw,
+            position=head.position + 64,
+            model_fingerprint="benchmark",
+            new_ids=tuple(range(64)),
+            num_sampled=64,
+            seed=0,
+        ),
     )
     return acquired - start, time.perf_counter() - acquired
 
@@ -126,7 +129,7 @@ async def measure(kind: str, *, num_turns: int, state_bytes: int, parent: Path |
     acquires, commits = [], []
     with tempfile.TemporaryDirectory(dir=parent) as directory:
         async with opened(kind, Path(directory)) as (store, client):
-            await store.create(tenant="default", session_id="s", model_fingerprint="benchmark", metadata={})
+            await store.create(NewSession(key=SessionKey("default", "s"), model_fingerprint="benchmark", metadata={}))
             for number in range(NUM_WARM_UP + num_turns):
                 acquire_s, commit_s = await one_turn(store, make_snapshot(number + 1, state_bytes))
                 if number >= NUM_WARM_UP:

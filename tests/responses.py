@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.stores.sessions.key import SessionKey
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, gateway, without_comments
 
@@ -55,7 +56,7 @@ async def session_ids(server: Gateway) -> list[str]:
 
 
 async def log_of(server: Gateway, session_id: str) -> tuple[int, ...]:
-    return await server.services.store.read_log(tenant="default", session_id=session_id)
+    return await server.services.store.read_log(SessionKey("default", session_id))
 
 
 def text_of(response: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.base import Lease, LeasedSession, SessionHead, SessionStore
+from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.snapshots import make_snapshot
 
@@ -59,14 +60,14 @@ def opened_redis(url: str) -> contextlib.AbstractAsyncContextManager[RedisSessio
 
 async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "a", **fields: Any) -> SessionHead:
     fields = {"model_fingerprint": "m1", "metadata": {"k": "v"}, **fields}
-    return await store.create(tenant=tenant, session_id=session_id, **fields)
+    return await store.create(NewSession(key=SessionKey(tenant, session_id), **fields))
 
 
 async def acquire(
     store: SessionStore, session_id: str = "s1", *, tenant: str = "a", holder: str | None = None
 ) -> LeasedSession:
     holder = holder or uuid.uuid4().hex
-    return await store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=LEASE_S)
+    return await store.acquire(SessionKey(tenant, session_id), holder=holder, lease_s=LEASE_S)
 
 
 async def commit_under(
@@ -85,11 +86,13 @@ async def commit_under(
     fields = {"model_fingerprint": "m1", "num_sampled": 1, "seed": 7, **fields}
     return await store.commit(
         lease,
-        expected_version=head.version,
-        snapshot=snapshot or made.encode(),
-        position=head.position + len(new_ids),
-        new_ids=new_ids,
-        **fields,
+        Commit(
+            expected_version=head.version,
+            snapshot=snapshot or made.encode(),
+            position=head.position + len(new_ids),
+            new_ids=new_ids,
+            **fields,
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from service.state.rebuild import sampled_counts
-from service.stores.sessions.base import LogMark, SessionHead, SessionStore
+from service.stores.sessions.base import Commit, LogMark, SessionHead, SessionStore
 from tests.fakes import FakeBackend, state_after
 from tests.stored_sessions import acquire, create
 
@@ -58,12 +58,14 @@ async def tell(
         lease = (await acquire(store, session_id, tenant=tenant)).lease
         head = await store.commit(
             lease,
-            expected_version=turn,
-            snapshot=snapshot.encode(),
-            position=len(log_ids) - 1,
-            model_fingerprint=backend.model.fingerprint,
-            new_ids=new_ids,
-            num_sampled=2,
-            seed=SEED,
+            Commit(
+                expected_version=turn,
+                snapshot=snapshot.encode(),
+                position=len(log_ids) - 1,
+                model_fingerprint=backend.model.fingerprint,
+                new_ids=new_ids,
+                num_sampled=2,
+                seed=SEED,
+            ),
         )
     return head

@@ -13,7 +13,8 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import Snapshot
 from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
-from service.stores.sessions.base import Lease, SessionHead
+from service.stores.sessions.base import Commit, Lease, NewSession, SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
@@ -21,7 +22,7 @@ from service.turns.turn import Turn, TurnEnd
 from service.turns.turns import Turns
 from tests.fakes import FakeBackend
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 
 
 EOT = 0
@@ -37,12 +38,12 @@ class FaultyStore(MemorySessionStore):
         self.may_commit.set()
         self.is_committing = asyncio.Event()
 
-    async def commit(self, lease: Lease, **fields: Any) -> SessionHead:
+    async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
         self.is_committing.set()
         await self.may_commit.wait()
         if self.commit_error is not None:
             raise self.commit_error
-        return await super().commit(lease, **fields)
+        return await super().commit(lease, commit)
 
 
 class House:
@@ -69,7 +70,7 @@ class House:
 
     async def create(self, session_id: str = "s1") -> SessionHead:
         return await self.store.create(
-            tenant="default", session_id=session_id, model_fingerprint="fake-fingerprint", metadata={}
+            NewSession(key=SessionKey("default", session_id), model_fingerprint="fake-fingerprint", metadata={})
         )
 
     async def open(self, *input_ids: int, **changes: Any) -> Turn:
@@ -82,7 +83,7 @@ class House:
         return self.metrics.registry.get_sample_value(name, labels)
 
     async def snapshot(self, session_id: str = "s1") -> Snapshot:
-        stored = await self.store.load(tenant="default", session_id=session_id)
+        stored = await self.store.load(SessionKey("default", session_id))
         assert stored.snapshot is not None
         return Snapshot.decode(stored.snapshot)
 
@@ -91,8 +92,7 @@ def make_request(*input_ids: int, max_tokens: int = 4, seed: int | None = None, 
     sampling = SamplingParams(max_tokens=max_tokens, seed=77 if seed is None else seed)
     fields: dict[str, Any] = {
         "request_id": "r1",
-        "tenant": "default",
-        "session_id": "s1",
+        "key": SessionKey("default", "s1"),
         "input_ids": input_ids,
         "is_verbatim": False,
         "sampling": sampling,

@@ -8,7 +8,6 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import TypedDict
 
 from nsm_core.chat_template import ChatMessage, get_template
 from nsm_core.engine.request import TokenEvent
@@ -21,19 +20,13 @@ from service.schemas.sessions import SESSION_ID
 from service.server import make_backend
 from service.settings import Settings
 from service.state.resume import TurnRequest
-from service.stores.sessions.base import DEFAULT_TENANT, SessionHead
+from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead
 from service.stores.sessions.factory import make_store
+from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn, TurnEnd
 
 MADE_UP = "sess_"  # how ids begin that nobody chose
 _ANY = "\0"  # stands for a message where a template is taken apart
-
-
-class SessionKey(TypedDict):
-    """What every call to the store names."""
-
-    tenant: str
-    session_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class Conversation:
                 f"a session's id must be 1 to 64 characters of A-Z, a-z, 0-9, _ and -, got {quoted(self.session_id)}"
             )
         try:
-            head = await self._store.get(**self._key)
+            head = await self._store.get(self._key)
         except NotFound:
             if self.session_id.startswith(MADE_UP):
                 raise
@@ -98,7 +91,7 @@ class Conversation:
 
     async def last_exchange(self) -> Exchange | None:
         """The newest message and its answer, if the log ends with them in the template's form."""
-        text = self._backend.tokenizer.decode(await self._store.read_log(**self._key))
+        text = self._backend.tokenizer.decode(await self._store.read_log(self._key))
         for form in (self._template.render_next(ChatMessage("user", _ANY)), self._first(_ANY)):
             before, between = form.split(_ANY)
             _, is_found, newest = text.rpartition(before)
@@ -109,12 +102,12 @@ class Conversation:
 
     async def tidy(self) -> None:
         """A new session in which nothing was said is not kept."""
-        if self.is_new and self.head is not None and (await self._store.get(**self._key)).version == 0:
-            await self._turns.delete(**self._key)
+        if self.is_new and self.head is not None and (await self._store.get(self._key)).version == 0:
+            await self._turns.delete(self._key)
 
     @property
     def _key(self) -> SessionKey:
-        return {"tenant": DEFAULT_TENANT, "session_id": self.session_id}
+        return SessionKey(DEFAULT_TENANT, self.session_id)
 
     def _first(self, message: str) -> str:
         return self._template.render([ChatMessage("user", message)])
@@ -127,8 +120,7 @@ class Conversation:
         head = head or await self._create()
         request = TurnRequest(
             request_id=uuid.uuid4().hex,
-            tenant=DEFAULT_TENANT,
-            session_id=self.session_id,
+            key=self._key,
             input_ids=input_ids,
             is_verbatim=False,
             sampling=self._sampling,
@@ -140,11 +132,11 @@ class Conversation:
 
     async def _newest_head(self) -> SessionHead | None:
         """Another process may have gone on with the session since."""
-        return None if self.head is None else await self._store.get(**self._key)
+        return None if self.head is None else await self._store.get(self._key)
 
     async def _create(self) -> SessionHead:
         fingerprint = self._backend.model.fingerprint
-        self.head = await self._store.create(**self._key, model_fingerprint=fingerprint, metadata={})
+        self.head = await self._store.create(NewSession(key=self._key, model_fingerprint=fingerprint, metadata={}))
         return self.head
 
     async def _follow(self, turn: Turn, show: Callable[[str], None]) -> TurnEnd:

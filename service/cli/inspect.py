@@ -17,6 +17,7 @@ from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 from service.cli.stores import opened_store, store_settings
 from service.stores.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ def inspect(
         )
     if session is not None:
         settings = store_settings(data_dir, store, model=model)
-        loaded, inspection = _inspect_session(settings, tenant, session, max_tokens)
+        loaded, inspection = _inspect_session(settings, SessionKey(tenant, session), max_tokens)
     else:
         from service.settings import load_settings
 
@@ -79,23 +80,21 @@ def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[Loade
     return loaded, _read(loaded, ids[:max_tokens], None)
 
 
-def _inspect_session(
-    settings: Settings, tenant: str, session_id: str, max_tokens: int
-) -> tuple[LoadedModel, Inspection]:
+def _inspect_session(settings: Settings, key: SessionKey, max_tokens: int) -> tuple[LoadedModel, Inspection]:
     """Its last tokens, on top of the state before them."""
-    recent = asyncio.run(_recent(settings, tenant, session_id, max_tokens))
+    recent = asyncio.run(_recent(settings, key, max_tokens))
     if not recent.ids:
-        raise InvalidRequest(f"session {session_id!r} has read nothing yet")
+        raise InvalidRequest(f"session {key.session_id!r} has read nothing yet")
     loaded = _load(settings)
     return loaded, _read(loaded, recent.ids, recent.state)
 
 
-async def _recent(settings: Settings, tenant: str, session_id: str, num_tokens: int) -> RecentText:
+async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> RecentText:
     from service.server import make_backend
     from service.state.recent_text import recent_text
 
     async with opened_store(settings) as store:
-        head = await store.get(tenant=tenant, session_id=session_id)
+        head = await store.get(key)
         backend = make_backend(settings)
         await backend.start()
         try:

@@ -16,13 +16,14 @@ from service.cli.output import harmless, note, print_json
 from service.cli.progress import progress
 from service.cli.stores import opened_store, source_settings
 from service.stores.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
     from nsm_core.state.quantize import StateFormat
     from service.backends.base import InferenceBackend
     from service.settings import Settings
     from service.stores.sessions.base import SessionStore
-    from service.transfer.backup import SessionName
+    from service.stores.sessions.key import SessionKey
     from service.transfer.migrate import Migrated
     from service.transfer.verify import Verified
 
@@ -160,7 +161,7 @@ def _stored_in(form: StateFormat) -> str:
     return "" if form.value == "fp32" else f"rounded to {form.value} and as a whole "
 
 
-def _title(name: SessionName) -> str:
+def _title(name: SessionKey) -> str:
     return f"{name.tenant}/{name.session_id}"
 
 
@@ -267,13 +268,14 @@ async def _opened(settings: Settings) -> AsyncIterator[tuple[SessionStore, Infer
             await backend.stop()
 
 
-async def _names(store: SessionStore, ids: Sequence[str] | None, tenant: str | None) -> list[SessionName]:
+async def _names(store: SessionStore, ids: Sequence[str] | None, tenant: str | None) -> list[SessionKey]:
     """Raises NotFound for an id that does not exist."""
-    from service.transfer.backup import SessionName, all_sessions
+    from service.stores.sessions.key import SessionKey
+    from service.transfer.backup import all_sessions
 
     if not ids:
         return await all_sessions(store, tenant=tenant)
     owner = DEFAULT_TENANT if tenant is None else tenant
     for session_id in ids:
-        await store.get(tenant=owner, session_id=session_id)
-    return [SessionName(owner, session_id) for session_id in dict.fromkeys(ids)]
+        await store.get(SessionKey(owner, session_id))
+    return [SessionKey(owner, session_id) for session_id in dict.fromkeys(ids)]

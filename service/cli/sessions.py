@@ -12,6 +12,7 @@ from service.cli import options
 from service.cli.output import console, print_fields, print_json, write_text
 from service.cli.stores import opened_store, store_settings
 from service.stores.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
     from nsm_core.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def show(
     as_json: options.AsJson = False,
 ) -> None:
     """One session: where it is and what it takes."""
-    head = asyncio.run(_get(store_settings(data_dir, store), tenant, session_id))
+    head = asyncio.run(_get(store_settings(data_dir, store), SessionKey(tenant, session_id)))
     if as_json:
         print_json(session_fields(head))
     else:
@@ -67,7 +68,7 @@ def delete(
     store: options.Store = None,
 ) -> None:
     """Delete a session for good: its state, its log, its head."""
-    asyncio.run(_delete(store_settings(data_dir, store), tenant, session_id))
+    asyncio.run(_delete(store_settings(data_dir, store), SessionKey(tenant, session_id)))
     print(f"deleted {session_id}")
 
 
@@ -83,7 +84,7 @@ def log(
 ) -> None:
     """Everything a session has read and written, from its token log."""
     settings = store_settings(data_dir, store, model=model)
-    head, log_ids = asyncio.run(_read_log(settings, tenant, session_id))
+    head, log_ids = asyncio.run(_read_log(settings, SessionKey(tenant, session_id)))
     text = None if ids else _tokenizer_of(settings, head).decode(log_ids)
     if as_json:
         print_json({"id": session_id, "ids": list(log_ids), **({} if text is None else {"text": text})})
@@ -120,20 +121,20 @@ async def _newest(settings: Settings, tenant: str, limit: int) -> list[SessionHe
     return heads
 
 
-async def _get(settings: Settings, tenant: str, session_id: str) -> SessionHead:
+async def _get(settings: Settings, key: SessionKey) -> SessionHead:
     async with opened_store(settings) as store:
-        return await store.get(tenant=tenant, session_id=session_id)
+        return await store.get(key)
 
 
-async def _delete(settings: Settings, tenant: str, session_id: str) -> None:
+async def _delete(settings: Settings, key: SessionKey) -> None:
     async with opened_store(settings) as store:
-        await store.delete(tenant=tenant, session_id=session_id)
+        await store.delete(key)
 
 
-async def _read_log(settings: Settings, tenant: str, session_id: str) -> tuple[SessionHead, tuple[int, ...]]:
+async def _read_log(settings: Settings, key: SessionKey) -> tuple[SessionHead, tuple[int, ...]]:
     async with opened_store(settings) as store:
-        head = await store.get(tenant=tenant, session_id=session_id)
-        return head, await store.read_log(tenant=tenant, session_id=session_id)
+        head = await store.get(key)
+        return head, await store.read_log(key)
 
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:

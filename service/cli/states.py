@@ -12,6 +12,7 @@ from service.cli import options
 from service.cli.output import console, print_json
 from service.cli.stores import opened_store, store_settings
 from service.stores.sessions.base import DEFAULT_TENANT
+from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
     from service.settings import Settings
@@ -31,16 +32,14 @@ def states(
 ) -> None:
     """How far a session's memory slots have moved from their learned start."""
     settings = store_settings(data_dir, store, model=model)
-    answer = asyncio.run(_describe(settings, tenant, session_id, detail, layer))
+    answer = asyncio.run(_describe(settings, SessionKey(tenant, session_id), detail, layer))
     if as_json:
         print_json(answer)
     else:
         _print_table(answer)
 
 
-async def _describe(
-    settings: Settings, tenant: str, session_id: str, detail: Detail, layer: int | None
-) -> dict[str, Any]:
+async def _describe(settings: Settings, key: SessionKey, detail: Detail, layer: int | None) -> dict[str, Any]:
     from service.server import make_backend
     from service.state.describe import describe_states
 
@@ -48,9 +47,7 @@ async def _describe(
         backend = make_backend(settings)
         await backend.start()
         try:
-            return await describe_states(
-                backend, store, tenant=tenant, session_id=session_id, detail=detail, layer=layer
-            )
+            return await describe_states(backend, store, key, detail=detail, layer=layer)
         finally:
             await backend.stop()
 

@@ -24,6 +24,7 @@ from service.generate.deltas import Delta, DeltaBuilder
 from service.generate.openai_format import Envelope, usage
 from service.schemas.sessions import SESSION_ID, GenerateBody
 from service.state.resume import TurnRequest
+from service.stores.sessions.key import SessionKey
 from service.turns.codec import digest_of
 from service.turns.follower import stream_not_found
 from service.turns.turn import TurnEnd, TurnSource
@@ -142,8 +143,7 @@ class SessionAnswer:
 
 async def open_session_turn(
     services: Services,
-    tenant: str,
-    session_id: str,
+    key: SessionKey,
     body: GenerateBody,
     arrival: Arrival,
     *,
@@ -157,9 +157,8 @@ async def open_session_turn(
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
     request = TurnRequest(
-        request_id=f"cmpl-{uuid.uuid4().hex}-{session_id}",
-        tenant=tenant,
-        session_id=session_id,
+        request_id=f"cmpl-{uuid.uuid4().hex}-{key.session_id}",
+        key=key,
         input_ids=await _input_ids(services, body.input),
         is_verbatim=not isinstance(body.input, str),
         sampling=spec.sampling,
@@ -192,7 +191,7 @@ async def open_stream(services: Services, tenant: str, stream_id: str) -> Sessio
     found = _STREAM_ID.fullmatch(stream_id)
     if found is None or not SESSION_ID.fullmatch(found["session_id"]):
         raise stream_not_found(stream_id)
-    source = await services.turns.follow(tenant=tenant, session_id=found["session_id"], turn_id=stream_id)
+    source = await services.turns.follow(SessionKey(tenant, found["session_id"]), turn_id=stream_id)
     services.metrics.sessions.stream_resumed()
     return SessionAnswer(services, source, has_usage_chunk=source.render_options.get("has_usage_chunk", False))
 

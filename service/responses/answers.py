@@ -27,6 +27,7 @@ from service.responses.format import (
 from service.responses.records import StoredResponse
 from service.responses.running import ResponseText, keep_end, read_to_its_end, settled
 from service.schemas.items import new_item_id
+from service.stores.sessions.key import SessionKey
 from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource
 from service.web.errors import report
 
@@ -114,7 +115,7 @@ class ReadAnswer:
         text, num_given, ended = ResponseText(self._services), 0, None
         try:
             self._source = await self._services.turns.follow(
-                tenant=self._tenant, session_id=stored.chain.place.session_id, turn_id=stored.id
+                SessionKey(self._tenant, stored.chain.place.session_id), turn_id=stored.id
             )
             async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as batches:
                 async for batch in batches:

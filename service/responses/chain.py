@@ -15,6 +15,7 @@ from typing import Any
 from nsm_core.chat_template import ChatTemplate, get_template
 from service.deps import Services
 from service.schemas.items import Item, message_of
+from service.stores.sessions.key import SessionKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,6 @@ async def _chain_ids(services: Services, tenant: str, base: Chain | None) -> tup
         return (services.backend.tokenizer.end_of_text_id,)
     place = base.place
     log_ids = await services.store.read_log(
-        tenant=tenant, session_id=place.session_id, stop=place.num_log_tokens
+        SessionKey(tenant, place.session_id), stop=place.num_log_tokens
     )  # fmt: skip
     return (log_ids[0], *log_ids[1 + base.num_instruction_tokens :])

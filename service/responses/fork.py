@@ -18,8 +18,9 @@ from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import Continuation, resume
-from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
+from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import not_found
+from service.stores.sessions.key import SessionKey
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
@@ -30,12 +31,12 @@ def new_session_id() -> str:
 
 async def create_session(services: Services, tenant: str) -> Place:
     """A new, empty session. Raises QuotaExceeded."""
-    head = await services.store.create(
-        tenant=tenant,
-        session_id=new_session_id(),
+    new = NewSession(
+        key=SessionKey(tenant, new_session_id()),
         model_fingerprint=services.backend.model.fingerprint,
         metadata=METADATA,
     )
+    head = await services.store.create(new)
     return Place(session_id=head.session_id, version=head.version, num_log_tokens=0)
 
 
@@ -45,15 +46,14 @@ async def fork_at(services: Services, tenant: str, place: Place, *, deadline: fl
 
     Raises NotFound when the session's log does not have that place any more, and what `TurnPlan`s raise.
     """
-    copy = await read_copy(services.store, tenant=tenant, session_id=place.session_id)
+    copy = await read_copy(services.store, SessionKey(tenant, place.session_id))
     if copy.head.version != place.version:
         with services.tenants.enter(tenant):
             copy = await _cut(services, copy, place, deadline=deadline)
     head = await create_copy(
         services.store,
         copy,
-        tenant=tenant,
-        session_id=new_session_id(),
+        SessionKey(tenant, new_session_id()),
         metadata=METADATA,
         ttl_s=copy.head.ttl_s,
         forked_from=f"{place.session_id}@{copy.head.position}",
@@ -100,21 +100,19 @@ async def _state_after(
     deadline: float,
 ) -> tuple[EndState, StateFormat]:
     """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
-    key = {"tenant": head.tenant, "session_id": head.session_id}
     version = marks[-1].version
-    kept = [one for one in await store.list_retained(**key) if one.version <= version]
-    if (await store.get(**key)).created_at != head.created_at:
+    kept = [one for one in await store.list_retained(head.key) if one.version <= version]
+    if (await store.get(head.key)).created_at != head.created_at:
         raise not_found(head.session_id)
     is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
     num_fed = len(log_ids) if is_retained or len(log_ids) == 1 else len(log_ids) - 1
     reading = await read_up_to(
         backend,
         store,
+        head.key,
         log_ids[:num_fed],
         retained=kept,
         marks=marks,
-        tenant=head.tenant,
-        session_id=head.session_id,
         request_id=f"fork-{uuid.uuid4().hex}",
         deadline=deadline,
     )

@@ -10,6 +10,7 @@ from service.generate.choices import RequestGroup
 from service.responses.chain import Place, TurnPlan
 from service.responses.opening import Opening
 from service.state.resume import Continuation, resume
+from service.stores.sessions.key import SessionKey
 
 
 async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
@@ -36,14 +37,14 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
         request = start.generation_request(opening.turn_request(response_id, plan, plan.place))
         return dataclasses.replace(request, keep_state=False)
     log_ids = await opening.services.store.read_log(
-        tenant=opening.tenant, session_id=plan.place.session_id, stop=plan.place.num_log_tokens
+        SessionKey(opening.tenant, plan.place.session_id), stop=plan.place.num_log_tokens
     )
     return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
 
 
 async def _start(opening: Opening, place: Place) -> Continuation | None:
     """The state at `place`; None when the session has none that can be used, and its log is to be read."""
-    stored = await opening.services.store.load(tenant=opening.tenant, session_id=place.session_id)
+    stored = await opening.services.store.load(SessionKey(opening.tenant, place.session_id))
     backend = opening.services.backend
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, Continuation) and stored.head.version == place.version

@@ -13,6 +13,7 @@ from service.responses.conversations import Conversation, begin_turn
 from service.responses.fork import create_session, fork_at
 from service.responses.records import Draft, StoredResponse, hold_sessions, let_go_of_sessions, put_response
 from service.state.resume import TurnRequest
+from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn
 
 
@@ -69,12 +70,12 @@ class Opening:
             return place, await self._open(response_id, plan, place)
         except BaseException:
             with contextlib.suppress(NotFound):
-                await self.services.turns.delete(tenant=self.tenant, session_id=place.session_id)
+                await self.services.turns.delete(SessionKey(self.tenant, place.session_id))
             raise
 
     async def _is_head(self, place: Place) -> bool:
         """Whether its session has not gone on from there. Raises NotFound."""
-        head = await self.services.store.get(tenant=self.tenant, session_id=place.session_id)
+        head = await self.services.store.get(SessionKey(self.tenant, place.session_id))
         return head.version == place.version
 
     async def _new_session(self, plan: TurnPlan) -> Place:
@@ -91,8 +92,7 @@ class Opening:
         """
         return TurnRequest(
             request_id=response_id,
-            tenant=self.tenant,
-            session_id=place.session_id,
+            key=SessionKey(self.tenant, place.session_id),
             input_ids=plan.input_ids,
             is_verbatim=True,
             sampling=self.sampling,

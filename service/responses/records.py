@@ -14,6 +14,7 @@ from service.responses.chain import Chain
 from service.responses.format import ENDED, Response
 from service.schemas.items import Item, new_item_id
 from service.stores.records.base import ABSENT
+from service.stores.sessions.key import SessionKey
 
 MAX_TRIES = 20  # of a change that another writer was faster with
 
@@ -116,27 +117,28 @@ async def put_response(services: Services, tenant: str, stored: StoredResponse) 
 async def hold_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
     """One holder more for each: a session that responses began is kept while one of them needs it."""
     for session_id in session_ids:
-        await _count(services, tenant, session_id, 1)
+        await _count(services, SessionKey(tenant, session_id), 1)
 
 
 async def let_go_of_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
     """One holder less; a session without any is deleted."""
     for session_id in session_ids:
-        if await _count(services, tenant, session_id, -1) <= 0:
+        key = SessionKey(tenant, session_id)
+        if await _count(services, key, -1) <= 0:
             with contextlib.suppress(NotFound):
-                await services.turns.delete(tenant=tenant, session_id=session_id)
+                await services.turns.delete(key)
             await services.records.delete(tenant=tenant, kind="chain", record_id=session_id)
 
 
-async def _count(services: Services, tenant: str, session_id: str, change: int) -> int:
+async def _count(services: Services, key: SessionKey, change: int) -> int:
     """How many hold the session afterwards."""
-    key: dict[str, Any] = {"tenant": tenant, "kind": "chain", "record_id": session_id}
+    name: dict[str, Any] = {"tenant": key.tenant, "kind": "chain", "record_id": key.session_id}
     for is_last in [False] * (MAX_TRIES - 1) + [True]:
-        record = await services.records.get(**key)
+        record = await services.records.get(**name)
         num_holders = change + (0 if record is None else record.document["num_holders"])
         version = ABSENT if record is None else record.version
         try:
-            await services.records.put(**key, document={"num_holders": num_holders}, expected_version=version)
+            await services.records.put(**name, document={"num_holders": num_holders}, expected_version=version)
         except VersionConflict:
             if is_last:
                 raise

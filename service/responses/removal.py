@@ -5,6 +5,7 @@ from __future__ import annotations
 from service.deps import Services
 from service.responses.records import StoredResponse, let_go_of_sessions, load_response, response_not_found
 from service.responses.running import read_to_its_end, settled
+from service.stores.sessions.key import SessionKey
 
 
 async def cancel_response(services: Services, tenant: str, response_id: str) -> StoredResponse:
@@ -12,7 +13,7 @@ async def cancel_response(services: Services, tenant: str, response_id: str) -> 
     stored = await settled(services, tenant, await load_response(services, tenant, response_id))
     if stored.has_ended:
         return stored
-    await services.turns.cancel(tenant=tenant, session_id=stored.chain.place.session_id)
+    await services.turns.cancel(SessionKey(tenant, stored.chain.place.session_id))
     return await read_to_its_end(services, tenant, stored)
 
 

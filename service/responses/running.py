@@ -15,6 +15,7 @@ from service.responses.chain import Place, chat_template
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.lease import NO_CHUNKS
 from service.turns.turn import HandedOver, Turn, TurnEnd, TurnEvent
@@ -79,8 +80,7 @@ async def keep_end(services: Services, tenant: str, stored: StoredResponse, text
 async def _brief_record(services: Services, tenant: str, stored: StoredResponse) -> TurnRecord | None:
     """What the record of the response's turn says, without request and chunks."""
     return await services.store.get_turn(
-        tenant=tenant,
-        session_id=stored.chain.place.session_id,
+        SessionKey(tenant, stored.chain.place.session_id),
         turn_id=stored.id,
         first_chunk=NO_CHUNKS,
         with_request=False,
@@ -130,13 +130,13 @@ async def settled(services: Services, tenant: str, stored: StoredResponse) -> St
     """The response as it is now. One whose process was lost is taken over, or found to have ended."""
     if stored.has_ended:
         return stored
-    session_id = stored.chain.place.session_id
-    turn = await services.store.get_turn(tenant=tenant, session_id=session_id, turn_id=stored.id, first_chunk=NO_CHUNKS)
+    key = SessionKey(tenant, stored.chain.place.session_id)
+    turn = await services.store.get_turn(key, turn_id=stored.id, first_chunk=NO_CHUNKS)
     if turn is None:
         return await store_end(services, tenant, stored, ResponseText(services), _lost())
     if turn.status == "running":
         if not turn.lease_left_s:
-            taken = await services.turns.take_over(tenant, session_id, stored.id)
+            taken = await services.turns.take_over(key, stored.id)
             if taken is not None:
                 run_to_its_end(services, tenant, stored, taken)
         return stored
@@ -149,9 +149,9 @@ async def read_to_its_end(services: Services, tenant: str, stored: StoredRespons
     Still in progress when the turn was handed over: this process stops.
     """
     text = ResponseText(services)
-    key = {"tenant": tenant, "session_id": stored.chain.place.session_id, "turn_id": stored.id}
+    key = SessionKey(tenant, stored.chain.place.session_id)
     try:
-        source = await services.turns.follow(**key)
+        source = await services.turns.follow(key, turn_id=stored.id)
         async with contextlib.aclosing(source.events()) as events:
             async for event in events:
                 text.feed(event)

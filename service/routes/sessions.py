@@ -26,8 +26,9 @@ from service.schemas.sessions import (
     UpdateSessionBody,
 )
 from service.state.copies import create_copy, read_copy
-from service.stores.sessions.base import SessionHead
+from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.errors import not_found
+from service.stores.sessions.key import SessionKey
 from service.transfer.import_session import ImportRequest, import_session
 from service.transfer.session_file import read_file, write_file
 from service.turns.rewind import RewindRequest, rewind_session
@@ -43,14 +44,14 @@ FILE_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": "The fil
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
 
-async def get_session_id(session_id: Annotated[str, Path()]) -> str:
-    """What could never be an id is an id that does not exist."""
+async def get_session_key(session_id: Annotated[str, Path()], tenant: TenantDep) -> SessionKey:
+    """A text that could never be an id is an id that does not exist."""
     if not SESSION_ID.fullmatch(session_id):
         raise not_found(session_id)
-    return session_id
+    return SessionKey(tenant, session_id)
 
 
-SessionIdDep = Annotated[str, Depends(get_session_id)]
+SessionKeyDep = Annotated[SessionKey, Depends(get_session_key)]
 
 
 @router.post("/v1/sessions", response_class=Response, responses=answers(SessionAnswer))
@@ -58,13 +59,13 @@ async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateS
     """A new, empty session; 409 when the id is taken. The body may be left out. Answers 200, like OpenAI's."""
     body = body or CreateSessionBody()
     services.check_model(body.model)
-    head = await services.store.create(
-        tenant=tenant,
-        session_id=body.id or new_session_id(),
+    new = NewSession(
+        key=SessionKey(tenant, body.id or new_session_id()),
         model_fingerprint=services.backend.model.fingerprint,
         metadata=body.metadata,
         ttl_s=body.ttl_s,
     )
+    head = await services.store.create(new)
     return json_response(session_object(services, head))
 
 
@@ -83,40 +84,35 @@ async def list_sessions(
 
 
 @router.get("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
-async def get_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+async def get_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Where the session is: its version and its position, the number of tokens read so far."""
-    return json_response(session_object(services, await services.store.get(tenant=tenant, session_id=session_id)))
+    return json_response(session_object(services, await services.store.get(key)))
 
 
 @router.patch("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
-async def update_session(
-    session_id: SessionIdDep, body: UpdateSessionBody, services: ServicesDep, tenant: TenantDep
-) -> Response:
+async def update_session(key: SessionKeyDep, body: UpdateSessionBody, services: ServicesDep) -> Response:
     """New metadata, as a whole, and a new TTL (null: kept for ever). The TTL begins anew in any case.
 
     Works while a turn is running, and is not undone by it.
     """
-    head = await services.store.update(
-        tenant=tenant, session_id=session_id, metadata=body.metadata, ttl_s=body.new_ttl_s
-    )
+    head = await services.store.update(key, metadata=body.metadata, ttl_s=body.new_ttl_s)
     return json_response(session_object(services, head))
 
 
 @router.delete("/v1/sessions/{session_id}", response_class=Response, responses=answers(DeletedAnswer))
-async def delete_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+async def delete_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops a running turn; head, state and token log are gone when this answers."""
-    await services.turns.delete(tenant=tenant, session_id=session_id)
-    return json_response({"id": session_id, "object": "session.deleted", "deleted": True})
+    await services.turns.delete(key)
+    return json_response({"id": key.session_id, "object": "session.deleted", "deleted": True})
 
 
 @router.post(
     "/v1/sessions/{session_id}/generate", response_class=Response, responses=generation_responses(CompletionAnswer)
 )
 async def generate(
-    session_id: SessionIdDep,
+    key: SessionKeyDep,
     body: GenerateBody,
     services: ServicesDep,
-    tenant: TenantDep,
     arrival: ArrivalDep,
     idempotency_key: Annotated[str | None, Header(description="a retry with the same key gets the same turn")] = None,
 ) -> Response:
@@ -127,52 +123,46 @@ async def generate(
     the same `expected_version`, and the same body gets the turn that its first try began.
     """
     services.log_prompt(arrival, body.input)
-    turn = await open_session_turn(services, tenant, session_id, body, arrival, idempotency_key=idempotency_key)
+    turn = await open_session_turn(services, key, body, arrival, idempotency_key=idempotency_key)
     return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
 
 
 @router.post("/v1/sessions/{session_id}/cancel", response_class=Response, responses=answers(SessionAnswer))
-async def cancel(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops the running turn, if there is one; `cancelled` tells. The session stays at its last commit."""
-    was_cancelled = await services.turns.cancel(tenant=tenant, session_id=session_id)
-    head = await services.store.get(tenant=tenant, session_id=session_id)
+    was_cancelled = await services.turns.cancel(key)
+    head = await services.store.get(key)
     return json_response({**session_object(services, head), "cancelled": was_cancelled})
 
 
 @router.post("/v1/sessions/{session_id}/fork", response_class=Response, responses=answers(SessionAnswer))
-async def fork(
-    session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep, body: ForkBody | None = None
-) -> Response:
+async def fork(key: SessionKeyDep, services: ServicesDep, body: ForkBody | None = None) -> Response:
     """A new session that goes on from the newest commit of this one, at the same version; both are free from there on.
 
     A running turn does not prevent it, and is not part of the copy.
     """
     body = body or ForkBody()
-    copy = await read_copy(services.store, tenant=tenant, session_id=session_id)
+    copy = await read_copy(services.store, key)
     head = await create_copy(
         services.store,
         copy,
-        tenant=tenant,
-        session_id=body.id or new_session_id(),
+        SessionKey(key.tenant, body.id or new_session_id()),
         metadata=copy.head.metadata if body.metadata is None else body.metadata,
         ttl_s=body.ttl_s_over(copy.head.ttl_s),
-        forked_from=f"{session_id}@{copy.head.position}",
+        forked_from=f"{key.session_id}@{copy.head.position}",
     )
     return json_response(session_object(services, head))
 
 
 @router.post("/v1/sessions/{session_id}/rewind", response_class=Response, responses=answers(SessionAnswer))
-async def rewind(
-    session_id: SessionIdDep, body: RewindBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
-) -> Response:
+async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to the end of an earlier turn, or to any token of the log; what came after it is deleted.
 
     It is a new version itself. The state is made by reading the log that stays; a running turn makes it 409.
     """
     request = RewindRequest(
         request_id=f"rewind-{uuid.uuid4().hex}",
-        tenant=tenant,
-        session_id=session_id,
+        key=key,
         to_version=body.to_version,
         to_position=body.to_position,
         expected_version=body.expected_version,
@@ -183,12 +173,12 @@ async def rewind(
 
 
 @router.get("/v1/sessions/{session_id}/export", response_class=Response, responses=FILE_RESPONSES)
-async def export_session(session_id: SessionIdDep, services: ServicesDep, tenant: TenantDep) -> Response:
+async def export_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """The session at its newest commit as one file: state, token log, metadata, checksum."""
-    copy = await read_copy(services.store, tenant=tenant, session_id=session_id)
+    copy = await read_copy(services.store, key)
     fingerprint = services.backend.tokenizer.fingerprint
     raw = await asyncio.to_thread(write_file, copy, tokenizer_fingerprint=fingerprint)
-    headers = {"content-disposition": f'attachment; filename="{session_id}.nsm-session"'}
+    headers = {"content-disposition": f'attachment; filename="{key.session_id}.nsm-session"'}
     return Response(raw, media_type=FILE_TYPE, headers=headers)
 
 
@@ -211,8 +201,7 @@ async def import_file(
         raise RequestValidationError(error.errors()) from error
     wanted = ImportRequest(
         request_id=f"import-{uuid.uuid4().hex}",
-        tenant=tenant,
-        session_id=checked.id or new_session_id(),
+        key=SessionKey(tenant, checked.id or new_session_id()),
         metadata=checked.metadata,
         ttl_s=checked.ttl_s,
         is_rebuild_allowed=rebuild,

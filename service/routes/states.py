@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from nsm_core.inspection.report import MAX_RECENT_TOKENS
 from nsm_core.state.report import Detail
-from service.deps import ServicesDep, TenantDep
-from service.routes.sessions import SessionIdDep
+from service.deps import ServicesDep
+from service.routes.sessions import SessionKeyDep
 from service.schemas.answers import StatesAnswer
 from service.state.describe import describe_states
 from service.web.json_body import JsonRoute, json_response
@@ -21,9 +21,8 @@ router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RES
 
 @router.get("/v1/sessions/{session_id}/states", response_class=Response, responses=answers(StatesAnswer))
 async def get_states(
-    session_id: SessionIdDep,
+    key: SessionKeyDep,
     services: ServicesDep,
-    tenant: TenantDep,
     detail: Annotated[Detail, Query(description="slot needs `layer`")] = Detail.LAYER,
     layer: Annotated[int | None, Query(ge=0, description="only this layer")] = None,
     recent: Annotated[
@@ -39,8 +38,7 @@ async def get_states(
         await describe_states(
             services.backend,
             services.store,
-            tenant=tenant,
-            session_id=session_id,
+            key,
             detail=detail,
             layer=layer,
             num_recent=recent,

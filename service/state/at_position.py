@@ -18,6 +18,7 @@ from nsm_core.state.snapshot import Snapshot
 from service.backends.base import Generation, InferenceBackend
 from service.state.prefill import read_again
 from service.stores.sessions.base import LogMark, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot
 
 
@@ -32,12 +33,11 @@ class Reading:
 async def read_up_to(
     backend: InferenceBackend,
     store: SessionStore,
+    key: SessionKey,
     ids: tuple[int, ...],
     *,
     retained: Iterable[RetainedSnapshot],
     marks: Iterable[LogMark],
-    tenant: str,
-    session_id: str,
     request_id: str,
     deadline: float,
     on_start: Callable[[Generation], None] = lambda generation: None,
@@ -51,7 +51,7 @@ async def read_up_to(
     """
     ends = {mark.version: mark.num_log_tokens for mark in marks}
     own = [one for one in retained if ends.get(one.version, -1) - one.position in (0, 1)]  # 1: a pending token
-    nearest = await _nearest(backend, store, len(ids), retained=own, tenant=tenant, session_id=session_id)
+    nearest = await _nearest(backend, store, key, len(ids), retained=own)
     start = None if nearest is None else _resume(nearest)
     rounding = StateFormat.FP32 if nearest is None else nearest.header.rounding
     if start is not None and start.position == len(ids):
@@ -65,17 +65,16 @@ async def read_up_to(
 async def _nearest(
     backend: InferenceBackend,
     store: SessionStore,
+    key: SessionKey,
     num_tokens: int,
     *,
     retained: Iterable[RetainedSnapshot],
-    tenant: str,
-    session_id: str,
 ) -> Snapshot | None:
     for one in sorted(retained, key=lambda snapshot: snapshot.position, reverse=True):
         if one.position > num_tokens:
             continue
-        raw = await store.load_retained(tenant=tenant, session_id=session_id, version=one.version)
-        expected = (tenant, session_id, one.version, one.position)
+        raw = await store.load_retained(key, version=one.version)
+        expected = (*key, one.version, one.position)
         found = None if raw is None else await asyncio.to_thread(_decode, backend, raw, expected)
         if found is not None:
             return found

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot
-from service.stores.sessions.base import LogMark, SessionHead, SessionStore
+from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore
 from service.stores.sessions.errors import session_busy
+from service.stores.sessions.key import SessionKey
 
 MAX_TRIES = 5  # each was disturbed by a rewind
 
@@ -24,22 +25,22 @@ class SessionCopy:
     marks: tuple[LogMark, ...]
 
 
-async def read_copy(store: SessionStore, *, tenant: str, session_id: str) -> SessionCopy:
+async def read_copy(store: SessionStore, key: SessionKey) -> SessionCopy:
     """The session at its newest commit; a running turn neither prevents this nor is part of it.
 
     Raises NotFound, SnapshotCorrupt, or SessionBusy when it was rewound again and again meanwhile.
     """
     for _ in range(MAX_TRIES):
-        stored = await store.load(tenant=tenant, session_id=session_id)
+        stored = await store.load(key)
         head = stored.head
-        log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=head.num_log_tokens)
-        marks = await store.log_marks(tenant=tenant, session_id=session_id)
-        created_at = (await store.get(tenant=tenant, session_id=session_id)).created_at
+        log_ids = await store.read_log(key, stop=head.num_log_tokens)
+        marks = await store.log_marks(key)
+        created_at = (await store.get(key)).created_at
         marks = tuple(mark for mark in marks if mark.version <= head.version)
         # A log only grows, but for a rewind; that drops the marks of what it cuts off, and no version comes twice.
         if created_at == head.created_at and _end(marks) == (head.version, head.num_log_tokens):
             return SessionCopy(head=head, snapshot=stored.snapshot, log_ids=log_ids, marks=marks)
-    raise session_busy(session_id)
+    raise session_busy(key.session_id)
 
 
 def _end(marks: tuple[LogMark, ...]) -> tuple[int, int]:
@@ -49,9 +50,8 @@ def _end(marks: tuple[LogMark, ...]) -> tuple[int, int]:
 async def create_copy(
     store: SessionStore,
     copy: SessionCopy,
+    key: SessionKey,
     *,
-    tenant: str,
-    session_id: str,
     metadata: Mapping[str, str],
     ttl_s: float | None,
     forked_from: str | None,
@@ -62,10 +62,9 @@ async def create_copy(
     """
     snapshot = copy.snapshot
     if snapshot is not None:
-        snapshot = await asyncio.to_thread(_readdress, snapshot, copy.head, tenant=tenant, session_id=session_id)
-    return await store.create_with(
-        tenant=tenant,
-        session_id=session_id,
+        snapshot = await asyncio.to_thread(_readdress, snapshot, copy.head, key)
+    new = NewSession(
+        key=key,
         model_fingerprint=copy.head.model_fingerprint,
         metadata=metadata,
         ttl_s=ttl_s,
@@ -76,13 +75,14 @@ async def create_copy(
         log_ids=copy.log_ids,
         marks=copy.marks,
     )
+    return await store.create(new)
 
 
-def _readdress(raw: bytes, head: SessionHead, *, tenant: str, session_id: str) -> bytes:
+def _readdress(raw: bytes, head: SessionHead, key: SessionKey) -> bytes:
     """The same state under another session's name."""
     snapshot = Snapshot.decode(raw)
     found = (snapshot.header.tenant, snapshot.header.session_id, snapshot.header.version, snapshot.header.position)
     if found != (head.tenant, head.session_id, head.version, head.position):
         raise SnapshotCorrupt(f"the state stored for session {head.session_id!r} is not its own; it is not copied")
-    header = dataclasses.replace(snapshot.header, tenant=tenant, session_id=session_id)
+    header = dataclasses.replace(snapshot.header, tenant=key.tenant, session_id=key.session_id)
     return Snapshot(header, snapshot.state).encode()

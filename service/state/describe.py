@@ -12,14 +12,14 @@ from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
 from service.state.resume import Continuation, resume
 from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 
 
 async def describe_states(
     backend: InferenceBackend,
     store: SessionStore,
+    key: SessionKey,
     *,
-    tenant: str,
-    session_id: str,
     detail: Detail = Detail.LAYER,
     layer: int | None = None,
     num_recent: int = 0,
@@ -32,14 +32,14 @@ async def describe_states(
 
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
-    stored = await store.load(tenant=tenant, session_id=session_id)
+    stored = await store.load(key)
     found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
-    snapshot = _usable(found, session_id).snapshot
+    snapshot = _usable(found, key.session_id).snapshot
     raw = None if snapshot is None else snapshot.state
     report = await backend.inspect_state(raw, detail=detail, layer=layer)
     return {
         "object": "session.states",
-        "session_id": session_id,
+        "session_id": key.session_id,
         "version": stored.head.version,
         "model_fingerprint": backend.model.fingerprint,
         "numerics": backend.model.numerics if snapshot is None else snapshot.header.numerics,

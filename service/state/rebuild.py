@@ -47,8 +47,8 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
 
 async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:
     """`make_replay` of what the store has of the session. Raises NotFound or SnapshotCorrupt."""
-    log_ids = await store.read_log(tenant=head.tenant, session_id=head.session_id)
-    marks = await store.log_marks(tenant=head.tenant, session_id=head.session_id)
+    log_ids = await store.read_log(head.key)
+    marks = await store.log_marks(head.key)
     return make_replay(lost, head, log_ids=log_ids, marks=marks)
 
 

@@ -28,19 +28,17 @@ async def recent_text(
 
     The state is read from the nearest older snapshot that is kept. Raises what the engine gives as an error.
     """
-    tenant, session_id = head.tenant, head.session_id
-    ids = await store.read_log(tenant=tenant, session_id=session_id, stop=head.position)
+    ids = await store.read_log(head.key, stop=head.position)
     split = max(0, len(ids) - num_tokens)
     if split == 0:
         return RecentText(ids=ids, position=0, state=None)
     reading = await read_up_to(
         backend,
         store,
+        head.key,
         ids[:split],
-        retained=await store.list_retained(tenant=tenant, session_id=session_id),
-        marks=await store.log_marks(tenant=tenant, session_id=session_id),
-        tenant=tenant,
-        session_id=session_id,
+        retained=await store.list_retained(head.key),
+        marks=await store.log_marks(head.key),
         request_id=f"states-{uuid.uuid4().hex}",
         deadline=time.monotonic() + timeout_s,
     )

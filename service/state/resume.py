@@ -22,6 +22,7 @@ from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_core.tokenizer import Tokenizer
 from service.state.rebuild import LostState, RebuildReason, Replay
 from service.stores.sessions.base import SessionHead, StoredSession
+from service.stores.sessions.key import SessionKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,7 @@ class TurnRequest:
     """
 
     request_id: str
-    tenant: str
-    session_id: str
+    key: SessionKey
     input_ids: tuple[int, ...]
     is_verbatim: bool
     sampling: SamplingParams

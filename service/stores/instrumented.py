@@ -13,12 +13,13 @@ from nsm_core.errors import NsmError, StoreUnavailable
 from service.stores.prefixes.base import PrefixStore
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
-from service.stores.sessions.codec import TOKEN_BYTES
+from service.stores.sessions.key import SessionKey
+from service.stores.sessions.transitions import TOKEN_BYTES, Commit, NewSession, Rewind
 from service.telemetry.metrics.sessions import SessionMetrics
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
 OPERATIONS = (
-    *("acquire", "renew", "release", "commit", "rewind", "create", "create_with", "update", "delete", "get", "load"),
+    *("acquire", "renew", "release", "commit", "rewind", "create", "update", "delete", "get", "load"),
     *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
     *("read_log", "log_marks", "list", "list_retained", "load_retained"),
 )
@@ -60,7 +61,7 @@ class _InstrumentedStore:
         async def call(*args: Any, **fields: Any) -> Any:
             started = time.monotonic()
             try:
-                with _span(self._tracer, "store", operation, fields):
+                with _span(self._tracer, "store", operation, _attributes(args)):
                     result = await getattr(self._store, operation)(*args, **fields)
             except BaseException as error:
                 outcome: Outcome = "refused" if _is_refusal(error) else "failed"
@@ -71,7 +72,7 @@ class _InstrumentedStore:
                 time.monotonic() - started,
                 outcome="ok",
                 num_read=_num_read(result),
-                num_written=_num_written(fields),
+                num_written=_num_written(args, fields),
             )
             return result
 
@@ -93,20 +94,16 @@ class _TracedStore:
 
     def _traced(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
-            with _span(self._tracer, self._name, operation, fields):
+            with _span(self._tracer, self._name, operation, _attributes(args, **fields)):
                 return await getattr(self._store, operation)(*args, **fields)
 
         return call
 
 
 @contextlib.contextmanager
-def _span(tracer: Tracer, store: str, operation: str, fields: dict[str, Any]) -> Iterator[None]:
-    """Around one call; what the store says no to is told, but is no failure of it."""
-    attributes = {"db.operation.name": operation}
-    if "session_id" in fields:
-        attributes["gen_ai.conversation.id"] = fields["session_id"]
-    if "kind" in fields:
-        attributes["db.collection.name"] = fields["kind"]
+def _span(tracer: Tracer, store: str, operation: str, attributes: dict[str, str]) -> Iterator[None]:
+    """Around one call. A refusal is noted, but is no failure of the store."""
+    attributes = {"db.operation.name": operation, **attributes}
     with tracer.start_as_current_span(
         f"{store} {operation}",
         kind=SpanKind.CLIENT,
@@ -121,6 +118,14 @@ def _span(tracer: Tracer, store: str, operation: str, fields: dict[str, Any]) ->
             if not _is_refusal(error):
                 span.set_status(StatusCode.ERROR)
             raise
+
+
+def _attributes(args: Sequence[object], *, kind: str | None = None, **_: object) -> dict[str, str]:
+    """Of the session or the kind of documents that a call names."""
+    attributes = {} if kind is None else {"db.collection.name": kind}
+    target = args[0] if args else None
+    key = target if isinstance(target, SessionKey) else getattr(target, "key", None)
+    return attributes | ({"gen_ai.conversation.id": key.session_id} if isinstance(key, SessionKey) else {})
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -140,6 +145,6 @@ def _num_read(result: object) -> int:
     return TOKEN_BYTES * len(cast("tuple[int, ...]", result)) if is_log else 0
 
 
-def _num_written(fields: dict[str, Any]) -> int:
-    ids = fields.get("new_ids") or fields.get("log_ids") or ()
-    return len(fields.get("snapshot") or b"") + len(fields.get("chunk") or b"") + TOKEN_BYTES * len(ids)
+def _num_written(args: Sequence[object], fields: dict[str, Any]) -> int:
+    written = sum(value.num_bytes for value in args if isinstance(value, Commit | NewSession | Rewind))
+    return written + len(fields.get("chunk") or b"")

@@ -16,6 +16,7 @@ from service.state.copies import SessionCopy, create_copy, read_copy
 from service.stores.records.base import ABSENT, OwnedRecord, RecordStore
 from service.stores.records.factory import records_beside
 from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
 from service.transfer.archive import ArchiveWriter, read_archive
 
 PAGE = 100
@@ -24,50 +25,42 @@ Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SessionName:
-    """Of a document it is the kind and the id that stand for the session's id."""
-
-    tenant: str
-    session_id: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of one session or document.
+    """What became of one session or document. The key of a document has its kind and its id for the session's id.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
     meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far. `is_document`:
     of a response or a conversation.
     """
 
-    name: SessionName
+    name: SessionKey
     outcome: Outcome
     error: NsmError | None = None
     num_bytes_read: int = 0
     is_document: bool = False
 
 
-async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionName]:
+async def all_sessions(store: SessionStore, *, tenant: str | None = None) -> list[SessionKey]:
     """Oldest first within a tenant, so that whoever makes them again in this order lists them in the same one."""
-    names: list[SessionName] = []
+    names: list[SessionKey] = []
     for owner in await store.list_tenants() if tenant is None else (tenant,):
         names += reversed([name async for name in _newest_first(store, owner)])
     return names
 
 
-async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[SessionName]:
+async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[SessionKey]:
     cursor: str | None = None
     while True:
         page = await store.list(tenant=tenant, limit=PAGE, cursor=cursor)
         for head in page.heads:
-            yield SessionName(tenant, head.session_id)
+            yield head.key
         cursor = page.next_cursor
         if cursor is None:
             return
 
 
 async def backup(
-    store: SessionStore, names: Sequence[SessionName], path: Path, *, tenant: str | None = None
+    store: SessionStore, names: Sequence[SessionKey], path: Path, *, tenant: str | None = None
 ) -> AsyncGenerator[Moved]:
     """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
 
@@ -78,7 +71,7 @@ async def backup(
         archive = ArchiveWriter(out)
         for name in names:
             try:
-                copy = await read_copy(store, tenant=name.tenant, session_id=name.session_id)
+                copy = await read_copy(store, name)
                 await asyncio.to_thread(archive.add, copy)
             except NotFound:
                 yield Moved(name, "gone")
@@ -136,16 +129,16 @@ async def restore(
         yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
 
 
-def _name_of(content: SessionCopy | OwnedRecord) -> SessionName:
+def _name_of(content: SessionCopy | OwnedRecord) -> SessionKey:
     if isinstance(content, SessionCopy):
-        return SessionName(content.head.tenant, content.head.session_id)
-    return SessionName(content.tenant, f"{content.kind} {content.record_id}")
+        return content.head.key
+    return SessionKey(content.tenant, f"{content.kind} {content.record_id}")
 
 
 async def copy_sessions(
     source: SessionStore,
     target: SessionStore,
-    names: Sequence[SessionName],
+    names: Sequence[SessionKey],
     *,
     tenant: str | None = None,
     is_overwriting: bool = False,
@@ -157,7 +150,7 @@ async def copy_sessions(
     """
     for name in names:
         try:
-            copy = await read_copy(source, tenant=name.tenant, session_id=name.session_id)
+            copy = await read_copy(source, name)
             yield Moved(name, await place(target, copy, is_overwriting=is_overwriting))
         except NotFound:
             yield Moved(name, "gone")
@@ -183,11 +176,11 @@ async def place(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool)
     """Makes the session in `store` under its own name, and reads it back.
 
     One that is equal is left alone, so doing it again changes nothing. Its TTL begins anew. Raises SnapshotCorrupt when
-    what is read back is not what was written, and what `SessionStore.create_with` raises.
+    what is read back is not what was written, and what `SessionStore.create` raises.
     """
-    tenant, session_id = copy.head.tenant, copy.head.session_id
+    key = copy.head.key
     try:
-        old: SessionCopy | None = await read_copy(store, tenant=tenant, session_id=session_id)
+        old: SessionCopy | None = await read_copy(store, key)
     except NotFound:
         await _create(store, copy)
         return "written"
@@ -197,7 +190,7 @@ async def place(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool)
         return "same"
     if not is_overwriting:
         return "exists"
-    await store.delete(tenant=tenant, session_id=session_id)
+    await store.delete(key)
     try:
         await _create(store, copy)
     except NsmError:
@@ -213,13 +206,12 @@ async def _create(store: SessionStore, copy: SessionCopy) -> None:
     await create_copy(
         store,
         copy,
-        tenant=head.tenant,
-        session_id=head.session_id,
+        head.key,
         metadata=head.metadata,
         ttl_s=head.ttl_s,
         forked_from=head.forked_from,
     )
-    found = await read_copy(store, tenant=head.tenant, session_id=head.session_id)
+    found = await read_copy(store, head.key)
     if not _is_equal(found, copy):
         raise SnapshotCorrupt(f"session {head.session_id!r} was read back as something else than was written")
 

@@ -15,7 +15,8 @@ from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
-from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.base import NewSession, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.transfer.session_file import SessionFile
 from service.turns.turn import stopping
 
@@ -27,8 +28,7 @@ class ImportRequest:
     """
 
     request_id: str
-    tenant: str
-    session_id: str
+    key: SessionKey
     metadata: dict[str, str]
     ttl_s: float | None
     is_rebuild_allowed: bool
@@ -58,11 +58,10 @@ async def import_session(
     elif snapshot is not None:
         snapshot = await _rebuild(backend, file, snapshot, request)
     if snapshot is not None:
-        header = dataclasses.replace(snapshot.header, tenant=request.tenant, session_id=request.session_id)
+        header = dataclasses.replace(snapshot.header, tenant=request.key.tenant, session_id=request.key.session_id)
         snapshot = Snapshot(header, snapshot.state)
-    head = await store.create_with(
-        tenant=request.tenant,
-        session_id=request.session_id,
+    new = NewSession(
+        key=request.key,
         model_fingerprint=model.fingerprint,
         metadata=request.metadata,
         ttl_s=request.ttl_s,
@@ -73,6 +72,7 @@ async def import_session(
         log_ids=file.log_ids,
         marks=file.header.marks,
     )
+    head = await store.create(new)
     return head, not is_own and snapshot is not None
 
 

@@ -29,8 +29,8 @@ from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
 from service.state.rebuild import LostState, Replay, read_replay
 from service.state.resume import Continuation, resume
-from service.stores.sessions.base import SessionStore, StoredSession
-from service.transfer.backup import SessionName
+from service.stores.sessions.base import Commit, SessionStore, StoredSession
+from service.stores.sessions.key import SessionKey
 from service.turns.lease import HeldLease, Leases
 
 Migration = Literal[
@@ -48,7 +48,7 @@ class Migrated:
     for the reason that `error` tells.
     """
 
-    name: SessionName
+    name: SessionKey
     outcome: Migration
     num_log_tokens: int = 0
     error: NsmError | None = None
@@ -76,13 +76,13 @@ class Migrator:
         self._is_dry_run = is_dry_run
         self._is_repairing = is_repairing
 
-    async def run(self, names: Sequence[SessionName]) -> AsyncGenerator[Migrated]:
+    async def run(self, names: Sequence[SessionKey]) -> AsyncGenerator[Migrated]:
         """One result for each name, in order. Raises StoreUnavailable, StorageFull or EngineDead: what was yielded
         before is done."""
         for name in names:
             yield await self._migrate(name)
 
-    async def _migrate(self, name: SessionName) -> Migrated:
+    async def _migrate(self, name: SessionKey) -> Migrated:
         try:
             return await self._try(name)
         except NotFound:
@@ -94,8 +94,8 @@ class Migrator:
         except (SnapshotCorrupt, NumericalError) as error:
             return Migrated(name, "failed", error=error)
 
-    async def _try(self, name: SessionName) -> Migrated:
-        head = await self._store.get(tenant=name.tenant, session_id=name.session_id)
+    async def _try(self, name: SessionKey) -> Migrated:
+        head = await self._store.get(name)
         is_own = head.model_fingerprint == self._backend.model.fingerprint
         if head.num_log_tokens == 0 or (is_own and not self._is_repairing):
             return Migrated(name, "current")
@@ -113,12 +113,12 @@ class Migrator:
             return Migrated(name, outcome, head.num_log_tokens)
         return await self._rebuild(name, outcome)
 
-    async def _load(self, name: SessionName) -> StoredSession:
+    async def _load(self, name: SessionKey) -> StoredSession:
         """As `acquire` would give it, without taking the session from a turn."""
         try:
-            return await self._store.load(tenant=name.tenant, session_id=name.session_id)
+            return await self._store.load(name)
         except SnapshotCorrupt:
-            head = await self._store.get(tenant=name.tenant, session_id=name.session_id)
+            head = await self._store.get(name)
             return StoredSession(head=head, snapshot=None, damage="corrupt")
 
     async def _judge(self, stored: StoredSession) -> LostState | None:
@@ -135,10 +135,9 @@ class Migrator:
             found = resume(lost, model=model, tokenizer=tokenizer)
         return None if isinstance(found, Continuation) else found
 
-    async def _rebuild(self, name: SessionName, outcome: Migration) -> Migrated:
+    async def _rebuild(self, name: SessionKey, outcome: Migration) -> Migrated:
         held = await self._leases.take(
-            tenant=name.tenant,
-            session_id=name.session_id,
+            name,
             on_lost=lambda error: None,  # the commit will be refused
         )
         try:
@@ -178,7 +177,7 @@ class Migrator:
             generated_counts=replay.generated_counts,
         )
         start = Continuation(head=head, snapshot=None, model=backend.model, tokenizer=backend.tokenizer)
-        await held.commit(
+        commit = Commit(
             expected_version=head.version,
             snapshot=await start.encode_next(end, seed=replay.seed, created_at=time.time(), form=held.state_format),
             position=head.position,
@@ -187,3 +186,4 @@ class Migrator:
             num_sampled=0,
             seed=replay.seed,
         )
+        await held.commit(commit)

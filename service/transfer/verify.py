@@ -23,7 +23,7 @@ from service.state.copies import SessionCopy, read_copy
 from service.state.prefill import read_again
 from service.state.rebuild import sampled_counts, seed_of
 from service.stores.sessions.base import LogMark, SessionStore
-from service.transfer.backup import SessionName
+from service.stores.sessions.key import SessionKey
 
 # What chunks, single steps and batches of one numerics class may differ by; where states were rounded when they were
 # stored, what that adds up to over the turns of a session, as a share of a whole tensor. Slots that hardly fade keep
@@ -59,7 +59,7 @@ class Verified:
     `damage`: what cannot be read, and why.
     """
 
-    name: SessionName
+    name: SessionKey
     verdict: Verdict
     num_log_tokens: int = 0
     rounding: StateFormat | None = None
@@ -72,14 +72,14 @@ class Verified:
 async def verify(
     store: SessionStore,
     backend: InferenceBackend,
-    names: Sequence[SessionName],
+    names: Sequence[SessionKey],
     *,
     tolerances: Mapping[StateFormat, float] = TOLERANCES,
 ) -> AsyncGenerator[Verified]:
     """One result for each name, in order. Raises StoreUnavailable or EngineDead."""
     for name in names:
         try:
-            copy = await read_copy(store, tenant=name.tenant, session_id=name.session_id)
+            copy = await read_copy(store, name)
             yield await _verify_copy(backend, name, copy, tolerances)
         except NotFound:
             yield Verified(name=name, verdict="gone")
@@ -89,12 +89,12 @@ async def verify(
             yield await _verify_marks(store, name)
 
 
-async def _verify_marks(store: SessionStore, name: SessionName) -> Verified:
+async def _verify_marks(store: SessionStore, name: SessionKey) -> Verified:
     """Of a session whose marks were never those of its head: rewound again and again, or wrong."""
     try:
-        before = await store.get(tenant=name.tenant, session_id=name.session_id)
-        marks = await store.log_marks(tenant=name.tenant, session_id=name.session_id)
-        after = await store.get(tenant=name.tenant, session_id=name.session_id)
+        before = await store.get(name)
+        marks = await store.log_marks(name)
+        after = await store.get(name)
     except NotFound:
         return Verified(name=name, verdict="gone")
     if (before.created_at, before.version) != (after.created_at, after.version):
@@ -105,7 +105,7 @@ async def _verify_marks(store: SessionStore, name: SessionName) -> Verified:
 
 
 async def _verify_copy(
-    backend: InferenceBackend, name: SessionName, copy: SessionCopy, tolerances: Mapping[StateFormat, float]
+    backend: InferenceBackend, name: SessionKey, copy: SessionCopy, tolerances: Mapping[StateFormat, float]
 ) -> Verified:
     """Raises SnapshotCorrupt for bytes that are no snapshot, NumericalError for a log that the model cannot read."""
     if copy.snapshot is None:
@@ -179,7 +179,7 @@ def _marks_out_of_order(marks: Sequence[LogMark]) -> list[Divergence]:
 
 
 async def _tensors_that_differ(
-    backend: InferenceBackend, name: SessionName, copy: SessionCopy, snapshot: Snapshot
+    backend: InferenceBackend, name: SessionKey, copy: SessionCopy, snapshot: Snapshot
 ) -> dict[str, float]:
     """The difference of each tensor. The log is read from its start, in the engine's chunks."""
     fed = copy.log_ids[: snapshot.header.position]

@@ -16,6 +16,7 @@ from service.state.rebuild import LostState, read_replay
 from service.state.resume import Continuation, TurnRequest, require_version, resume, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.codec import naming
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
@@ -43,11 +44,11 @@ class TurnOpening:
     max_records: int
     clock: Callable[[], float]
 
-    async def take_lease(self, tenant: str, session_id: str, turn: Turn) -> HeldLease:
+    async def take_lease(self, key: SessionKey, turn: Turn) -> HeldLease:
         """Raises SessionBusy, NotFound or StoreUnavailable."""
         started = time.monotonic()
         with _count_outcomes(self.metrics):
-            held = await self.leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+            held = await self.leases.take(key, on_lost=turn.stop)
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
@@ -69,7 +70,7 @@ class TurnOpening:
     async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnRun:
         """A new turn, whose record was begun; a refusal leaves no record."""
         try:
-            await self.tenants.check_stored_bytes(request.tenant, num_own_bytes=len(record.request))
+            await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=len(record.request))
             start = await self._resume(held, request)
             return self._submit(turn, held, start, request, start.generation_request(request))
         except BaseException:
@@ -80,9 +81,7 @@ class TurnOpening:
     async def go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> TurnRun:
         """Another process's turn, from where its record ends. A refusal leaves it for another try."""
         head, model = held.stored.head, self.backend.model
-        request, model_fingerprint = decode_request(
-            record.request, tenant=head.tenant, session_id=head.session_id, turn_id=record.turn_id
-        )
+        request, model_fingerprint = decode_request(record.request, head.key, turn_id=record.turn_id)
         if model_fingerprint != model.fingerprint:
             raise StateMismatch(
                 f"the turn was begun by model {model_fingerprint[:12]}, this server runs {model.fingerprint[:12]}"
@@ -110,7 +109,7 @@ class TurnOpening:
         earlier: Sequence[StoredToken] = (),
         num_chunks: int = 0,
     ) -> TurnRun:
-        with naming(request.session_id):
+        with naming(request.key.session_id):
             generation = self.backend.submit(generation_request)
         replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
         turn.begin(

@@ -18,6 +18,7 @@ from nsm_core.hashing import identity_of
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EnergyUse
 from service.state.resume import TurnRequest
+from service.stores.sessions.key import SessionKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,14 +81,13 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
     return _dump(fields)
 
 
-def decode_request(raw: bytes, *, tenant: str, session_id: str, turn_id: str) -> tuple[TurnRequest, str]:
+def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRequest, str]:
     """The request as it arrives now, and the fingerprint of the model that ran it."""
     fields = json.loads(raw)
     now, deadline_at = time.monotonic(), fields["deadline_at"]
     request = TurnRequest(
         request_id=turn_id,
-        tenant=tenant,
-        session_id=session_id,
+        key=key,
         input_ids=tuple(fields["input_ids"]),
         is_verbatim=fields["is_verbatim"],
         sampling=_sampling_of(fields["sampling"]),

@@ -14,7 +14,7 @@ from nsm_core.engine.request import EndState, Finished, FinishReason, Generation
 from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
 from service.state.resume import Continuation
-from service.stores.sessions.base import SessionHead
+from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.codec import Place, StoredToken, TurnResult, encode_result, stored_token
@@ -137,7 +137,7 @@ class TurnRun:
 
         raw, ended = await asyncio.to_thread(encode)
         try:
-            head = await self.held.commit(
+            commit = Commit(
                 expected_version=start.head.version,
                 snapshot=raw,
                 position=end.position,
@@ -147,6 +147,7 @@ class TurnRun:
                 seed=seed,
                 turn=ended,
             )
+            head = await self.held.commit(commit)
         except VersionConflict:
             self.metrics.sessions.commit_conflict()
             raise

@@ -13,6 +13,7 @@ from nsm_core.errors import NotFound, TurnCancelled
 from nsm_core.tokenizer import Tokenizer
 from service.messages import quoted
 from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.codec import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
 from service.turns.detokenize import EventReplayer
@@ -21,7 +22,7 @@ from service.turns.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEnd, TurnEv
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
 
-TakeOver = Callable[[str, str, str], Awaitable[Turn | None]]
+TakeOver = Callable[[SessionKey, str], Awaitable[Turn | None]]
 
 
 def stream_not_found(turn_id: str) -> NotFound:
@@ -32,7 +33,7 @@ def stream_not_found(turn_id: str) -> NotFound:
 class TurnFollower:
     """A TurnSource that reads a record, also while it grows.
 
-    When the record's holder is lost, `take_over(tenant, session_id, turn_id)` goes on with the turn: it gives the turn
+    When the record's holder is lost, `take_over(key, turn_id)` goes on with the turn: it gives the turn
     that then runs in this process, None when somebody else has it. `has_stopped`: set when this process ends.
     """
 
@@ -43,9 +44,8 @@ class TurnFollower:
         store: SessionStore,
         tokenizer: Tokenizer,
         record: TurnRecord,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         take_over: TakeOver,
         has_stopped: asyncio.Event,
     ) -> None:
@@ -55,8 +55,7 @@ class TurnFollower:
         self.rebuilt: str | None = None
         self.other_numerics: str | None = None
         self._store = store
-        self._tenant = tenant
-        self._session_id = session_id
+        self._key = key
         self._record = record
         self._take_over = take_over
         self._has_stopped = has_stopped
@@ -65,7 +64,7 @@ class TurnFollower:
         self._replayer: EventReplayer | None = None
         self._kept: TurnResult | None = None
         if record.request:
-            request, _ = decode_request(record.request, tenant=tenant, session_id=session_id, turn_id=record.turn_id)
+            request, _ = decode_request(record.request, key, turn_id=record.turn_id)
             self._replayer, self.render_options = EventReplayer(tokenizer, request.sampling), request.render_options
         elif record.result is not None:
             self._kept = result = decode_result(record.result)
@@ -83,7 +82,7 @@ class TurnFollower:
                 async for batch in self._frames(self._new_tokens()):
                     yield batch
                 if not self._record.lease_left_s:
-                    turn = await self._take_over(self._tenant, self._session_id, self.turn_id)
+                    turn = await self._take_over(self._key, self.turn_id)
                     if turn is not None:
                         async for batch in self._taken_batches(turn):
                             yield batch
@@ -123,8 +122,7 @@ class TurnFollower:
         if await happens(self._has_stopped, within_s=POLL_S):
             raise HandedOver
         record = await self._store.get_turn(
-            tenant=self._tenant,
-            session_id=self._session_id,
+            self._key,
             turn_id=self.turn_id,
             first_chunk=self._num_chunks,
             with_request=False,
@@ -155,7 +153,7 @@ class TurnFollower:
         if self._replayer is None:
             raise RuntimeError("a turn without a request or a result has no end")
         self.rebuilt, self.other_numerics = result.rebuilt, result.other_numerics
-        head = await self._store.get(tenant=self._tenant, session_id=self._session_id)
+        head = await self._store.get(self._key)
         finished = self._replayer.finish(result.finished)
         return TurnEnd(
             finished=finished,

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeVar
 
 from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
-from service.stores.sessions.base import LeasedSession, SessionHead, SessionStore
+from service.stores.sessions.base import Commit, Lease, LeasedSession, Rewind, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention, plan_retention
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 
 logger = logging.getLogger("nsm.leases")
+
+Change = TypeVar("Change", Commit, Rewind)
 
 RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
 NO_CHUNKS = 2**31 - 1  # only what the record itself says
@@ -54,14 +58,14 @@ class HeldLease:
         self._is_over = self._is_stopping = False
         self._renewing: asyncio.Task[None] | None = asyncio.create_task(self._renew())
 
-    async def commit(self, **fields: Any) -> SessionHead:
+    async def commit(self, commit: Commit) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
-        retention = self._retention(fields["position"], fields["model_fingerprint"])
-        return await self._write(self._store.commit, {**fields, "retention": retention})
+        retention = self._retention(commit.position, commit.model_fingerprint)
+        return await self._write(self._store.commit, dataclasses.replace(commit, retention=retention))
 
-    async def rewind(self, **fields: Any) -> SessionHead:
+    async def rewind(self, rewind: Rewind) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
-        return await self._write(self._store.rewind, fields)
+        return await self._write(self._store.rewind, rewind)
 
     async def begin_turn(self, start: TurnStart, *, max_records: int) -> TurnRecord:
         """`SessionStore.begin_turn` under this lease, as for the next."""
@@ -84,9 +88,7 @@ class HeldLease:
     async def read_turn(self, turn_id: str) -> TurnRecord | None:
         """What its record says, without request and chunks."""
         lease = self._lease
-        return await self._store.get_turn(
-            tenant=lease.tenant, session_id=lease.session_id, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False
-        )
+        return await self._store.get_turn(lease.key, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False)
 
     async def give_back(self) -> None:
         """The session is free when this returns, as far as it depends on us. Idempotent."""
@@ -99,10 +101,10 @@ class HeldLease:
         except NsmError as error:
             logger.warning("the lease on session %s was not released: %s", self._lease.session_id, error)
 
-    async def _write(self, write: Callable[..., Any], fields: dict[str, Any]) -> SessionHead:
+    async def _write(self, write: Callable[[Lease, Change], Awaitable[SessionHead]], change: Change) -> SessionHead:
         await self._stop_renewing()  # a renewal that comes after the commit would look like a lost lease
         try:
-            head: SessionHead = await write(self._lease, **fields)
+            head = await write(self._lease, change)
         except LeaseLost:
             self._is_over = True
             self._metrics.sessions.lease_lost()
@@ -172,12 +174,10 @@ class Leases:
         self._metrics = metrics
         self._process = uuid.uuid4().hex
 
-    async def take(self, *, tenant: str, session_id: str, on_lost: Callable[[NsmError], None]) -> HeldLease:
+    async def take(self, key: SessionKey, *, on_lost: Callable[[NsmError], None]) -> HeldLease:
         """Raises what `SessionStore.acquire` raises. `on_lost` is called, once, when a renewal finds the lease gone."""
         holder = f"{self._process}/{uuid.uuid4().hex}"
-        acquiring = asyncio.ensure_future(
-            self._store.acquire(tenant=tenant, session_id=session_id, holder=holder, lease_s=self._lease_s)
-        )
+        acquiring = asyncio.ensure_future(self._store.acquire(key, holder=holder, lease_s=self._lease_s))
         started = time.monotonic()
         try:
             leased = await asyncio.shield(acquiring)

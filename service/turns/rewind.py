@@ -14,7 +14,8 @@ from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import Continuation, require_version, resume
-from service.stores.sessions.base import LogMark, SessionHead, SessionStore
+from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.turns.lease import HeldLease
 from service.turns.turn import Turn
 from service.turns.turns import Turns
@@ -30,8 +31,7 @@ class RewindRequest:
     """
 
     request_id: str
-    tenant: str
-    session_id: str
+    key: SessionKey
     to_version: int | None
     to_position: int | None
     expected_version: int | None
@@ -68,16 +68,15 @@ async def rewind_session(
 
     Raises what `Turns.open_turn` raises; then nothing has changed.
     """
-    tenant, session_id = request.tenant, request.session_id
-    async with turns.exclusive(tenant=tenant, session_id=session_id) as (turn, held):
+    async with turns.exclusive(request.key) as (turn, held):
         head = held.stored.head
         model, tokenizer = backend.model, backend.tokenizer
         require_version(head, request.expected_version)
         # refuses what this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
-        marks = await store.log_marks(tenant=tenant, session_id=session_id)
+        marks = await store.log_marks(request.key)
         num_log_tokens = request.num_log_tokens(head, marks)
-        log_ids = await store.read_log(tenant=tenant, session_id=session_id, stop=num_log_tokens)
+        log_ids = await store.read_log(request.key, stop=num_log_tokens)
         snapshot, seed, position = None, None, 0
         if log_ids:
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
@@ -85,7 +84,7 @@ async def rewind_session(
             seed, position = _seed_at(marks, num_log_tokens), end.position
             start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format)
-        return await held.rewind(
+        rewind = Rewind(
             expected_version=head.version,
             snapshot=snapshot,
             position=position,
@@ -94,6 +93,7 @@ async def rewind_session(
             num_sampled=_num_sampled_since_mark(marks, num_log_tokens),
             seed=seed,
         )
+        return await held.rewind(rewind)
 
 
 async def _state_after(
@@ -110,11 +110,10 @@ async def _state_after(
     reading = await read_up_to(
         backend,
         store,
+        request.key,
         fed,
         retained=held.retained,
         marks=marks,
-        tenant=request.tenant,
-        session_id=request.session_id,
         request_id=request.request_id,
         deadline=request.deadline,
         on_start=turn.attach,

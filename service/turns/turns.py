@@ -22,6 +22,7 @@ from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.errors import session_busy
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
@@ -30,8 +31,6 @@ from service.turns.execution import TurnRun
 from service.turns.follower import POLL_S, TurnFollower, stream_not_found
 from service.turns.lease import NO_CHUNKS, HeldLease, Leases
 from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource, stopping
-
-Key = tuple[str, str]  # tenant, session id
 
 
 class Turns:
@@ -72,7 +71,7 @@ class Turns:
             max_records=max_records,
             clock=clock,
         )
-        self._running: dict[Key, Turn] = {}
+        self._running: dict[SessionKey, Turn] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._has_stopped = asyncio.Event()
@@ -89,7 +88,7 @@ class Turns:
         """
         self._require_open()
         request = dataclasses.replace(request, identity=None)
-        async with self._holding(request.tenant, request.session_id) as (turn, held):
+        async with self._holding(request.key) as (turn, held):
             record = await self._opening.begin_record(held, request)
             return self._run(await self._opening.begin(turn, held, request, record))
 
@@ -104,7 +103,7 @@ class Turns:
         if known is not None:
             return known
         try:
-            async with self._holding(request.tenant, request.session_id, request) as (turn, held):
+            async with self._holding(request.key, request) as (turn, held):
                 record = await self._opening.begin_record(held, request)
                 if record.turn_id == request.request_id:
                     return self._run(await self._opening.begin(turn, held, request, record))
@@ -120,19 +119,19 @@ class Turns:
                 raise
             return known
         self._metrics.sessions.turn_replayed()
-        return await self._reader(request.tenant, request.session_id, record)
+        return await self._reader(request.key, record)
 
-    async def follow(self, *, tenant: str, session_id: str, turn_id: str) -> TurnSource:
+    async def follow(self, key: SessionKey, *, turn_id: str) -> TurnSource:
         """A turn of the session, running or not, from its first event on. Raises NotFound or StoreUnavailable."""
-        running = self._running.get((tenant, session_id))
+        running = self._running.get(key)
         if running is not None and running.turn_id == turn_id and running.begun.is_set():
             return running.follow()
-        record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+        record = await self._store.get_turn(key, turn_id=turn_id)
         if record is None:
             raise stream_not_found(turn_id)
-        return await self._reader(tenant, session_id, record)
+        return await self._reader(key, record)
 
-    async def take_over(self, tenant: str, session_id: str, turn_id: str) -> Turn | None:
+    async def take_over(self, key: SessionKey, turn_id: str) -> Turn | None:
         """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
 
         Raises what keeps this process from doing it, as `open_turn`.
@@ -140,8 +139,8 @@ class Turns:
         if self._is_draining:
             raise HandedOver
         try:
-            async with self._holding(tenant, session_id) as (turn, held):
-                record = await self._store.get_turn(tenant=tenant, session_id=session_id, turn_id=turn_id)
+            async with self._holding(key) as (turn, held):
+                record = await self._store.get_turn(key, turn_id=turn_id)
                 if record is not None and record.status == "running":
                     return self._run(await self._opening.go_on(turn, held, record))
         except SessionBusy:
@@ -154,9 +153,9 @@ class Turns:
 
     async def _known_here(self, request: TurnRequest) -> TurnSource | None:
         """The turn of this process that a retry asks for. Raises SessionBusy when it is another one."""
-        while (running := self._running.get((request.tenant, request.session_id))) is not None:
+        while (running := self._running.get(request.key)) is not None:
             if request.identity is None or running.identity != request.identity:
-                raise session_busy(request.session_id)
+                raise session_busy(request.key.session_id)
             _require_same(running.digest, request)
             await running.begun.wait()
             if running.turn_id:
@@ -169,40 +168,35 @@ class Turns:
         """The turn that a retry asks for, when another process has the session."""
         if request.identity is None:
             return None
-        record = await self._store.get_turn(
-            tenant=request.tenant, session_id=request.session_id, identity=request.identity
-        )
+        record = await self._store.get_turn(request.key, identity=request.identity)
         if record is None:
             return None
         _require_same(record.digest, request)
         self._metrics.sessions.turn_replayed()
-        return await self._reader(request.tenant, request.session_id, record)
+        return await self._reader(request.key, record)
 
-    async def _reader(self, tenant: str, session_id: str, record: TurnRecord) -> TurnFollower:
+    async def _reader(self, key: SessionKey, record: TurnRecord) -> TurnFollower:
         return await asyncio.to_thread(  # a long result with log-probabilities is megabytes
             TurnFollower,
             self._store,
             self._backend.tokenizer,
             record,
-            tenant=tenant,
-            session_id=session_id,
+            key,
             take_over=self.take_over,
             has_stopped=self._has_stopped,
         )
 
     def _holding(
-        self, tenant: str, session_id: str, request: TurnRequest | None = None
+        self, key: SessionKey, request: TurnRequest | None = None
     ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
         """Claim and lease for a turn, until the end of the block, or of the turn that began in it."""
 
         def take(turn: Turn) -> Awaitable[HeldLease]:
-            return self._opening.take_lease(tenant, session_id, turn)
+            return self._opening.take_lease(key, turn)
 
-        return self._claimed((tenant, session_id), take, request)
+        return self._claimed(key, take, request)
 
-    def exclusive(
-        self, *, tenant: str, session_id: str
-    ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
+    def exclusive(self, key: SessionKey) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
         """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
 
         Raises SessionBusy, NotFound, StoreUnavailable, RateLimited or Overloaded.
@@ -210,18 +204,18 @@ class Turns:
         self._require_open()
 
         def take(turn: Turn) -> Awaitable[HeldLease]:
-            return self._leases.take(tenant=tenant, session_id=session_id, on_lost=turn.stop)
+            return self._leases.take(key, on_lost=turn.stop)
 
-        return self._claimed((tenant, session_id), take)
+        return self._claimed(key, take)
 
     @contextlib.asynccontextmanager
     async def _claimed(
-        self, key: Key, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
+        self, key: SessionKey, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
     ) -> AsyncIterator[tuple[Turn, HeldLease]]:
         turn = self._claim(key, request)
         held: HeldLease | None = None
         try:
-            turn.permit = self._tenants.enter(key[0])
+            turn.permit = self._tenants.enter(key.tenant)
             held = await take(turn)
             yield turn, held
         finally:
@@ -233,43 +227,41 @@ class Turns:
                 finally:
                     self._release(key)
 
-    async def cancel(self, *, tenant: str, session_id: str) -> bool:
+    async def cancel(self, key: SessionKey) -> bool:
         """Stops the session's turn, in whatever process it runs, and waits for its end; whether there was one that so
         ended without a commit.
         """
-        turn = self._running.get((tenant, session_id))
+        turn = self._running.get(key)
         if turn is None:
-            return await self._cancel_elsewhere(tenant, session_id)
-        turn.stop(TurnCancelled(f"the turn of session {session_id!r} was cancelled; nothing of it was kept"))
+            return await self._cancel_elsewhere(key)
+        turn.stop(TurnCancelled(f"the turn of session {key.session_id!r} was cancelled; nothing of it was kept"))
         await turn.ended.wait()
         if turn.end is None:  # it was refused, or was no turn: see `exclusive`
             return not turn.has_written
         return turn.end.finished.reason is FinishReason.ABORT
 
-    async def _cancel_elsewhere(self, tenant: str, session_id: str) -> bool:
+    async def _cancel_elsewhere(self, key: SessionKey) -> bool:
         try:
-            record = await self._store.cancel_turn(tenant=tenant, session_id=session_id)
+            record = await self._store.cancel_turn(key)
         except NotFound:
             return False
         while record is not None and record.status == "running" and record.lease_left_s:
             await asyncio.sleep(POLL_S)
             record = await self._store.get_turn(
-                tenant=tenant,
-                session_id=session_id,
+                key,
                 turn_id=record.turn_id,
                 first_chunk=NO_CHUNKS,
                 with_request=False,
             )
         return record is not None and record.status == "cancelled"
 
-    async def delete(self, *, tenant: str, session_id: str) -> None:
+    async def delete(self, key: SessionKey) -> None:
         """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""
-        key = (tenant, session_id)
         while key in self._running:
-            await self.cancel(tenant=tenant, session_id=session_id)
+            await self.cancel(key)
         self._claim(key)
         try:
-            await self._store.delete(tenant=tenant, session_id=session_id)
+            await self._store.delete(key)
         finally:
             self._release(key)
 
@@ -289,15 +281,15 @@ class Turns:
         """Whoever reads a turn of another process here is told that this one stops."""
         self._has_stopped.set()
 
-    def _claim(self, key: Key, request: TurnRequest | None = None) -> Turn:
+    def _claim(self, key: SessionKey, request: TurnRequest | None = None) -> Turn:
         if key in self._running:
-            raise session_busy(key[1])
+            raise session_busy(key.session_id)
         identity, digest = (None, "") if request is None else (request.identity, request.digest)
         turn = Turn(self._metrics, detached_s=self._detached_s, identity=identity, digest=digest)
         self._running[key] = turn
         return turn
 
-    def _release(self, key: Key, end: TurnEnd | None = None) -> None:
+    def _release(self, key: SessionKey, end: TurnEnd | None = None) -> None:
         self._running.pop(key).finish(end)
 
     def _run(self, run: TurnRun) -> Turn:
@@ -319,7 +311,7 @@ class Turns:
                 try:
                     await run.held.give_back()
                 finally:
-                    self._release((head.tenant, head.session_id), end)
+                    self._release(head.key, end)
 
 
 def _require_same(digest: str, request: TurnRequest) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound
-from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.base import Rewind, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
 from tests.redis_servers import RedisClock
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import Clock, acquire, commit, commit_under, create
 
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 
 
 def raw_of(head: SessionHead) -> bytes:
@@ -35,15 +36,15 @@ async def turns(store: SessionStore, num_turns: int, *, session_id: str = "s1", 
 
 
 async def versions(store: SessionStore, session_id: str = "s1") -> list[tuple[int, int]]:
-    kept = await store.list_retained(tenant="a", session_id=session_id)
+    kept = await store.list_retained(SessionKey("a", session_id))
     return [(one.version, one.position) for one in kept]
 
 
 async def test_a_new_session_keeps_none_and_a_commit_none_by_itself(store: SessionStore) -> None:
     head = await commit(store, await create(store))
-    assert await store.list_retained(**KEY) == ()
+    assert await store.list_retained(KEY) == ()
     await commit(store, head)
-    assert await store.list_retained(**KEY) == ()
+    assert await store.list_retained(KEY) == ()
     assert (await acquire(store)).retained == ()
 
 
@@ -51,14 +52,14 @@ async def test_a_commit_keeps_what_it_is_told_to_and_drops_the_rest(store: Sessi
     head = await turns(store, 4)
     assert await versions(store) == [(1, 3), (2, 6), (3, 9)]
     leased = await acquire(store)
-    assert leased.retained == await store.list_retained(**KEY)
+    assert leased.retained == await store.list_retained(KEY)
     assert all(one.num_bytes == len(make_snapshot(version=one.version).encode()) for one in leased.retained)
     await commit_under(store, leased.lease, head, retention=joining(head, 2))
     assert await versions(store) == [(2, 6), (4, 12)]
-    assert await store.load_retained(**KEY, version=2) == make_snapshot(version=2).encode()
-    assert await store.load_retained(**KEY, version=4) == make_snapshot(version=4).encode()
-    assert await store.load_retained(**KEY, version=1) is None
-    assert (await store.load(**KEY)).snapshot == make_snapshot(version=5).encode()
+    assert await store.load_retained(KEY, version=2) == make_snapshot(version=2).encode()
+    assert await store.load_retained(KEY, version=4) == make_snapshot(version=4).encode()
+    assert await store.load_retained(KEY, version=1) is None
+    assert (await store.load(KEY)).snapshot == make_snapshot(version=5).encode()
 
 
 async def test_there_is_room_for_as_many_as_may_be_kept(store: SessionStore) -> None:
@@ -68,7 +69,7 @@ async def test_there_is_room_for_as_many_as_may_be_kept(store: SessionStore) -> 
     await commit(store, head, retention=joining(head, *stay))
     assert [version for version, _ in await versions(store)] == [*stay, MAX_RETAINED + 1]
     for version in (*stay, MAX_RETAINED + 1):
-        assert await store.load_retained(**KEY, version=version) == make_snapshot(version=version).encode()
+        assert await store.load_retained(KEY, version=version) == make_snapshot(version=version).encode()
 
 
 async def test_a_refused_commit_changes_nothing(store: SessionStore) -> None:
@@ -88,10 +89,10 @@ async def test_a_rewind_drops_those_beyond_its_cut(store: SessionStore, cut: int
     lease = (await acquire(store)).lease
     fields: dict[str, Any] = {"model_fingerprint": "m1", "num_sampled": 0, "seed": 7, "position": cut}
     raw = make_snapshot(version=5).encode() if cut else None
-    await store.rewind(lease, expected_version=4, snapshot=raw, num_log_tokens=cut, **fields)
+    await store.rewind(lease, Rewind(expected_version=4, snapshot=raw, num_log_tokens=cut, **fields))
     assert await versions(store) == left
     for version, _ in left:
-        assert await store.load_retained(**KEY, version=version) == make_snapshot(version=version).encode()
+        assert await store.load_retained(KEY, version=version) == make_snapshot(version=version).encode()
 
 
 async def test_a_rewind_under_another_model_drops_them_all(store: SessionStore) -> None:
@@ -99,28 +100,28 @@ async def test_a_rewind_under_another_model_drops_them_all(store: SessionStore) 
     lease = (await acquire(store)).lease
     fields: dict[str, Any] = {"model_fingerprint": "m2", "num_sampled": 0, "seed": 7, "position": 7}
     raw = make_snapshot(version=4).encode()
-    await store.rewind(lease, expected_version=3, snapshot=raw, num_log_tokens=7, **fields)
+    await store.rewind(lease, Rewind(expected_version=3, snapshot=raw, num_log_tokens=7, **fields))
     assert await versions(store) == []
 
 
 async def test_their_bytes_are_the_tenants(store: SessionStore) -> None:
     head = await turns(store, 3)
-    newest, kept = len(raw_of(head)), await store.list_retained(**KEY)
+    newest, kept = len(raw_of(head)), await store.list_retained(KEY)
     usage = await store.usage(tenant="a")
     assert usage.num_bytes == newest + sum(one.num_bytes for one in kept) + 4 * head.num_log_tokens
-    await store.delete(**KEY)
+    await store.delete(KEY)
     assert (await store.usage(tenant="a")).num_bytes == 0
 
 
 async def test_they_go_with_the_session(store: SessionStore) -> None:
     await turns(store, 3)
-    await store.delete(**KEY)
-    for call in (store.list_retained(**KEY), store.load_retained(**KEY, version=1)):
+    await store.delete(KEY)
+    for call in (store.list_retained(KEY), store.load_retained(KEY, version=1)):
         with pytest.raises(NotFound):
             await call
     await commit(store, await create(store))
     assert await versions(store) == []
-    assert await store.load_retained(**KEY, version=1) is None
+    assert await store.load_retained(KEY, version=1) is None
 
 
 async def test_they_live_as_long_as_the_session(store: SessionStore, clock: Clock | RedisClock) -> None:
@@ -129,22 +130,22 @@ async def test_they_live_as_long_as_the_session(store: SessionStore, clock: Cloc
     await commit(store, head, retention=joining(head, 1))
     clock.advance(60.0)
     assert [version for version, _ in await versions(store)] == [1, 2]
-    assert await store.load_retained(**KEY, version=1) is not None
-    await store.update(**KEY, ttl_s=None)
+    assert await store.load_retained(KEY, version=1) is not None
+    await store.update(KEY, ttl_s=None)
     clock.advance(200.0)
-    assert await store.load_retained(**KEY, version=2) is not None
-    await store.update(**KEY, ttl_s=50.0)
+    assert await store.load_retained(KEY, version=2) is not None
+    await store.update(KEY, ttl_s=50.0)
     clock.advance(60.0)
     with pytest.raises(NotFound):
-        await store.list_retained(**KEY)
+        await store.list_retained(KEY)
     assert (await store.usage(tenant="a")).num_bytes == 0 or await store.remove_expired() == 1
 
 
 async def test_L6_nobody_elses(store: SessionStore) -> None:
     await turns(store, 3)
     await commit(store, await create(store, tenant="b"))
-    assert await store.list_retained(tenant="b", session_id="s1") == ()
-    assert await store.load_retained(tenant="b", session_id="s1", version=1) is None
+    assert await store.list_retained(SessionKey("b", "s1")) == ()
+    assert await store.load_retained(SessionKey("b", "s1"), version=1) is None
     await turns(store, 2, session_id="s2")
     assert await versions(store) == [(1, 3), (2, 6)]
 
@@ -156,4 +157,4 @@ async def test_R3_a_damaged_one_is_not_there(store: SessionStore) -> None:
     kept = RetainedSnapshot(version=1, position=3, num_bytes=len(broken))
     await commit(store, head, retention=Retention(add=kept, snapshot=broken))
     assert await versions(store) == [(1, 3)]
-    assert await store.load_retained(**KEY, version=1) is None
+    assert await store.load_retained(KEY, version=1) is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, SessionBusy, VersionConflict
-from service.stores.sessions.base import SessionStore
+from service.stores.sessions.base import Rewind, SessionStore
+from service.stores.sessions.key import SessionKey
 from tests.stored_sessions import (
     LEASE_S,
     Clock,
@@ -17,20 +18,20 @@ from tests.stored_sessions import (
     without_expiry,
 )
 
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 
 
 async def test_a_lease_comes_with_the_session_as_it_stands_and_keeps_others_out(store: SessionStore) -> None:
     head = await commit(store, await create(store))
     taken = await acquire(store, holder="h1")
-    assert (taken.stored.head, taken.stored.snapshot) == (head, (await store.load(**KEY)).snapshot)
+    assert (taken.stored.head, taken.stored.snapshot) == (head, (await store.load(KEY)).snapshot)
     lease = taken.lease
     assert (lease.tenant, lease.session_id, lease.created_at, lease.holder) == ("a", "s1", head.created_at, "h1")
     for holder in ("h1", "h2"):  # a holder is one turn: the same name is another turn's mistake
         with pytest.raises(SessionBusy, match="'s1' is busy") as caught:
             await acquire(store, holder=holder)
         assert caught.value.retry_after_s == 1.0
-    assert await store.get(**KEY) == head  # reading needs no lease
+    assert await store.get(KEY) == head  # reading needs no lease
     await store.release(lease)
     assert (await acquire(store, holder="h2")).lease.fence == lease.fence + 1
 
@@ -84,7 +85,7 @@ async def test_D8_a_holder_that_slept_past_its_lease_cannot_overwrite_its_succes
     head = await commit_under(store, fresh, head)
     with pytest.raises(LeaseLost):
         await commit_under(store, stale, head, new_ids=(9,))
-    assert await store.read_log(**KEY) == (1, 2, 3)
+    assert await store.read_log(KEY) == (1, 2, 3)
 
 
 async def test_D8_a_stale_holder_that_wakes_after_its_successor_released_is_refused(
@@ -136,11 +137,11 @@ async def test_a_rewind_needs_the_lease_and_ends_it(store: SessionStore, clock: 
         "seed": None,
     }
     with pytest.raises(LeaseLost):
-        await store.rewind(stale, expected_version=1, **empty)
+        await store.rewind(stale, Rewind(expected_version=1, **empty))
     with pytest.raises(VersionConflict):
-        await store.rewind(lease, expected_version=0, **empty)
-    assert await store.get(**KEY) == head
-    assert (await store.rewind(lease, expected_version=1, **empty)).version == 2
+        await store.rewind(lease, Rewind(expected_version=0, **empty))
+    assert await store.get(KEY) == head
+    assert (await store.rewind(lease, Rewind(expected_version=1, **empty))).version == 2
     await acquire(store)
 
 
@@ -149,14 +150,14 @@ async def test_releasing_twice_and_what_is_gone_is_no_error(store: SessionStore)
     lease = (await acquire(store)).lease
     await store.release(lease)
     await store.release(lease)
-    await store.delete(**KEY)
+    await store.delete(KEY)
     await store.release(lease)
 
 
 async def test_a_lease_does_not_prevent_deletion(store: SessionStore) -> None:
     head = await create(store)
     lease = (await acquire(store)).lease
-    await store.delete(**KEY)
+    await store.delete(KEY)
     with pytest.raises(NotFound):
         await commit_under(store, lease, head)
     with pytest.raises(LeaseLost):
@@ -169,11 +170,11 @@ async def test_a_session_whose_ttl_ran_out_does_not_exist(store: SessionStore, c
     assert head.ttl_s == 60.0
     assert expires_in(head) == pytest.approx(60.0)
     clock.advance(59.0)
-    assert without_expiry(await store.get(**KEY)) == without_expiry(head)
+    assert without_expiry(await store.get(KEY)) == without_expiry(head)
     clock.advance(1.0)
     for call in (store.get, store.load, store.read_log, store.log_marks, store.update, store.delete):
         with pytest.raises(NotFound):
-            await call(**KEY)
+            await call(KEY)
     with pytest.raises(NotFound):
         await acquire(store)
     assert [found.session_id for found in (await store.list(tenant="a", limit=10)).heads] == ["kept"]
@@ -203,15 +204,15 @@ async def test_every_commit_and_update_moves_the_expiry_on(store: SessionStore, 
         head = await commit(store, head)
         assert expires_in(head) == pytest.approx(60.0)
     clock.advance(50.0)
-    head = await store.update(**KEY)
+    head = await store.update(KEY)
     assert expires_in(head) == pytest.approx(60.0)
-    head = await store.update(**KEY, ttl_s=5.0)
+    head = await store.update(KEY, ttl_s=5.0)
     assert head.ttl_s == 5.0
     assert expires_in(head) == pytest.approx(5.0)
-    head = await store.update(**KEY, ttl_s=None)
+    head = await store.update(KEY, ttl_s=None)
     assert (head.ttl_s, head.expires_at) == (None, None)
     clock.advance(10_000.0)
-    assert await store.get(**KEY) == head
+    assert await store.get(KEY) == head
 
 
 async def test_P3_a_ttl_does_not_end_a_session_with_a_running_turn(store: SessionStore, clock: Clock) -> None:
@@ -220,7 +221,7 @@ async def test_P3_a_ttl_does_not_end_a_session_with_a_running_turn(store: Sessio
     for _ in range(3):
         clock.advance(LEASE_S - 1)
         assert await store.remove_expired() == 0
-        assert without_expiry(await store.get(**KEY)) == without_expiry(head)
+        assert without_expiry(await store.get(KEY)) == without_expiry(head)
         lease = await store.renew(lease, lease_s=LEASE_S)
     with pytest.raises(SessionBusy):
         await acquire(store)
@@ -228,7 +229,7 @@ async def test_P3_a_ttl_does_not_end_a_session_with_a_running_turn(store: Sessio
     assert expires_in(committed) == pytest.approx(5.0)
     clock.advance(6.0)
     with pytest.raises(NotFound):
-        await store.get(**KEY)
+        await store.get(KEY)
 
 
 async def test_P3_an_expired_session_goes_with_its_last_lease(store: SessionStore, clock: Clock) -> None:
@@ -242,7 +243,7 @@ async def test_P3_an_expired_session_goes_with_its_last_lease(store: SessionStor
     await create(store, "released", ttl_s=5.0)
     lease = (await acquire(store, "released")).lease
     clock.advance(6.0)
-    assert (await store.get(tenant="a", session_id="released")).session_id == "released"
+    assert (await store.get(SessionKey("a", "released"))).session_id == "released"
     await store.release(lease)
     with pytest.raises(NotFound):
-        await store.get(tenant="a", session_id="released")
+        await store.get(SessionKey("a", "released"))

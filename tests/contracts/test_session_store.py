@@ -11,11 +11,12 @@ import pytest
 from nsm_core.errors import InvalidRequest, LeaseLost, NotFound, SessionBusy, SnapshotCorrupt, VersionConflict
 from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import Snapshot
-from service.stores.sessions.base import Lease, LogMark, SessionHead, SessionStore, TenantUsage
+from service.stores.sessions.base import Lease, LogMark, NewSession, Rewind, SessionHead, SessionStore, TenantUsage
+from service.stores.sessions.key import SessionKey
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import acquire, commit, commit_under, create
 
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 
 
 async def test_a_new_session_is_at_version_0_without_a_snapshot(store: SessionStore) -> None:
@@ -23,11 +24,11 @@ async def test_a_new_session_is_at_version_0_without_a_snapshot(store: SessionSt
     assert (head.version, head.position, head.num_log_tokens, head.snapshot_bytes) == (0, 0, 0, 0)
     assert (head.tenant, head.session_id, dict(head.metadata)) == ("a", "s1", {"k": "v"})
     assert head.created_at == head.updated_at > 0.0
-    stored = await store.load(tenant="a", session_id="s1")
+    stored = await store.load(SessionKey("a", "s1"))
     assert (stored.head, stored.snapshot) == (head, None)
     assert (stored.damage, head.ttl_s, head.expires_at, head.forked_from) == (None, None, None, None)
-    assert await store.read_log(tenant="a", session_id="s1") == ()
-    assert await store.log_marks(**KEY) == ()
+    assert await store.read_log(SessionKey("a", "s1")) == ()
+    assert await store.log_marks(KEY) == ()
 
 
 async def test_an_id_is_taken_once_per_tenant(store: SessionStore) -> None:
@@ -45,10 +46,10 @@ async def test_a_commit_moves_head_snapshot_and_log_together(store: SessionStore
     assert (second.version, second.position, second.num_log_tokens, second.snapshot_bytes) == (2, 4, 4, len(raw))
     assert (second.created_at, second.model_fingerprint, dict(second.metadata)) == (head.created_at, "m2", {"k": "v"})
     assert second.updated_at > first.updated_at > head.updated_at
-    stored = await store.load(tenant="a", session_id="s1")
+    stored = await store.load(SessionKey("a", "s1"))
     assert (stored.head, stored.snapshot) == (second, raw)
-    assert await store.get(tenant="a", session_id="s1") == second
-    assert await store.read_log(tenant="a", session_id="s1") == (0, 5, 2**32 - 1, 9)
+    assert await store.get(SessionKey("a", "s1")) == second
+    assert await store.read_log(SessionKey("a", "s1")) == (0, 5, 2**32 - 1, 9)
 
 
 async def test_a_stale_writer_changes_nothing(store: SessionStore) -> None:
@@ -56,9 +57,9 @@ async def test_a_stale_writer_changes_nothing(store: SessionStore) -> None:
     committed = await commit(store, head)
     with pytest.raises(VersionConflict, match="is at version 1, expected version 0"):
         await commit(store, head, snapshot=make_snapshot(version=7).encode(), new_ids=(8, 8))
-    stored = await store.load(tenant="a", session_id="s1")
+    stored = await store.load(SessionKey("a", "s1"))
     assert (stored.head, stored.snapshot) == (committed, make_snapshot(version=1).encode())
-    assert await store.read_log(tenant="a", session_id="s1") == (1, 2, 3)
+    assert await store.read_log(SessionKey("a", "s1")) == (1, 2, 3)
 
 
 async def test_P5_of_many_that_want_to_write_at_once_one_gets_the_lease(store: SessionStore) -> None:
@@ -68,13 +69,13 @@ async def test_P5_of_many_that_want_to_write_at_once_one_gets_the_lease(store: S
     assert len(leases) == 1
     assert sum(isinstance(result, SessionBusy) for result in results) == 7
     committed = await commit_under(store, leases[0], head)
-    assert await store.get(**KEY) == committed
+    assert await store.get(KEY) == committed
 
 
 async def test_a_turn_of_a_deleted_session_is_not_committed_to_its_successor(store: SessionStore) -> None:
     head = await create(store)
     lease = (await acquire(store, holder="h")).lease
-    await store.delete(**KEY)
+    await store.delete(KEY)
     with pytest.raises(NotFound):
         await commit_under(store, lease, head)
     successor = await create(store)
@@ -84,15 +85,15 @@ async def test_a_turn_of_a_deleted_session_is_not_committed_to_its_successor(sto
         with pytest.raises(LeaseLost):
             await lost
     await store.release(lease)
-    assert (await store.get(**KEY)) == successor
+    assert (await store.get(KEY)) == successor
     assert (await commit_under(store, same_names, successor)).version == 1
 
 
 async def test_an_unknown_session_is_not_found_by_any_call(store: SessionStore) -> None:
-    key = {"tenant": "a", "session_id": "nobody"}
+    key = SessionKey("a", "nobody")
     for call in (store.get, store.load, store.read_log, store.log_marks, store.update, store.delete):
         with pytest.raises(NotFound, match="'nobody' does not exist") as caught:
-            await call(**key)
+            await call(key)
         assert (caught.value.param, caught.value.code) == ("session_id", "session_not_found")
     with pytest.raises(NotFound):
         await acquire(store, "nobody")
@@ -101,36 +102,36 @@ async def test_an_unknown_session_is_not_found_by_any_call(store: SessionStore) 
 async def test_L6_another_tenants_session_does_not_exist(store: SessionStore) -> None:
     head = await commit(store, await create(store, tenant="a"))
     with pytest.raises(NotFound) as unknown:
-        await store.get(tenant="b", session_id="nobody")
+        await store.get(SessionKey("b", "nobody"))
     for call in (store.get, store.load, store.read_log, store.log_marks, store.update, store.delete):
         with pytest.raises(NotFound) as caught:
-            await call(tenant="b", session_id="s1")
+            await call(SessionKey("b", "s1"))
         assert str(caught.value) == str(unknown.value).replace("nobody", "s1")
     with pytest.raises(NotFound):
         await acquire(store, tenant="b")
     assert await store.usage(tenant="b") == TenantUsage(num_sessions=0, num_bytes=0)
     assert (await store.list(tenant="b", limit=10)).heads == ()
-    assert await store.get(tenant="a", session_id="s1") == head
+    assert await store.get(SessionKey("a", "s1")) == head
 
 
 async def test_L2_deleting_one_session_leaves_the_others_as_they_were(store: SessionStore) -> None:
     kept = await commit(store, await create(store, "kept"))
     other_tenants = await commit(store, await create(store, "gone", tenant="b"))
     await commit(store, await create(store, "gone"))
-    await store.delete(tenant="a", session_id="gone")
+    await store.delete(SessionKey("a", "gone"))
     with pytest.raises(NotFound):
-        await store.load(tenant="a", session_id="gone")
-    assert (await store.load(tenant="a", session_id="kept")).head == kept
-    assert (await store.load(tenant="b", session_id="gone")).head == other_tenants
-    assert await store.read_log(tenant="b", session_id="gone") == (1, 2, 3)
+        await store.load(SessionKey("a", "gone"))
+    assert (await store.load(SessionKey("a", "kept"))).head == kept
+    assert (await store.load(SessionKey("b", "gone"))).head == other_tenants
+    assert await store.read_log(SessionKey("b", "gone")) == (1, 2, 3)
 
 
 async def test_a_session_made_again_starts_empty(store: SessionStore) -> None:
     await commit(store, await create(store))
-    await store.delete(tenant="a", session_id="s1")
+    await store.delete(SessionKey("a", "s1"))
     await create(store)
-    assert (await store.load(tenant="a", session_id="s1")).snapshot is None
-    assert await store.read_log(tenant="a", session_id="s1") == ()
+    assert (await store.load(SessionKey("a", "s1"))).snapshot is None
+    assert await store.read_log(SessionKey("a", "s1")) == ()
 
 
 async def test_a_snapshot_that_fails_its_checksum_is_refused(store: SessionStore) -> None:
@@ -138,8 +139,8 @@ async def test_a_snapshot_that_fails_its_checksum_is_refused(store: SessionStore
     raw[-40] ^= 1
     head = await commit(store, await create(store), snapshot=bytes(raw))
     with pytest.raises(SnapshotCorrupt, match="checksum"):
-        await store.load(tenant="a", session_id="s1")
-    assert await store.get(tenant="a", session_id="s1") == head
+        await store.load(SessionKey("a", "s1"))
+    assert await store.get(SessionKey("a", "s1")) == head
     stored = (await acquire(store)).stored  # whoever may write may rebuild it
     assert (stored.head, stored.snapshot, stored.damage) == (head, None, "corrupt")
 
@@ -165,15 +166,15 @@ async def test_every_tenant_with_a_session_is_listed_once(store: SessionStore) -
     for tenant, session_id in (("zoe", "s1"), ("a", "s1"), ("a", "s2"), ("é:{*}", "s1")):
         await create(store, session_id, tenant=tenant)
     assert await store.list_tenants() == ("a", "zoe", "é:{*}")
-    await store.delete(tenant="zoe", session_id="s1")
-    await store.delete(tenant="a", session_id="s2")
+    await store.delete(SessionKey("zoe", "s1"))
+    await store.delete(SessionKey("a", "s2"))
     assert await store.list_tenants() == ("a", "é:{*}")
 
 
 async def test_a_cursor_stays_good_when_sessions_come_go_and_move_on(store: SessionStore) -> None:
     heads = [await create(store, f"s{number}") for number in range(4)]
     page = await store.list(tenant="a", limit=2)
-    await store.delete(tenant="a", session_id="s2")  # the one the cursor points at
+    await store.delete(SessionKey("a", "s2"))  # the one the cursor points at
     await commit(store, heads[0])
     await create(store, "new")
     rest = await store.list(tenant="a", limit=2, cursor=page.next_cursor)
@@ -196,7 +197,7 @@ async def test_the_store_is_writable_and_closes_twice(store: SessionStore) -> No
 async def test_what_is_loaded_is_what_was_encoded(store: SessionStore) -> None:
     snapshot = make_snapshot(num_floats=300_000)  # over a megabyte
     await commit(store, await create(store), snapshot=snapshot.encode())
-    stored = await store.load(tenant="a", session_id="s1")
+    stored = await store.load(SessionKey("a", "s1"))
     assert stored.snapshot is not None
     assert Snapshot.decode(stored.snapshot) == snapshot
 
@@ -207,7 +208,7 @@ async def test_a_state_in_any_dtype_is_kept_as_it_is_and_counts_what_it_takes(st
     raw = dataclasses.replace(zeros, state=bytes(252) + b"\0\0\0A").encode()
     before = (await store.usage(tenant="a")).num_bytes
     head = await commit(store, await create(store), snapshot=raw)
-    assert (await store.load(**KEY)).snapshot == (await acquire(store)).stored.snapshot == raw
+    assert (await store.load(KEY)).snapshot == (await acquire(store)).stored.snapshot == raw
     assert head.snapshot_bytes == len(raw)
     assert (await store.usage(tenant="a")).num_bytes - before == len(raw) + 4 * head.num_log_tokens
 
@@ -215,12 +216,12 @@ async def test_a_state_in_any_dtype_is_kept_as_it_is_and_counts_what_it_takes(st
 async def test_the_log_tells_where_each_turn_ended_and_what_was_sampled(store: SessionStore) -> None:
     head = await commit(store, await create(store), new_ids=(1, 2, 3), num_sampled=2, seed=2**64 - 1)
     await commit(store, head, new_ids=(4,), num_sampled=1, seed=0)
-    assert await store.log_marks(**KEY) == (
+    assert await store.log_marks(KEY) == (
         LogMark(version=1, num_log_tokens=3, num_sampled=2, seed=2**64 - 1),
         LogMark(version=2, num_log_tokens=4, num_sampled=1, seed=0),
     )
     for stop, expected in ((None, (1, 2, 3, 4)), (0, ()), (2, (1, 2)), (9, (1, 2, 3, 4))):
-        assert await store.read_log(**KEY, stop=stop) == expected
+        assert await store.read_log(KEY, stop=stop) == expected
 
 
 async def test_a_session_may_begin_with_a_state_and_a_log(store: SessionStore) -> None:
@@ -231,28 +232,28 @@ async def test_a_session_may_begin_with_a_state_and_a_log(store: SessionStore) -
     )
     fields = {"model_fingerprint": "m1", "metadata": {"k": "v"}, "ttl_s": None, "forked_from": "other@4"}
     begin = {"version": 5, "position": 4, "snapshot": raw, "log_ids": (9, 8, 7, 6), "marks": marks}
-    head = await store.create_with(**KEY, **fields, **begin)
+    head = await store.create(NewSession(key=KEY, **fields, **begin))
     assert (head.version, head.position, head.num_log_tokens, head.snapshot_bytes) == (5, 4, 4, len(raw))
     assert (head.forked_from, dict(head.metadata)) == ("other@4", {"k": "v"})
-    stored = await store.load(**KEY)
+    stored = await store.load(KEY)
     assert (stored.head, stored.snapshot) == (head, raw)
-    assert await store.read_log(**KEY) == (9, 8, 7, 6)
-    assert await store.log_marks(**KEY) == marks
+    assert await store.read_log(KEY) == (9, 8, 7, 6)
+    assert await store.log_marks(KEY) == marks
     assert (await commit(store, head)).version == 6
-    assert await store.read_log(**KEY) == (9, 8, 7, 6, 1, 2, 3)
+    assert await store.read_log(KEY) == (9, 8, 7, 6, 1, 2, 3)
     with pytest.raises(VersionConflict, match="exists already"):
-        await store.create_with(**KEY, **fields, **begin)
+        await store.create(NewSession(key=KEY, **fields, **begin))
 
 
 async def test_metadata_is_replaced_as_a_whole_and_moves_no_version(store: SessionStore) -> None:
     head = await commit(store, await create(store))
     lease = (await acquire(store)).lease  # a running turn does not prevent it, and does not undo it
-    updated = await store.update(**KEY, metadata={"new": "x"})
+    updated = await store.update(KEY, metadata={"new": "x"})
     assert (dict(updated.metadata), updated.version, updated.ttl_s) == ({"new": "x"}, 1, None)
     assert updated.updated_at > head.updated_at
-    assert await store.get(**KEY) == updated
+    assert await store.get(KEY) == updated
     assert dict((await commit_under(store, lease, head)).metadata) == {"new": "x"}
-    assert dict((await store.update(**KEY)).metadata) == {"new": "x"}
+    assert dict((await store.update(KEY)).metadata) == {"new": "x"}
 
 
 async def test_usage_follows_every_change(store: SessionStore) -> None:
@@ -274,9 +275,9 @@ async def test_usage_follows_every_change(store: SessionStore) -> None:
     small = make_snapshot(version=3, num_floats=2).encode()
     await rewind(store, lease, head, snapshot=small, num_log_tokens=2)
     await expect(2, len(small) + 8)
-    await store.delete(tenant="a", session_id="s2")
+    await store.delete(SessionKey("a", "s2"))
     await expect(1, len(small) + 8)
-    await store.delete(**KEY)
+    await store.delete(KEY)
     await expect(0, 0)
 
 
@@ -285,13 +286,15 @@ async def rewind(
 ) -> SessionHead:
     return await store.rewind(
         lease,
-        expected_version=head.version,
-        snapshot=snapshot,
-        position=max(0, num_log_tokens - 1),
-        model_fingerprint="m2",
-        num_log_tokens=num_log_tokens,
-        num_sampled=0,
-        seed=5,
+        Rewind(
+            expected_version=head.version,
+            snapshot=snapshot,
+            position=max(0, num_log_tokens - 1),
+            model_fingerprint="m2",
+            num_log_tokens=num_log_tokens,
+            num_sampled=0,
+            seed=5,
+        ),
     )
 
 
@@ -312,15 +315,15 @@ async def test_a_rewind_cuts_the_log_anywhere(store: SessionStore, num_log_token
         max(0, num_log_tokens - 1),
     )
     assert (rewound.model_fingerprint, rewound.snapshot_bytes) == ("m2", len(raw or b""))
-    stored = await store.load(**KEY)
+    stored = await store.load(KEY)
     assert (stored.head, stored.snapshot) == (rewound, raw)
-    assert await store.read_log(**KEY) == (1, 2, 3, 4, 5, 6)[:num_log_tokens]
-    marks = await store.log_marks(**KEY)
+    assert await store.read_log(KEY) == (1, 2, 3, 4, 5, 6)[:num_log_tokens]
+    marks = await store.log_marks(KEY)
     assert [mark.num_log_tokens for mark in marks] == ends
     assert [mark.version for mark in marks] == [*range(1, len(ends)), 4]
     assert marks[-1] == LogMark(version=4, num_log_tokens=num_log_tokens, num_sampled=0, seed=5)
     again = await commit(store, rewound, new_ids=(9,))
-    assert await store.read_log(**KEY) == (*(1, 2, 3, 4, 5, 6)[:num_log_tokens], 9)
+    assert await store.read_log(KEY) == (*(1, 2, 3, 4, 5, 6)[:num_log_tokens], 9)
     assert (await acquire(store)).stored.head == again
 
 
@@ -331,16 +334,16 @@ async def test_a_commit_may_add_nothing_to_the_log(store: SessionStore) -> None:
     moved = await commit(store, head, new_ids=(), num_sampled=0, snapshot=other, model_fingerprint="m2")
     assert (moved.version, moved.position, moved.num_log_tokens) == (2, head.position, 3)
     assert moved.model_fingerprint == "m2"
-    key = {"tenant": "a", "session_id": "s1"}
-    assert (await store.load(**key)).snapshot == other
-    assert await store.read_log(**key) == (1, 2, 3)
-    marks = await store.log_marks(**key)
+    key = SessionKey("a", "s1")
+    assert (await store.load(key)).snapshot == other
+    assert await store.read_log(key) == (1, 2, 3)
+    marks = await store.log_marks(key)
     assert [(mark.version, mark.num_log_tokens, mark.num_sampled) for mark in marks] == [(1, 3, 1), (2, 3, 0)]
     later = await commit(store, moved, new_ids=(4,), model_fingerprint="m2")
-    assert await store.read_log(**key) == (1, 2, 3, 4)
+    assert await store.read_log(key) == (1, 2, 3, 4)
     lease = (await acquire(store)).lease
     fields: dict[str, Any] = {"model_fingerprint": "m2", "num_sampled": 0, "seed": 7, "position": 2}
     raw = make_snapshot(version=4).encode()
-    await store.rewind(lease, expected_version=later.version, snapshot=raw, num_log_tokens=2, **fields)
-    assert await store.read_log(**key) == (1, 2)
-    assert [mark.version for mark in await store.log_marks(**key)] == [4]
+    await store.rewind(lease, Rewind(expected_version=later.version, snapshot=raw, num_log_tokens=2, **fields))
+    assert await store.read_log(key) == (1, 2)
+    assert [mark.version for mark in await store.log_marks(key)] == [4]

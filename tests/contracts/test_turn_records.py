@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, VersionConflict
-from service.stores.sessions.base import Lease, SessionHead, SessionStore
+from service.stores.sessions.base import Lease, Rewind, SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from tests.snapshots import make_snapshot
 from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, create
 
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 TTL_S = 600.0
 MANY = 16
 
@@ -32,7 +33,7 @@ async def begin(store: SessionStore, lease: Lease, turn_id: str = "t1", **fields
 
 
 async def get(store: SessionStore, turn_id: str = "t1", **fields: Any) -> TurnRecord:
-    record = await store.get_turn(**KEY, turn_id=turn_id, **fields)
+    record = await store.get_turn(KEY, turn_id=turn_id, **fields)
     assert record is not None
     return record
 
@@ -54,7 +55,7 @@ async def test_a_running_turn_shows_its_request_and_what_was_appended(store: Ses
     assert (await get(store, first_chunk=2)).chunks == (b"three",)
     assert (await get(store, first_chunk=3)).chunks == ()
     assert (await get(store, with_request=False)).request == b""
-    by_identity = await store.get_turn(**KEY, identity="key:é")
+    by_identity = await store.get_turn(KEY, identity="key:é")
     assert by_identity is not None
     assert by_identity.turn_id == "t1"
 
@@ -81,7 +82,7 @@ async def test_D9_a_commit_carries_the_result_and_ends_the_record(store: Session
     taken = (await acquire(store)).lease
     again = await begin(store, taken, "t2", identity="key:k", base_version=0)
     assert (again.turn_id, again.status, again.result) == ("t1", "committed", b"result\x00\xff")
-    assert await store.get_turn(**KEY, turn_id="t2") is None
+    assert await store.get_turn(KEY, turn_id="t2") is None
 
 
 async def test_a_refused_commit_leaves_the_record_running(store: SessionStore) -> None:
@@ -96,7 +97,7 @@ async def test_a_refused_commit_leaves_the_record_running(store: SessionStore) -
 
 
 async def wrong(store: SessionStore) -> SessionHead:
-    return dataclasses.replace(await store.get(**KEY), version=7)
+    return dataclasses.replace(await store.get(KEY), version=7)
 
 
 async def test_a_turn_continues_the_version_it_names(store: SessionStore) -> None:
@@ -117,10 +118,10 @@ async def test_a_turn_that_failed_is_told_of_and_runs_again(store: SessionStore,
     await store.end_turn(lease, ended(result=b"other"), status=status)
     record = await get(store)
     assert (record.status, record.result, record.chunks) == (status, b"result\x00\xff", ())
-    assert await store.get_turn(**KEY, identity="key:k") is None
+    assert await store.get_turn(KEY, identity="key:k") is None
     other = await begin(store, lease, "t2", identity="key:k", digest="another request")
     assert (other.turn_id, other.status, other.digest) == ("t1", status, "d")  # the identity stays what it was used for
-    assert await store.get_turn(**KEY, turn_id="t2") is None
+    assert await store.get_turn(KEY, turn_id="t2") is None
     assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
     assert (await get(store)).status == status
 
@@ -131,7 +132,7 @@ async def test_what_was_refused_before_it_began_leaves_nothing(store: SessionSto
     await begin(store, lease, identity="key:k")
     await store.forget_turn(lease, "t1")
     await store.forget_turn(lease, "t1")
-    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert await store.get_turn(KEY, turn_id="t1") is None
     assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
 
 
@@ -193,13 +194,15 @@ async def test_whatever_moves_the_session_on_ends_an_abandoned_turn(
     else:
         await store.rewind(
             lease,
-            expected_version=1,
-            snapshot=None,
-            position=0,
-            model_fingerprint="m1",
-            num_log_tokens=0,
-            num_sampled=0,
-            seed=None,
+            Rewind(
+                expected_version=1,
+                snapshot=None,
+                position=0,
+                model_fingerprint="m1",
+                num_log_tokens=0,
+                num_sampled=0,
+                seed=None,
+            ),
         )
     assert (await get(store)).status == "failed"
 
@@ -215,18 +218,20 @@ async def test_a_rewind_deletes_what_it_cuts_off_of_the_results_too(
         head = await commit_under(store, lease, head, turn=ended(f"t{number}"))
     await store.rewind(
         (await acquire(store)).lease,
-        expected_version=3,
-        snapshot=make_snapshot(version=4).encode() if num_log_tokens else None,
-        position=num_log_tokens,
-        model_fingerprint="m1",
-        num_log_tokens=num_log_tokens,
-        num_sampled=0,
-        seed=None,
+        Rewind(
+            expected_version=3,
+            snapshot=make_snapshot(version=4).encode() if num_log_tokens else None,
+            position=num_log_tokens,
+            model_fingerprint="m1",
+            num_log_tokens=num_log_tokens,
+            num_sampled=0,
+            seed=None,
+        ),
     )
     records = [await get(store, f"t{number}") for number in (1, 2, 3)]
     assert [record.status for record in records] == ["committed"] * num_whole + ["cancelled"] * (3 - num_whole)
     assert [record.result is not None for record in records] == [True] * num_whole + [False] * (3 - num_whole)
-    found = await store.get_turn(**KEY, identity="key:3")
+    found = await store.get_turn(KEY, identity="key:3")
     assert (found is not None) == (num_whole == 3)
 
 
@@ -236,8 +241,8 @@ async def test_the_newest_records_are_kept(store: SessionStore) -> None:
         lease = (await acquire(store)).lease
         await store.begin_turn(lease, start_of(f"t{number}", identity=f"key:{number}"), max_records=3)
         head = await commit_under(store, lease, head, turn=ended(f"t{number}"))
-    assert await store.get_turn(**KEY, turn_id="t0") is None
-    assert await store.get_turn(**KEY, identity="key:0") is None
+    assert await store.get_turn(KEY, turn_id="t0") is None
+    assert await store.get_turn(KEY, identity="key:0") is None
     assert [(await get(store, f"t{number}")).status for number in (1, 2, 3)] == ["committed"] * 3
 
 
@@ -249,28 +254,28 @@ async def test_a_record_is_kept_for_its_ttl(store: SessionStore, clock: Clock) -
     clock.advance(TTL_S - 1)
     assert (await get(store)).status == "committed"
     clock.advance(2)
-    assert await store.get_turn(**KEY, turn_id="t1") is None
-    assert await store.get_turn(**KEY, identity="key:k") is None
+    assert await store.get_turn(KEY, turn_id="t1") is None
+    assert await store.get_turn(KEY, identity="key:k") is None
     assert await store.remove_expired() == 0
     lease = (await acquire(store)).lease
     assert (await begin(store, lease, "t2", identity="key:k")).turn_id == "t2"
-    assert await store.get(**KEY) == head
+    assert await store.get(KEY) == head
 
 
 async def test_a_cancel_reaches_the_holder(store: SessionStore) -> None:
     await create(store)
-    assert await store.cancel_turn(**KEY) is None
+    assert await store.cancel_turn(KEY) is None
     lease = (await acquire(store)).lease
-    assert await store.cancel_turn(**KEY) is None
+    assert await store.cancel_turn(KEY) is None
     await begin(store, lease)
-    found = await store.cancel_turn(**KEY)
+    found = await store.cancel_turn(KEY)
     assert found is not None
     assert (found.turn_id, found.status, found.is_cancel_wanted) == ("t1", "running", True)
     assert 0 < found.lease_left_s <= LEASE_S
     assert (await get(store)).is_cancel_wanted
     assert await store.append_turn(lease, "t1", index=0, chunk=b"x")
     with pytest.raises(NotFound):
-        await store.cancel_turn(tenant="b", session_id="s1")
+        await store.cancel_turn(SessionKey("b", "s1"))
 
 
 async def test_a_turn_without_a_holder_is_cancelled_at_once(store: SessionStore, clock: Clock) -> None:
@@ -278,11 +283,11 @@ async def test_a_turn_without_a_holder_is_cancelled_at_once(store: SessionStore,
     lease = (await acquire(store)).lease
     await begin(store, lease, identity="key:k")
     clock.advance(LEASE_S + 1)
-    found = await store.cancel_turn(**KEY)
+    found = await store.cancel_turn(KEY)
     assert found is not None
     assert found.status == "cancelled"
     with pytest.raises(LeaseLost):  # it only slept, and must not commit what was told to be cancelled
-        await commit_under(store, lease, await store.get(**KEY), turn=ended())
+        await commit_under(store, lease, await store.get(KEY), turn=ended())
     assert (await get(store)).status == "cancelled"
     assert (await begin(store, (await acquire(store)).lease, "t2", identity="key:k")).turn_id == "t2"
 
@@ -292,8 +297,8 @@ async def test_L6_another_tenants_turn_does_not_exist(store: SessionStore) -> No
     await create(store, tenant="b")
     await begin(store, (await acquire(store)).lease, identity="key:k")
     for which in ({"turn_id": "t1"}, {"identity": "key:k"}):
-        assert await store.get_turn(tenant="b", session_id="s1", **which) is None
-        assert await store.get_turn(tenant="a", session_id="s2", **which) is None
+        assert await store.get_turn(SessionKey("b", "s1"), **which) is None
+        assert await store.get_turn(SessionKey("a", "s2"), **which) is None
 
 
 async def test_the_records_go_with_their_session(store: SessionStore, clock: Clock) -> None:
@@ -302,14 +307,14 @@ async def test_the_records_go_with_their_session(store: SessionStore, clock: Clo
     await begin(store, lease)
     await commit_under(store, lease, head, turn=ended())
     clock.advance(31.0)
-    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert await store.get_turn(KEY, turn_id="t1") is None
     await create(store)
-    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert await store.get_turn(KEY, turn_id="t1") is None
     await begin(store, (await acquire(store)).lease)
-    await store.delete(**KEY)
-    assert await store.get_turn(**KEY, turn_id="t1") is None
+    await store.delete(KEY)
+    assert await store.get_turn(KEY, turn_id="t1") is None
     await create(store)
-    assert await store.get_turn(**KEY, turn_id="t1") is None
+    assert await store.get_turn(KEY, turn_id="t1") is None
 
 
 async def test_records_count_as_stored_bytes(store: SessionStore) -> None:
@@ -320,7 +325,7 @@ async def test_records_count_as_stored_bytes(store: SessionStore) -> None:
         head = await commit_under(store, lease, head, turn=ended(f"t{number}", b"x" * 100))
     size = len(make_snapshot(version=3).encode()) + 4 * head.num_log_tokens
     assert (await store.usage(tenant="a")).num_bytes == size + 200
-    await store.delete(**KEY)
+    await store.delete(KEY)
     assert (await store.usage(tenant="a")).num_bytes == 0
 
 
@@ -343,7 +348,7 @@ async def test_what_a_running_turn_holds_counts_and_comes_back_at_its_end(store:
     assert await used(store) == idle + 1000  # the older record went
     head = await commit_under(store, lease, head, turn=ended("t3", b"r" * 200))
     assert await used(store) == head.snapshot_bytes + 4 * head.num_log_tokens + 200
-    await store.delete(**KEY)
+    await store.delete(KEY)
     assert await used(store) == 0
 
 
@@ -358,12 +363,12 @@ async def test_an_abandoned_turn_counts_until_it_is_cancelled_or_its_session_del
     await store.append_turn(lease, "t1", index=0, chunk=b"c" * 20_000)
     clock.advance(LEASE_S + 1)
     assert await used(store) == idle + 21_000
-    await store.cancel_turn(**KEY)
+    await store.cancel_turn(KEY)
     assert await used(store) == idle
     lease = (await acquire(store)).lease
     await store.begin_turn(lease, dataclasses.replace(start, turn_id="t2"), max_records=2)
     await store.append_turn(lease, "t2", index=0, chunk=b"c" * 20_000)
-    await store.delete(**KEY)
+    await store.delete(KEY)
     assert await used(store) == 0
 
 

@@ -12,6 +12,8 @@ import pytest
 from nsm_core.state.layout import FLOAT
 from nsm_core.state.snapshot import Snapshot
 from service.state.copies import read_copy
+from service.stores.sessions.base import NewSession
+from service.stores.sessions.key import SessionKey
 from service.transfer.session_file import write_file
 from tests.backends import MakeBackend
 from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
@@ -37,7 +39,7 @@ async def say(server: Gateway, session_id: str) -> dict[str, Any]:
 
 async def file_with(server: Gateway, value: float) -> bytes:
     """The export of s1 with one number replaced, and every checksum made again."""
-    copy = await read_copy(server.services.store, tenant="default", session_id="s1")
+    copy = await read_copy(server.services.store, SessionKey("default", "s1"))
     assert copy.snapshot is not None
     return write_file(
         dataclasses.replace(copy, snapshot=with_number(Snapshot.decode(copy.snapshot), value).encode()),
@@ -67,7 +69,7 @@ async def test_a_file_with_such_a_state_is_refused(server: Gateway, value: float
 
 
 async def test_a_file_whose_state_is_elsewhere_than_it_says_is_refused(server: Gateway) -> None:
-    copy = await read_copy(server.services.store, tenant="default", session_id="s1")
+    copy = await read_copy(server.services.store, SessionKey("default", "s1"))
     assert copy.snapshot is not None
     snapshot = Snapshot.decode(copy.snapshot)
     moved = Snapshot(snapshot.header, (99).to_bytes(8, "little") + snapshot.state[8:])
@@ -80,22 +82,20 @@ async def test_a_file_whose_state_is_elsewhere_than_it_says_is_refused(server: G
 @pytest.mark.parametrize("value", [np.nan, 3e38])
 async def test_a_stored_state_that_is_no_models_is_made_again_from_the_log(server: Gateway, value: float) -> None:
     store = server.services.store
-    copy = await read_copy(store, tenant="default", session_id="s1")
-    await store.delete(tenant="default", session_id="s1")
+    copy = await read_copy(store, SessionKey("default", "s1"))
+    await store.delete(SessionKey("default", "s1"))
     assert copy.snapshot is not None
-    await store.create_with(
-        tenant="default",
-        session_id="s1",
+    new = NewSession(
+        key=SessionKey("default", "s1"),
         model_fingerprint=copy.head.model_fingerprint,
         metadata={},
-        ttl_s=None,
-        forked_from=None,
         version=copy.head.version,
         position=copy.head.position,
         snapshot=with_number(Snapshot.decode(copy.snapshot), value).encode(),
         log_ids=copy.log_ids,
         marks=copy.marks,
     )
+    await store.create(new)
     rebuilt, whole = await say(server, "s1"), await say(server, "s2")
     assert rebuilt["choices"] == whole["choices"]
     assert rebuilt["session"] == {**whole["session"], "id": "s1", "rebuilt": "corrupt"}

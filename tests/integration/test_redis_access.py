@@ -12,12 +12,14 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from service.stores.redis.keys import Keyspace
+from service.stores.sessions.base import Rewind
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.redis_servers import Topology, own_prefix, start_single
 from tests.stored_sessions import acquire, commit, create, opened_redis
 
 pytestmark = pytest.mark.redis
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
@@ -101,17 +103,17 @@ async def every_call(store: RedisSessionStore) -> None:
     head = await commit(store, head)
     lease = await store.renew((await acquire(store)).lease, lease_s=1.0)
     empty = {"snapshot": None, "position": 0, "model_fingerprint": "m1", "num_log_tokens": 0}
-    await store.rewind(lease, expected_version=1, **empty, num_sampled=0, seed=None)
+    await store.rewind(lease, Rewind(expected_version=1, **empty, num_sampled=0, seed=None))
     await store.release((await acquire(store)).lease)
-    await store.update(**KEY, ttl_s=None)
-    assert (await store.load(**KEY)).snapshot is None
-    assert await store.read_log(**KEY) == ()
-    assert len(await store.log_marks(**KEY)) == 1
+    await store.update(KEY, ttl_s=None)
+    assert (await store.load(KEY)).snapshot is None
+    assert await store.read_log(KEY) == ()
+    assert len(await store.log_marks(KEY)) == 1
     page = await store.list(tenant="a", limit=1)
     assert len(page.heads) == (await store.usage(tenant="a")).num_sessions == 1
     assert await store.list_tenants() == ("a",)
     await store.check_writable()
-    await store.delete(**KEY)
+    await store.delete(KEY)
 
 
 def make_certificate(directory: Path) -> None:

@@ -18,6 +18,7 @@ from nsm_core.errors import LeaseLost, NotFound, NsmError, StorageFull, StoreUna
 from nsm_core.state.snapshot import Snapshot
 from service.stores.redis.keys import Keyspace
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.counts import scaled
 from tests.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
@@ -25,7 +26,7 @@ from tests.snapshots import make_snapshot
 from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 Result = TypeVar("Result")
 DURABLE = ("appendonly yes", "appendfsync always")
 
@@ -75,7 +76,7 @@ async def test_D7_a_commit_that_was_not_acknowledged_happened_once_or_not_at_all
             turn.cancel()  # the gateway dies as well
             await asyncio.gather(turn, return_exceptions=True)
             await asyncio.to_thread(server.start)
-            found = await store.get(**KEY)
+            found = await store.get(KEY)
             assert found.version in (head.version, head.version + 1)
             await assert_whole(store, found)
             head = found
@@ -85,21 +86,21 @@ async def test_D7_a_commit_that_was_not_acknowledged_happened_once_or_not_at_all
 
 async def assert_whole(store: RedisSessionStore, head: SessionHead) -> None:
     """Head, snapshot, log and marks are of one version; each turn left one token."""
-    stored = await store.load(**KEY)
+    stored = await store.load(KEY)
     assert stored.head == head
     if head.version:
         assert stored.snapshot is not None
         assert Snapshot.decode(stored.snapshot).header.version == head.version
-    log = await store.read_log(**KEY)
+    log = await store.read_log(KEY)
     assert len(log) == len(set(log)) == head.version == head.num_log_tokens
-    assert [mark.version for mark in await store.log_marks(**KEY)] == list(range(1, head.version + 1))
+    assert [mark.version for mark in await store.log_marks(KEY)] == list(range(1, head.version + 1))
 
 
 async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(durable: Topology) -> None:
     async with opened_redis(durable.url) as store:
         head = await commit(store, await create(store))
         durable.servers[0].kill()
-        for call in (store.get(**KEY), acquire(store), store.usage(tenant="a"), store.check_writable()):
+        for call in (store.get(KEY), acquire(store), store.usage(tenant="a"), store.check_writable()):
             start = time.monotonic()
             with pytest.raises(StoreUnavailable, match="cannot be reached") as caught:
                 await call
@@ -110,7 +111,7 @@ async def test_D2_redis_gone_is_told_quickly_and_its_return_needs_no_restart(dur
             async with opened_redis(durable.url):
                 pass
         await asyncio.to_thread(durable.servers[0].start)
-        assert (await store.load(**KEY)).head == head
+        assert (await store.load(KEY)).head == head
         assert (await commit(store, head)).version == 2
 
 
@@ -118,17 +119,17 @@ async def test_D2_more_calls_than_connections_wait_and_then_are_told(durable: To
     async with opened_redis(f"{durable.url}?max_connections=2&pool_timeout_s=0.2&socket_timeout_s=20") as store:
         head = await create(store)
         durable.servers[0].pause()
-        waiting = [asyncio.create_task(store.get(**KEY)) for _ in range(2)]
+        waiting = [asyncio.create_task(store.get(KEY)) for _ in range(2)]
         await asyncio.sleep(0)
         start = time.monotonic()
-        results = await asyncio.gather(*(store.get(**KEY) for _ in range(20)), return_exceptions=True)
+        results = await asyncio.gather(*(store.get(KEY) for _ in range(20)), return_exceptions=True)
         assert 0.15 < time.monotonic() - start < 1.5
         assert {type(result) for result in results} == {StoreUnavailable}
         assert all("all 2 connections" in str(result) for result in results)
         assert store.num_connections_in_use() == 2
         durable.servers[0].resume()
         assert await asyncio.gather(*waiting) == [head, head]
-        assert await asyncio.gather(*(store.get(**KEY) for _ in range(20))) == [head] * 20
+        assert await asyncio.gather(*(store.get(KEY) for _ in range(20))) == [head] * 20
         assert store.num_connections_in_use() == 0
 
 
@@ -137,9 +138,9 @@ async def test_a_server_that_hangs_is_given_up(durable: Topology) -> None:
         head = await create(store)
         durable.servers[0].pause()
         with pytest.raises(StoreUnavailable, match="TimeoutError"):
-            await store.get(**KEY)
+            await store.get(KEY)
         durable.servers[0].resume()
-        assert await store.get(**KEY) == head
+        assert await store.get(KEY) == head
 
 
 async def test_D3_a_full_server_takes_no_new_session_and_keeps_the_old_ones(tmp_path: Path) -> None:
@@ -158,11 +159,11 @@ async def test_D3_a_full_server_takes_no_new_session_and_keeps_the_old_ones(tmp_
                     await call()
             set_limit(topology, limit)
             for head in heads:
-                stored = await store.load(tenant="a", session_id=head.session_id)
+                stored = await store.load(SessionKey("a", head.session_id))
                 raw = make_snapshot(session_id=head.session_id, num_floats=250_000).encode()
                 assert (stored.head, stored.snapshot) == (head, raw)
-            await store.delete(tenant="a", session_id="s1")
-            await store.delete(tenant="a", session_id="s2")
+            await store.delete(SessionKey("a", "s1"))
+            await store.delete(SessionKey("a", "s2"))
             await store.check_writable()
             assert (await commit(store, heads[0], num_floats=250_000)).version == 2
     finally:
@@ -213,9 +214,9 @@ async def test_a_running_turn_keeps_its_lease_on_a_full_server(tmp_path: Path) -
             renewed = await store.renew(lease, lease_s=20.0)
             with pytest.raises(StorageFull):
                 await commit_under(store, renewed, head)
-            assert await store.get(**KEY) == head
+            assert await store.get(KEY) == head
             await store.release(renewed)
-            await store.delete(**KEY)
+            await store.delete(KEY)
     finally:
         topology.stop()
 
@@ -232,19 +233,19 @@ async def test_D7_failover_in_mid_turn_commits_once_or_fails_cleanly(kind: str, 
     topology: Topology = request.getfixturevalue(kind)
     async with opened_redis(topology.url) as store:
         head = await commit(store, await create(store), new_ids=(1,))
-        lease = (await store.acquire(**KEY, holder="h", lease_s=60.0)).lease
+        lease = (await store.acquire(KEY, holder="h", lease_s=60.0)).lease
         master = await asyncio.to_thread(copied_master, topology)
         master.kill()
         with contextlib.suppress(StoreUnavailable):  # when the vote takes longer than a commit's patience
             assert (await commit_under(store, lease, head, new_ids=(2,))).version == 2
-        found = await eventually(lambda: store.get(**KEY))
+        found = await eventually(lambda: store.get(KEY))
         assert found.version in (1, 2)
         await assert_whole(store, found)
         with contextlib.suppress(LeaseLost, VersionConflict):  # the gateway tries again
             await commit_under(store, lease, head, new_ids=(2,))
-        assert await store.read_log(**KEY) == (1, 2)
+        assert await store.read_log(KEY) == (1, 2)
         await asyncio.to_thread(master.start)  # comes back as a replica: nobody writes to it
-        head = await commit(store, await store.get(**KEY), new_ids=(3,))
+        head = await commit(store, await store.get(KEY), new_ids=(3,))
         assert head.version == 3
         await assert_whole(store, head)
 
@@ -262,14 +263,14 @@ async def test_D7_a_cluster_that_lost_a_part_serves_again_when_it_is_back(tmp_pa
             for number in range(8):
                 await create(store, f"s{number}")
             topology.servers[0].kill()
-            calls = (store.get(tenant="a", session_id=f"s{number}") for number in range(8))
+            calls = (store.get(SessionKey("a", f"s{number}")) for number in range(8))
             results = await asyncio.gather(*calls, return_exceptions=True)
             assert {type(result) for result in results} <= {SessionHead, StoreUnavailable}
             assert any(isinstance(result, StoreUnavailable) for result in results)
             await asyncio.to_thread(topology.servers[0].start)
             for number in range(8):
                 with contextlib.suppress(NotFound):  # the part's memory is lost: it had no append-only file
-                    await eventually(functools.partial(store.get, tenant="a", session_id=f"s{number}"))
+                    await eventually(functools.partial(store.get, SessionKey("a", f"s{number}")))
             assert len({(await create(store, f"new{number}")).session_id for number in range(8)}) == 8
     finally:
         topology.stop()
@@ -277,7 +278,7 @@ async def test_D7_a_cluster_that_lost_a_part_serves_again_when_it_is_back(tmp_pa
 
 def copied_master(topology: Topology) -> RedisServer:
     """The server that holds the session, once its replica has everything."""
-    key = Keyspace("nsm").session("a", "s1").head
+    key = Keyspace("nsm").session(SessionKey("a", "s1")).head
     for server in topology.servers:
         with server.client() as client, contextlib.suppress(redis.ResponseError):  # another part of the cluster
             if not server.is_sentinel and client.role()[0] == b"master" and client.exists(key):
@@ -301,7 +302,7 @@ async def test_D8_a_stopped_holder_finds_its_lease_taken(durable: Topology) -> N
     """By the server's clock, and a real one: leases in the contract's tests only seem to grow old."""
     async with opened_redis(durable.url) as store:
         head = await create(store)
-        stale = (await store.acquire(**KEY, holder="stale", lease_s=0.05)).lease
+        stale = (await store.acquire(KEY, holder="stale", lease_s=0.05)).lease
         await asyncio.sleep(0.06)
         fresh = (await acquire(store)).lease
         with pytest.raises(LeaseLost):
@@ -314,5 +315,5 @@ async def test_a_session_vanishes_by_itself_when_its_time_has_come(durable: Topo
         await commit(store, await create(store, ttl_s=0.05))
         await asyncio.sleep(0.06)
         with pytest.raises(NotFound):
-            await store.get(**KEY)
+            await store.get(KEY)
         assert (await store.usage(tenant="a")).num_sessions == 0

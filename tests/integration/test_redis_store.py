@@ -15,7 +15,8 @@ from service.stores.records.factory import records_beside
 from service.stores.redis.client import Attempt
 from service.stores.redis.keys import Keyspace, SessionKeys
 from service.stores.redis.scripts import REWIND
-from service.stores.sessions.base import LogMark, SessionHead
+from service.stores.sessions.base import LogMark, Rewind, SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.counts import scaled
 from tests.lossy_proxy import LossyProxy
@@ -24,7 +25,7 @@ from tests.snapshots import make_snapshot
 from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
-KEY = {"tenant": "a", "session_id": "s1"}
+KEY = SessionKey("a", "s1")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ async def store(redis_single: Topology, prefix: str) -> AsyncIterator[RedisSessi
 
 @pytest.fixture
 def keys(prefix: str) -> SessionKeys:
-    return Keyspace(prefix).session("a", "s1")
+    return Keyspace(prefix).session(SessionKey("a", "s1"))
 
 
 def keys_left(server: RedisServer, prefix: str) -> list[bytes]:
@@ -68,23 +69,21 @@ async def test_D1_a_cancelled_call_never_gives_its_answer_to_another(
             await asyncio.gather(*checks)
         assert store.num_connections_in_use() == 0
         for name in names:
-            assert_whole(
-                await store.get(tenant="a", session_id=name), await store.log_marks(tenant="a", session_id=name)
-            )
+            assert_whole(await store.get(SessionKey("a", name)), await store.log_marks(SessionKey("a", name)))
 
 
 async def one_call(store: RedisSessionStore, rng: random.Random, name: str) -> None:
-    key = {"tenant": "a", "session_id": name}
+    key = SessionKey("a", name)
     call = rng.choice((store.get, store.load, store.read_log, store.log_marks, store.update, None))
     if call is not None:
-        await call(**key)
+        await call(key)
         return
-    taken = await store.acquire(**key, holder=str(rng.random()), lease_s=0.001)
+    taken = await store.acquire(key, holder=str(rng.random()), lease_s=0.001)
     await commit_under(store, taken.lease, taken.stored.head, num_floats=30_000)
 
 
 async def check_own(store: RedisSessionStore, name: str) -> None:
-    stored = await store.load(tenant="a", session_id=name)
+    stored = await store.load(SessionKey("a", name))
     assert stored.snapshot is not None
     header = Snapshot.decode(stored.snapshot).header
     assert (
@@ -116,7 +115,7 @@ async def test_D7_a_call_whose_answer_was_lost_is_done_once(lossy: tuple[RedisSe
         return result
 
     await create(store, "other")  # the server knows the scripts from here on
-    await store.delete(tenant="a", session_id="other")
+    await store.delete(SessionKey("a", "other"))
     head = await losing(lambda: create(store))
     assert (head.version, head.metadata) == (0, {"k": "v"})
     lease = (await losing(lambda: acquire(store))).lease
@@ -124,14 +123,14 @@ async def test_D7_a_call_whose_answer_was_lost_is_done_once(lossy: tuple[RedisSe
     renewed = await losing(lambda: store.renew(lease, lease_s=20.0))
     assert renewed.expires_at > lease.expires_at
     committed = await losing(lambda: commit_under(store, lease, head))
-    assert committed == await store.get(**KEY)
-    assert (committed.version, await store.read_log(**KEY)) == (1, (1, 2, 3))
-    assert len(await store.log_marks(**KEY)) == 1
-    assert (await losing(lambda: store.load(**KEY), b"HGETALL")).head == committed
-    assert (await losing(lambda: store.update(**KEY, metadata={}))).metadata == {}
-    await losing(lambda: store.delete(**KEY))
+    assert committed == await store.get(KEY)
+    assert (committed.version, await store.read_log(KEY)) == (1, (1, 2, 3))
+    assert len(await store.log_marks(KEY)) == 1
+    assert (await losing(lambda: store.load(KEY), b"HGETALL")).head == committed
+    assert (await losing(lambda: store.update(KEY, metadata={}))).metadata == {}
+    await losing(lambda: store.delete(KEY))
     with pytest.raises(NotFound):
-        await store.get(**KEY)
+        await store.get(KEY)
     assert (await store.usage(tenant="a")).num_sessions == 0
 
 
@@ -145,7 +144,7 @@ async def test_D7_a_rewind_whose_answer_was_lost_cuts_once(
     proxy.lose_answer_to(REWIND.sha.encode())
     rewound = await rewind(store, num_log_tokens=2)
     assert proxy.num_lost == 1
-    assert (rewound.version, await store.read_log(**KEY)) == (2, (1, 2))
+    assert (rewound.version, await store.read_log(KEY)) == (2, (1, 2))
 
 
 async def rewind(store: RedisSessionStore, *, num_log_tokens: int) -> SessionHead:
@@ -153,13 +152,15 @@ async def rewind(store: RedisSessionStore, *, num_log_tokens: int) -> SessionHea
     version = taken.stored.head.version
     return await store.rewind(
         taken.lease,
-        expected_version=version,
-        snapshot=make_snapshot(version=version + 1).encode(),
-        position=1,
-        model_fingerprint="m1",
-        num_log_tokens=num_log_tokens,
-        num_sampled=0,
-        seed=None,
+        Rewind(
+            expected_version=version,
+            snapshot=make_snapshot(version=version + 1).encode(),
+            position=1,
+            model_fingerprint="m1",
+            num_log_tokens=num_log_tokens,
+            num_sampled=0,
+            seed=None,
+        ),
     )
 
 
@@ -189,7 +190,7 @@ async def test_deletion_leaves_no_key_of_the_session(
     empty = keys_left(redis_single.servers[0], prefix)
     head = await create(store, ttl_s=100.0)
     head = await commit(store, await commit(store, head))
-    await store.delete(**KEY)
+    await store.delete(KEY)
     assert [key for key in keys_left(redis_single.servers[0], prefix) if b":usage" not in key] == empty
 
 
@@ -200,7 +201,7 @@ async def test_R2_a_snapshot_that_is_not_the_heads_own_is_refused(
     with redis_single.servers[0].client() as client:
         client.set(keys.snapshot, make_snapshot(session_id="s2").encode())
     with pytest.raises(SnapshotCorrupt, match="not the one that was stored"):
-        await store.load(**KEY)
+        await store.load(KEY)
     taken = await acquire(store)
     assert (taken.stored.snapshot, taken.stored.damage) == (None, "corrupt")
 
@@ -212,7 +213,7 @@ async def test_R3_a_snapshot_that_is_gone_is_an_error_never_an_empty_state(
     with redis_single.servers[0].client() as client:
         client.delete(keys.snapshot)
     with pytest.raises(SnapshotCorrupt, match="no snapshot of its version 1"):
-        await store.load(**KEY)
+        await store.load(KEY)
     assert (await acquire(store)).stored.damage == "missing"
 
 
@@ -224,17 +225,17 @@ async def test_a_damaged_log_or_head_is_an_error(
         whole = client.lindex(keys.log, 0)
         client.rpush(keys.log, whole)
         with pytest.raises(SnapshotCorrupt, match="6 tokens of 3"):
-            await store.read_log(**KEY)
+            await store.read_log(KEY)
         client.ltrim(keys.log, 0, 0)
         client.lset(keys.log, 0, whole[:-1] + b"\1")
         with pytest.raises(SnapshotCorrupt, match="log of session 's1' fails its checksum"):
-            await store.read_log(**KEY)
+            await store.read_log(KEY)
         await rewind(store, num_log_tokens=1)
         with pytest.raises(SnapshotCorrupt, match="fails its checksum"):  # a cut does not hide it
-            await store.read_log(**KEY)
+            await store.read_log(KEY)
         client.hset(keys.head, "version", "x")
         with pytest.raises(SnapshotCorrupt, match="head"):
-            await store.get(**KEY)
+            await store.get(KEY)
 
 
 async def test_L6_a_head_under_another_sessions_key_is_never_used(
@@ -242,10 +243,10 @@ async def test_L6_a_head_under_another_sessions_key_is_never_used(
 ) -> None:
     await create(store, tenant="b")
     with redis_single.servers[0].client() as client:
-        client.copy(Keyspace(prefix).session("b", "s1").head, keys.head)
+        client.copy(Keyspace(prefix).session(SessionKey("b", "s1")).head, keys.head)
     for call in (store.get, store.load, store.read_log, store.log_marks):
         with pytest.raises(Exception, match="another session"):
-            await call(**KEY)
+            await call(KEY)
 
 
 async def test_a_listing_drops_what_has_no_head_and_spares_what_is_new(
@@ -281,7 +282,7 @@ async def test_D5_a_value_over_the_limit_is_refused_before_it_is_sent(redis_sing
         leased = await acquire(store)
         with pytest.raises(StorageFull, match=rf"of {len(snapshot)} bytes .*max_value_bytes .* is {len(snapshot) - 1}"):
             await commit_under(store, leased.lease, head)
-        assert await store.get(**KEY) == head
+        assert await store.get(KEY) == head
         with pytest.raises(StorageFull):
             await records_beside(store).put(
                 tenant="a", kind="item", record_id="i", document={"text": "x" * len(snapshot)}, expected_version=0
@@ -320,7 +321,7 @@ async def test_two_stores_on_one_server_exclude_each_other(redis_single: Topolog
         )
         winners = [result for result in results if isinstance(result, SessionHead)]
         assert len(winners) == 1
-        assert len(await two.read_log(**KEY)) == 1
+        assert len(await two.read_log(KEY)) == 1
 
 
 async def test_a_cursor_with_an_infinite_place_is_refused(store: RedisSessionStore) -> None:

@@ -19,6 +19,7 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_core.state.snapshot import Snapshot
 from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.backends import BACKENDS, MakeBackend, triton_backend
 from tests.counts import scaled
@@ -227,11 +228,11 @@ async def test_P4_lives_on_random_replicas_equal_those_on_one_process(
 
 
 async def assert_same_session(one: Gateway, two: Gateway, session_id: str) -> None:
-    key = {"tenant": "default", "session_id": session_id}
+    key = SessionKey("default", session_id)
     stores = [server.services.store for server in (one, two)]
-    logs = [(await store.read_log(**key), await store.log_marks(**key)) for store in stores]
+    logs = [(await store.read_log(key), await store.log_marks(key)) for store in stores]
     assert logs[0] == logs[1]
-    expected, got = [Snapshot.decode(raw) for store in stores if (raw := (await store.load(**key)).snapshot)]
+    expected, got = [Snapshot.decode(raw) for store in stores if (raw := (await store.load(key)).snapshot)]
     for name in ("position", "pending_id", "sampler", "version"):
         assert getattr(got.header, name) == getattr(expected.header, name)
     assert got.state == expected.state

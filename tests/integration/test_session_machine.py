@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.counts import scaled
 from tests.fakes import FakeBackend, state_after
@@ -249,19 +250,19 @@ class SessionMachine(RuleBasedStateMachine):
         listed = (await self.house.client.get("/v1/sessions")).json()["data"]
         assert {session["id"] for session in listed} == set(self.known)
         for session in listed:
-            known, key = self.known[session["id"]], {"tenant": "default", "session_id": session["id"]}
+            known, key = self.known[session["id"]], SessionKey("default", session["id"])
             found = (session["version"], session["position"], session["metadata"], session["forked_from"])
             assert found == (known.version, known.position, known.metadata, known.forked_from)
-            assert await store.read_log(**key) == known.log
-            raw = (await store.load(**key)).snapshot
+            assert await store.read_log(key) == known.log
+            raw = (await store.load(key)).snapshot
             if raw is None:
                 assert known.log == ()
                 continue
             snapshot = Snapshot.decode(raw)
             assert snapshot.state == state_after(known.log[: known.position])
             assert snapshot.header.pending_id == (known.log[-1] if known.has_pending else None)
-            for kept in await store.list_retained(**key):
-                older = await store.load_retained(**key, version=kept.version)
+            for kept in await store.list_retained(key):
+                older = await store.load_retained(key, version=kept.version)
                 assert older is not None
                 assert Snapshot.decode(older).state == state_after(known.log[: kept.position])
 

@@ -20,6 +20,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -29,7 +30,7 @@ from tests.gateway import FILE_HEADERS, Gateway, gateway
 from tests.models import local_backend
 from tests.service.stores.prefixes.test_resume import Unreliable
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}
 DTYPES = [form.value for form in StateFormat]
 LONG = list(range(1, 301))  # a turn that is worth an older snapshot
@@ -67,7 +68,7 @@ async def say(house: Gateway, ids: list[int], session_id: str = "s1", **fields: 
 
 
 async def raw_of(store: SessionStore, session_id: str = "s1") -> bytes:
-    stored = await store.load(tenant="default", session_id=session_id)
+    stored = await store.load(SessionKey("default", session_id))
     assert stored.snapshot is not None
     return stored.snapshot
 
@@ -75,7 +76,7 @@ async def raw_of(store: SessionStore, session_id: str = "s1") -> bytes:
 async def written(store: SessionStore, identity: str) -> None:
     """Until some of the turn's tokens are in its record."""
     while True:
-        record = await store.get_turn(**KEY, identity=identity)
+        record = await store.get_turn(KEY, identity=identity)
         if record is not None and record.chunks:
             return
         await asyncio.sleep(0.005)
@@ -109,7 +110,7 @@ async def test_P4_turns_on_two_replicas_are_those_of_one(
     ):
         await create(first)
         assert [await say((first, second)[turn % 2], [5, 6, turn], seed=7) for turn in range(4)] == texts
-        raw, head = await raw_of(first.services.store), await first.services.store.get(**KEY)
+        raw, head = await raw_of(first.services.store), await first.services.store.get(KEY)
         snapshot = Snapshot.decode(raw)
         assert snapshot.header.stored_format.value == snapshot.header.rounding.value == dtype
         assert snapshot.state == Snapshot.decode(states).state
@@ -134,7 +135,7 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
             sizes[dtype] = len(raw) - (len(Snapshot.decode(raw).header.to_json()) + 40)  # prefix and checksum
             full = house.services.backend.model.state_bytes
             usage = await store.usage(tenant="default")
-            results = usage.num_bytes - len(raw) - 4 * (await store.get(**KEY)).num_log_tokens
+            results = usage.num_bytes - len(raw) - 4 * (await store.get(KEY)).num_log_tokens
             assert 0 < results < 4_000
             told = ok(await house.client.get("/v1/models"))["data"][0]
             assert told["state_dtype"] == dtype
@@ -207,10 +208,10 @@ async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_wh
             await say(house, LONG, seed=turn)
             states.append(Snapshot.decode(await raw_of(house.services.store)).state)
         store = house.services.store
-        kept = await store.list_retained(**KEY)
+        kept = await store.list_retained(KEY)
         assert [one.version for one in kept] == [1, 2]
         for one in kept:
-            raw = await store.load_retained(**KEY, version=one.version)
+            raw = await store.load_retained(KEY, version=one.version)
             assert raw is not None
             assert Snapshot.decode(raw).header.stored_format == dtype
             assert Snapshot.decode(raw).state == states[one.version - 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nsm_core.hashing import identity_of
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED
 
 
@@ -41,9 +42,9 @@ class Keyspace:
 
     prefix: str
 
-    def session(self, tenant: str, session_id: str) -> SessionKeys:
+    def session(self, key: SessionKey) -> SessionKeys:
         """Tenant and session are hashed: no character of theirs can break the tag or reach another tenant's keys."""
-        tag = f"{self.prefix}:{{{_tenant_hash(tenant)}.{identity_of(tenant, session_id)}}}"
+        tag = f"{self.prefix}:{{{_tenant_hash(key.tenant)}.{identity_of(*key)}}}"
         names = ("head", "log", "marks", "snapshot", "staged", "turns", "tail")
         retained = tuple(f"{tag}:retained:{slot}" for slot in range(1, MAX_RETAINED + 1))
         head, log, marks, snapshot, stage, turns, tail = (f"{tag}:{name}" for name in names)

@@ -12,9 +12,14 @@ import enum
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
+from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
-from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
-from service.stores.sessions.turn_records import EndedTurn, TurnStore
+from service.stores.sessions.retention import RetainedSnapshot
+from service.stores.sessions.transitions import Commit as Commit
+from service.stores.sessions.transitions import LogMark as LogMark
+from service.stores.sessions.transitions import NewSession as NewSession
+from service.stores.sessions.transitions import Rewind as Rewind
+from service.stores.sessions.turn_records import TurnStore
 
 DEFAULT_TENANT = "default"  # of a server without keys, and of the terminal
 
@@ -55,6 +60,10 @@ class SessionHead:
     expires_at: float | None
     forked_from: str | None
 
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
@@ -76,20 +85,6 @@ class LeasedSession:
     lease: Lease
     stored: StoredSession
     retained: tuple[RetainedSnapshot, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LogMark:
-    """Where the log ended when the session became `version`.
-
-    The last `num_sampled` tokens that this version added were sampled, those before them were read: with that, a lost
-    state can be made again with its penalty counts. `seed`: the one it drew with; None at the start of the log alone.
-    """
-
-    version: int
-    num_log_tokens: int
-    num_sampled: int
-    seed: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,46 +131,14 @@ class SessionStore(TurnStore, Protocol):
         """Idempotent; every acknowledged commit is durable before it returns."""
         ...
 
-    async def create(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None = None,
-    ) -> SessionHead:
-        """A new head at version 0; raises VersionConflict when the id exists for this tenant."""
-        ...
-
-    async def create_with(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None,
-        forked_from: str | None,
-        version: int,
-        position: int,
-        snapshot: bytes | None,
-        log_ids: tuple[int, ...],
-        marks: tuple[LogMark, ...],
-    ) -> SessionHead:
-        """A session that begins with a state and a log: a fork, an import, a copy from another store.
-
-        `marks`: where each turn in `log_ids` ended, oldest first, as `log_marks` gave them: the last is at `version`
-        and the log's end. `snapshot` is None if and only if the log is empty. Raises VersionConflict when the id
-        exists for this tenant.
-        """
+    async def create(self, new: NewSession) -> SessionHead:
+        """A new session; raises VersionConflict when the id exists for this tenant."""
         ...
 
     async def update(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | Unset | None = UNSET,
     ) -> SessionHead:
@@ -185,16 +148,16 @@ class SessionStore(TurnStore, Protocol):
         """
         ...
 
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead: ...
+    async def get(self, key: SessionKey) -> SessionHead: ...
 
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+    async def load(self, key: SessionKey) -> StoredSession:
         """Head and snapshot in one consistent read, without a lease.
 
         Raises SnapshotCorrupt when the bytes are not there or fail their checksum.
         """
         ...
 
-    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
         """Take the lease and load head and snapshot, in one round trip. `holder` names one turn, not a process.
 
         Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
@@ -214,74 +177,48 @@ class SessionStore(TurnStore, Protocol):
         """Free the session. Idempotent; a lost lease is left alone."""
         ...
 
-    async def commit(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes,
-        position: int,
-        model_fingerprint: str,
-        new_ids: tuple[int, ...],
-        num_sampled: int,
-        seed: int,
-        turn: EndedTurn | None = None,
-        retention: Retention = NO_RETENTION,
-    ) -> SessionHead:
-        """Atomically: append `new_ids` to the token log with a mark (see LogMark), store the snapshot, move the head to
-        expected_version + 1, end the record of `turn` as committed, release the lease. `keep`: what becomes of older
-        snapshots.
+    async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
+        """Atomically: append the new ids to the token log with a mark, store the snapshot, apply the retention, move
+        the head to the commit's version, end the record of its turn as committed, release the lease.
 
         Durable when it returns (survives kill -9). Raises NotFound when the session is gone, LeaseLost when the lease
         is not the newest one or was released, or the session is another incarnation, VersionConflict when the head is
-        not at expected_version; then nothing changed. A lease that only expired is good enough.
+        not at the expected version; then nothing changed. A lease that only expired is good enough.
         """
         ...
 
-    async def rewind(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes | None,
-        position: int,
-        model_fingerprint: str,
-        num_log_tokens: int,
-        num_sampled: int,
-        seed: int | None,
-    ) -> SessionHead:
-        """Atomically: cut the log to `num_log_tokens`, drop the marks beyond that and add one at expected_version + 1,
-        replace the snapshot (None, with `num_log_tokens` 0: an empty session again), drop the retained snapshots beyond
-        the cut (all, when the model is another), move the head to expected_version + 1, release the lease.
+    async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
+        """Atomically: cut the log, drop the marks beyond the cut and add one for the new version, replace the snapshot,
+        drop the retained snapshots beyond the cut (all, when the model is another), move the head to the new version,
+        release the lease.
 
-        `num_sampled`: how many of the last tokens after the newest mark that stays were sampled. Raises what `commit`
-        raises, with the same promises.
+        Raises what `commit` raises, with the same promises.
         """
         ...
 
-    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+    async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
         """Every id fed and sampled, in order; the first `stop` of them when given.
 
         Raises SnapshotCorrupt when the log is not what was stored.
         """
         ...
 
-    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+    async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
         """Where each turn ended, oldest first; the last is the head's version and the log's end. Empty at version 0."""
         ...
 
-    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
+    async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
         """The older snapshots that are still there beside the newest, oldest first. Raises NotFound.
 
         They go with the session, and a copy has none: whatever they are used for can be had from the log as well.
         """
         ...
 
-    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+    async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         """One of them, encoded; None when it is not there (any more), or its checksum does not fit."""
         ...
 
-    async def delete(self, *, tenant: str, session_id: str) -> None:
+    async def delete(self, key: SessionKey) -> None:
         """Head, snapshots and log are gone when it returns; raises NotFound. A lease does not prevent it."""
         ...
 

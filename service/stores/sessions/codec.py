@@ -6,32 +6,33 @@ import base64
 import binascii
 import contextlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from nsm_core.state.snapshot import verify
 from service.messages import quoted
 from service.stores.sessions.base import SessionHead, StoredSession
+from service.stores.sessions.transitions import TOKEN_BYTES as TOKEN_BYTES
+from service.stores.sessions.transitions import NewSession
 
-TOKEN_BYTES = 4
 
-
-def new_head(
-    *, now: float, metadata: Mapping[str, str], snapshot: bytes | None, num_log_tokens: int, ttl_s: float | None,
-    **fields: Any,
-) -> SessionHead:  # fmt: skip
-    """The head of a session that is made at `now`. `fields`: those that are as they were given."""
+def new_head(new: NewSession, now: float) -> SessionHead:
+    """The head of a session that is made at `now`."""
     return SessionHead(
+        tenant=new.key.tenant,
+        session_id=new.key.session_id,
+        version=new.version,
+        position=new.position,
         created_at=now,
         updated_at=now,
-        metadata=MappingProxyType(dict(metadata)),
-        num_log_tokens=num_log_tokens,
-        snapshot_bytes=len(snapshot or b""),
-        ttl_s=ttl_s,
-        expires_at=expiry(now, ttl_s),
-        **fields,
+        model_fingerprint=new.model_fingerprint,
+        metadata=MappingProxyType(dict(new.metadata)),
+        num_log_tokens=len(new.log_ids),
+        snapshot_bytes=len(new.snapshot or b""),
+        ttl_s=new.ttl_s,
+        expires_at=expiry(now, new.ttl_s),
+        forked_from=new.forked_from,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from service.stores.sessions.key import SessionKey
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
@@ -15,3 +17,7 @@ class Lease:
     holder: str
     fence: int
     expires_at: float
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.session_id)

@@ -10,9 +10,12 @@ from typing import Literal
 
 from service.stores.sessions.base import (
     UNSET,
+    Commit,
     Lease,
     LeasedSession,
     LogMark,
+    NewSession,
+    Rewind,
     SessionHead,
     SessionPage,
     StoredSession,
@@ -31,8 +34,9 @@ from service.stores.sessions.codec import (
     sound,
 )
 from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory_turns import MemoryTurns
-from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
+from service.stores.sessions.retention import RetainedSnapshot
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 
 
@@ -73,7 +77,7 @@ class MemorySessionStore:
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._records: dict[tuple[str, str], _Record] = {}
+        self._records: dict[SessionKey, _Record] = {}
 
     async def open(self) -> None:
         pass
@@ -81,74 +85,24 @@ class MemorySessionStore:
     async def close(self) -> None:
         pass
 
-    async def create(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None = None,
-    ) -> SessionHead:
-        return await self.create_with(
-            tenant=tenant,
-            session_id=session_id,
-            model_fingerprint=model_fingerprint,
-            metadata=metadata,
-            ttl_s=ttl_s,
-            forked_from=None,
-            version=0,
-            position=0,
-            snapshot=None,
-            log_ids=(),
-            marks=(),
-        )
-
-    async def create_with(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None,
-        forked_from: str | None,
-        version: int,
-        position: int,
-        snapshot: bytes | None,
-        log_ids: tuple[int, ...],
-        marks: tuple[LogMark, ...],
-    ) -> SessionHead:
+    async def create(self, new: NewSession) -> SessionHead:
         now = self._clock()
-        record = self._records.get((tenant, session_id))
+        record = self._records.get(new.key)
         if record is not None and not record.is_expired(now):
-            raise already_exists(session_id)
-        head = new_head(
-            now=now,
-            tenant=tenant,
-            session_id=session_id,
-            version=version,
-            position=position,
-            model_fingerprint=model_fingerprint,
-            metadata=metadata,
-            num_log_tokens=len(log_ids),
-            snapshot=snapshot,
-            ttl_s=ttl_s,
-            forked_from=forked_from,
-        )
-        self._records[tenant, session_id] = _Record(head, snapshot, log_ids, marks)
+            raise already_exists(new.key.session_id)
+        head = new_head(new, now)
+        self._records[new.key] = _Record(head, new.snapshot, new.log_ids, new.marks)
         return head
 
     async def update(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | Unset | None = UNSET,
     ) -> SessionHead:
         now = self._clock()
-        record = self._record(tenant, session_id, now)
+        record = self._record(key, now)
         head = record.head
         ttl_s = head.ttl_s if isinstance(ttl_s, Unset) else ttl_s
         record.head = dataclasses.replace(
@@ -160,23 +114,23 @@ class MemorySessionStore:
         )
         return record.head
 
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        return self._record(tenant, session_id, self._clock()).head
+    async def get(self, key: SessionKey) -> SessionHead:
+        return self._record(key, self._clock()).head
 
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        record = self._record(tenant, session_id, self._clock())
+    async def load(self, key: SessionKey) -> StoredSession:
+        record = self._record(key, self._clock())
         return require_sound(record.head, record.snapshot)
 
-    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
         now = self._clock()
-        record = self._record(tenant, session_id, now)
+        record = self._record(key, now)
         if record.is_leased(now):
-            raise session_busy(session_id, record.lease_expires_at - now)
+            raise session_busy(key.session_id, record.lease_expires_at - now)
         record.fence += 1
         record.holder, record.lease_expires_at = holder, now + lease_s
         lease = Lease(
-            tenant=tenant,
-            session_id=session_id,
+            tenant=key.tenant,
+            session_id=key.session_id,
             created_at=record.head.created_at,
             holder=holder,
             fence=record.fence,
@@ -186,82 +140,56 @@ class MemorySessionStore:
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         now = self._clock()
-        record = self._records.get((lease.tenant, lease.session_id))
+        record = self._records.get(lease.key)
         if record is None or record.is_expired(now) or not record.fits(lease):
             raise lease_lost(lease)
         record.lease_expires_at = now + lease_s
         return dataclasses.replace(lease, expires_at=record.lease_expires_at)
 
     async def release(self, lease: Lease) -> None:
-        record = self._records.get((lease.tenant, lease.session_id))
+        record = self._records.get(lease.key)
         if record is not None and record.fits(lease):
             record.holder = None
 
-    async def commit(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes,
-        position: int,
-        model_fingerprint: str,
-        new_ids: tuple[int, ...],
-        num_sampled: int,
-        seed: int,
-        turn: EndedTurn | None = None,
-        retention: Retention = NO_RETENTION,
-    ) -> SessionHead:
+    async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
         now = self._clock()
-        record = self._writable(lease, expected_version, now)
-        record.turns.end_running(turn, now)
+        record, retention = self._writable(lease, commit.expected_version, now), commit.retention
+        record.turns.end_running(commit.turn, now)
         record.retained = {one: raw for one, raw in record.retained.items() if one.version in retention.keep}
         if retention.add is not None:
             record.retained[retention.add] = retention.snapshot
-        record.log += new_ids
-        mark = LogMark(version=expected_version + 1, num_log_tokens=len(record.log), num_sampled=num_sampled, seed=seed)
-        record.marks += (mark,)
-        return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
+        record.log += commit.new_ids
+        record.marks += (_mark(commit, len(record.log)),)
+        return self._move(record, commit, now)
 
-    async def rewind(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes | None,
-        position: int,
-        model_fingerprint: str,
-        num_log_tokens: int,
-        num_sampled: int,
-        seed: int | None,
-    ) -> SessionHead:
-        now = self._clock()
-        record = self._writable(lease, expected_version, now)
+    async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
+        now, end = self._clock(), rewind.num_log_tokens
+        record = self._writable(lease, rewind.expected_version, now)
         record.turns.end_running(None, now)
-        record.log = record.log[:num_log_tokens]
-        end = num_log_tokens if model_fingerprint == record.head.model_fingerprint else 0
-        record.retained = {one: raw for one, raw in record.retained.items() if one.position <= end}
-        mark = LogMark(version=expected_version + 1, num_log_tokens=num_log_tokens, num_sampled=num_sampled, seed=seed)
-        stay = [old for old in record.marks if old.num_log_tokens <= num_log_tokens]
+        record.log = record.log[:end]
+        stay = [old for old in record.marks if old.num_log_tokens <= end]
         record.turns.drop_results(stay[-1].version if stay else 0)
-        record.marks = (*stay, mark)
-        return self._move(record, snapshot, position=position, model_fingerprint=model_fingerprint, now=now)
+        record.marks = (*stay, _mark(rewind, end))
+        end = end if rewind.model_fingerprint == record.head.model_fingerprint else 0
+        record.retained = {one: raw for one, raw in record.retained.items() if one.position <= end}
+        return self._move(record, rewind, now)
 
-    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
-        return self._record(tenant, session_id, self._clock()).log[:stop]
+    async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
+        return self._record(key, self._clock()).log[:stop]
 
-    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
-        return self._record(tenant, session_id, self._clock()).marks
+    async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
+        return self._record(key, self._clock()).marks
 
-    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
-        return tuple(self._record(tenant, session_id, self._clock()).retained)
+    async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
+        return tuple(self._record(key, self._clock()).retained)
 
-    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
-        kept = self._record(tenant, session_id, self._clock()).retained
+    async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
+        kept = self._record(key, self._clock()).retained
         return sound(next((raw for one, raw in kept.items() if one.version == version), None))
 
-    async def delete(self, *, tenant: str, session_id: str) -> None:
-        self._record(tenant, session_id, self._clock())
-        del self._records[tenant, session_id]
+    async def delete(self, key: SessionKey) -> None:
+        self._record(key, self._clock())
+        del self._records[key]
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         now = self._clock()
@@ -313,16 +241,15 @@ class MemorySessionStore:
 
     async def get_turn(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
         with_request: bool = True,
     ) -> TurnRecord | None:
         now = self._clock()
-        record = self._records.get((tenant, session_id))
+        record = self._records.get(key)
         if record is None or record.is_expired(now):
             return None
         found = record.turns.get(turn_id, identity, now=now, first_chunk=first_chunk)
@@ -331,23 +258,23 @@ class MemorySessionStore:
         request = found.request if with_request else b""
         return dataclasses.replace(found, request=request, lease_left_s=record.lease_left_s(now))
 
-    async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
+    async def cancel_turn(self, key: SessionKey) -> TurnRecord | None:
         now = self._clock()
-        record = self._record(tenant, session_id, now)
+        record = self._record(key, now)
         is_held = record.is_leased(now)
         found = record.turns.cancel(is_held=is_held, now=now)
         if found is not None and not is_held:
             record.holder = None
         return found and dataclasses.replace(found, lease_left_s=record.lease_left_s(now))
 
-    def _record(self, tenant: str, session_id: str, now: float) -> _Record:
-        record = self._records.get((tenant, session_id))
+    def _record(self, key: SessionKey, now: float) -> _Record:
+        record = self._records.get(key)
         if record is None or record.is_expired(now):
-            raise not_found(session_id)
+            raise not_found(key.session_id)
         return record
 
     def _held(self, lease: Lease, now: float) -> _Record:
-        record = self._record(lease.tenant, lease.session_id, now)
+        record = self._record(lease.key, now)
         if not record.fits(lease):
             raise lease_lost(lease)
         return record
@@ -358,19 +285,23 @@ class MemorySessionStore:
         return record
 
     @staticmethod
-    def _move(
-        record: _Record, snapshot: bytes | None, *, position: int, model_fingerprint: str, now: float
-    ) -> SessionHead:
+    def _move(record: _Record, change: Commit | Rewind, now: float) -> SessionHead:
         """The end of a commit or a rewind, after log and marks have changed."""
-        record.snapshot, record.holder = snapshot, None
+        record.snapshot, record.holder = change.snapshot, None
         record.head = dataclasses.replace(
             record.head,
-            version=record.head.version + 1,
-            position=position,
+            version=change.version,
+            position=change.position,
             updated_at=now,
-            model_fingerprint=model_fingerprint,
+            model_fingerprint=change.model_fingerprint,
             num_log_tokens=len(record.log),
-            snapshot_bytes=len(snapshot or b""),
+            snapshot_bytes=len(change.snapshot or b""),
             expires_at=expiry(now, record.head.ttl_s),
         )
         return record.head
+
+
+def _mark(change: Commit | Rewind, num_log_tokens: int) -> LogMark:
+    return LogMark(
+        version=change.version, num_log_tokens=num_log_tokens, num_sampled=change.num_sampled, seed=change.seed
+    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
-from service.stores.sessions.base import SessionHead, SessionStore
-from service.stores.sessions.codec import TOKEN_BYTES
+from service.stores.sessions.base import NewSession, SessionHead, SessionStore
 
 
 class Quotas(Protocol):
@@ -17,9 +15,9 @@ class Quotas(Protocol):
 
 
 class QuotaStore:
-    """The store it stands for, but that `create` and `create_with` also raise QuotaExceeded.
+    """The store it stands for, but that `create` also raises QuotaExceeded.
 
-    What begins a session is many things (a new one, a fork, an import); each comes through here.
+    New sessions, forks and imports all come through here.
     """
 
     def __init__(self, store: SessionStore, quotas: Quotas) -> None:
@@ -37,27 +35,6 @@ class QuotaStore:
         self.usage, self.room = store.usage, store.room
         self.remove_expired, self.check_writable = store.remove_expired, store.check_writable
 
-    async def create(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None = None,
-    ) -> SessionHead:
-        async with self._quotas.new_session(tenant):
-            return await self._store.create(
-                tenant=tenant,
-                session_id=session_id,
-                model_fingerprint=model_fingerprint,
-                metadata=metadata,
-                ttl_s=ttl_s,
-            )
-
-    async def create_with(
-        self, *, tenant: str, snapshot: bytes | None, log_ids: tuple[int, ...], **fields: Any
-    ) -> SessionHead:
-        num_bytes = len(snapshot or b"") + TOKEN_BYTES * len(log_ids)
-        async with self._quotas.new_session(tenant, num_bytes=num_bytes):
-            return await self._store.create_with(tenant=tenant, snapshot=snapshot, log_ids=log_ids, **fields)
+    async def create(self, new: NewSession) -> SessionHead:
+        async with self._quotas.new_session(new.key.tenant, num_bytes=new.num_bytes):
+            return await self._store.create(new)

@@ -23,9 +23,12 @@ from service.stores.redis.scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEAS
 from service.stores.redis.url import RedisAddress
 from service.stores.sessions.base import (
     UNSET,
+    Commit,
     Lease,
     LeasedSession,
     LogMark,
+    NewSession,
+    Rewind,
     SessionHead,
     SessionPage,
     StoredSession,
@@ -43,6 +46,7 @@ from service.stores.sessions.codec import (
     sound,
 )
 from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis_fields import (
     MICROSECONDS,
     StoredHead,
@@ -60,8 +64,7 @@ from service.stores.sessions.redis_fields import (
 )
 from service.stores.sessions.redis_index import IndexEntry, TenantIndex
 from service.stores.sessions.redis_turns import RedisTurns
-from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
-from service.stores.sessions.turn_records import EndedTurn
+from service.stores.sessions.retention import RetainedSnapshot
 
 Result = TypeVar("Result")
 
@@ -95,94 +98,55 @@ class RedisSessionStore:
     async def close(self) -> None:
         await self.client.close()
 
-    async def create(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None = None,
-    ) -> SessionHead:
-        return await self.create_with(
-            tenant=tenant,
-            session_id=session_id,
-            model_fingerprint=model_fingerprint,
-            metadata=metadata,
-            ttl_s=ttl_s,
-            forked_from=None,
-            version=0,
-            position=0,
-            snapshot=None,
-            log_ids=(),
-            marks=(),
-        )
-
-    async def create_with(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None,
-        forked_from: str | None,
-        version: int,
-        position: int,
-        snapshot: bytes | None,
-        log_ids: tuple[int, ...],
-        marks: tuple[LogMark, ...],
-    ) -> SessionHead:
-        created_us = await self._index.reserve(tenant, session_id)
+    async def create(self, new: NewSession) -> SessionHead:
+        created_us = await self._index.reserve(new.key)
         nonce = _nonce()
-        first = (tenant, session_id, nonce, created_us, model_fingerprint, encode_metadata(metadata))
-        second = (optional_us(ttl_s), forked_from or "", version, position)
-        third = (*_snapshot_fields(snapshot), encode_ids(log_ids), "\n".join(map(encode_mark, marks)))
-        status, answer = await self._transition(
-            CREATE, tenant, session_id, (*first, *second, *third), nonce=nonce, snapshot=snapshot
-        )
-        stored = _require_head(answer, tenant, session_id)
+        first = (*new.key, nonce, created_us, new.model_fingerprint, encode_metadata(new.metadata))
+        second = (optional_us(new.ttl_s), new.forked_from or "", new.version, new.position)
+        log = (encode_ids(new.log_ids), "\n".join(map(encode_mark, new.marks)))
+        args = (*first, *second, *_snapshot_fields(new.snapshot), *log)
+        status, answer = await self._transition(CREATE, new.key, args, nonce=nonce, snapshot=new.snapshot)
+        stored = _require_head(answer, new.key)
         await self._index.put(stored)
         if status == "exists":
-            raise already_exists(session_id)
+            raise already_exists(new.key.session_id)
         return stored.head
 
     async def update(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | Unset | None = UNSET,
     ) -> SessionHead:
         new_metadata = (0, "") if metadata is None else (1, encode_metadata(metadata))
         new_ttl = (0, "") if isinstance(ttl_s, Unset) else (1, optional_us(ttl_s))
-        _, answer = await self._transition(UPDATE, tenant, session_id, (*new_metadata, *new_ttl))
-        stored = _require_head(answer, tenant, session_id)
+        _, answer = await self._transition(UPDATE, key, (*new_metadata, *new_ttl))
+        stored = _require_head(answer, key)
         await self._index.put(stored)
         return stored.head
 
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        answer = await self.client.command("HGETALL", self.keys.session(tenant, session_id).head)
-        return _require_head(answer, tenant, session_id).head
+    async def get(self, key: SessionKey) -> SessionHead:
+        answer = await self.client.command("HGETALL", self.keys.session(key).head)
+        return _require_head(answer, key).head
 
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, tenant, session_id))
+    async def load(self, key: SessionKey) -> StoredSession:
+        head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, key))
         if raw is not None and checksum_field(raw) != head.snapshot_checksum:
-            raise SnapshotCorrupt(f"the snapshot of session {session_id!r} is not the one that was stored")
+            raise SnapshotCorrupt(f"the snapshot of session {key.session_id!r} is not the one that was stored")
         return require_sound(head.head, raw)
 
-    async def _read_snapshot(self, attempt: Attempt, tenant: str, session_id: str) -> tuple[StoredHead, bytes | None]:
-        keys = self.keys.session(tenant, session_id)
+    async def _read_snapshot(self, attempt: Attempt, key: SessionKey) -> tuple[StoredHead, bytes | None]:
+        keys = self.keys.session(key)
 
         async def read() -> tuple[StoredHead, bytes | None]:
             answer, raw = await attempt.together(("HGETALL", keys.head), ("GET", keys.snapshot))
-            return _require_head(answer, tenant, session_id), raw
+            return _require_head(answer, key), raw
 
         return await _consistent(read, lambda result: checksum_field(result[1]) == result[0].snapshot_checksum)
 
-    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
-        keys, nonce = self.keys.session(tenant, session_id), _nonce()
+    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
+        keys, nonce = self.keys.session(key), _nonce()
         values = (holder, nonce, to_us(lease_s))
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
@@ -190,8 +154,8 @@ class RedisSessionStore:
 
         (status, *rest), raw = await self.client.call(work)
         if status == b"busy":
-            raise session_busy(session_id, int(rest[0]) / MICROSECONDS)
-        stored = _require_head(rest[0] if rest else {}, tenant, session_id)
+            raise session_busy(key.session_id, int(rest[0]) / MICROSECONDS)
+        stored = _require_head(rest[0] if rest else {}, key)
         session = checked(stored.head, raw)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
             session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
@@ -199,92 +163,57 @@ class RedisSessionStore:
         return LeasedSession(lease=lease_of(stored, holder), stored=session, retained=retained)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
-        status, answer = await self._transition(
-            RENEW, lease.tenant, lease.session_id, (*lease_fields(lease), to_us(lease_s))
-        )
+        status, answer = await self._transition(RENEW, lease.key, (*lease_fields(lease), to_us(lease_s)))
         if status == "lease_lost":
             raise lease_lost(lease)
-        return lease_of(_require_head(answer, lease.tenant, lease.session_id), lease.holder)
+        return lease_of(_require_head(answer, lease.key), lease.holder)
 
     async def release(self, lease: Lease) -> None:
-        await self._transition(RELEASE, lease.tenant, lease.session_id, lease_fields(lease))
+        await self._transition(RELEASE, lease.key, lease_fields(lease))
 
-    async def commit(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes,
-        position: int,
-        model_fingerprint: str,
-        new_ids: tuple[int, ...],
-        num_sampled: int,
-        seed: int,
-        turn: EndedTurn | None = None,
-        retention: Retention = NO_RETENTION,
-    ) -> SessionHead:
+    async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
+        turn, retention = commit.turn, commit.retention
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
-        values = (position, model_fingerprint, *_snapshot_fields(snapshot), encode_ids(new_ids), *record)
-        args = (*values, *retention_fields(retention))
-        return await self._move(COMMIT, lease, expected_version, (num_sampled, seed), args, snapshot, retention)
+        log = (encode_ids(commit.new_ids), *record)
+        args = (*_moved_fields(commit), *log, *retention_fields(retention))
+        return await self._move(COMMIT, lease, commit, args, retention.snapshot)
 
-    async def rewind(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes | None,
-        position: int,
-        model_fingerprint: str,
-        num_log_tokens: int,
-        num_sampled: int,
-        seed: int | None,
-    ) -> SessionHead:
-        mark = (num_sampled, "" if seed is None else seed)
-        values = (position, model_fingerprint, *_snapshot_fields(snapshot), num_log_tokens)
-        return await self._move(REWIND, lease, expected_version, mark, values, snapshot)
+    async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
+        return await self._move(REWIND, lease, rewind, (*_moved_fields(rewind), rewind.num_log_tokens))
 
     async def _move(
-        self,
-        script: Script,
-        lease: Lease,
-        expected_version: int,
-        mark: tuple[object, ...],
-        values: tuple[object, ...],
-        snapshot: bytes | None,
-        retention: Retention = NO_RETENTION,
+        self, script: Script, lease: Lease, change: Commit | Rewind, values: tuple[object, ...], retained: bytes = b""
     ) -> SessionHead:
-        """A commit or a rewind."""
         nonce = _nonce()
-        args = (*lease_fields(lease), expected_version, nonce, *mark, *values)
+        mark = (change.num_sampled, "" if change.seed is None else change.seed)
+        args = (*lease_fields(lease), change.expected_version, nonce, *mark, *values)
         status, answer = await self._transition(
             script,
-            lease.tenant,
-            lease.session_id,
+            lease.key,
             args,
             nonce=nonce,
-            snapshot=snapshot,
-            retained=retention.snapshot,
+            snapshot=change.snapshot,
+            retained=retained,
             patience_s=COMMIT_PATIENCE_S,
         )
-        stored = _require_head(answer, lease.tenant, lease.session_id)
+        stored = _require_head(answer, lease.key)
         head = stored.head
         if status == "lease_lost":
             raise lease_lost(lease)
         if status == "conflict":
-            require_version(head, expected_version)
+            require_version(head, change.expected_version)
         if status == "too_long":
             raise InvalidRequest(f"the log of session {lease.session_id!r} has {head.num_log_tokens} tokens")
         await self._index.put(stored)
         return head
 
-    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
-        keys = self.keys.session(tenant, session_id)
+    async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
+        keys = self.keys.session(key)
 
         async def read(attempt: Attempt) -> tuple[SessionHead, tuple[int, ...]]:
             answer, chunks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.log, 0, -1))
-            raw = b"".join(decode_chunk(chunk, session_id=session_id) for chunk in chunks)
-            return _require_head(answer, tenant, session_id).head, decode_ids(raw)
+            raw = b"".join(decode_chunk(chunk, session_id=key.session_id) for chunk in chunks)
+            return _require_head(answer, key).head, decode_ids(raw)
 
         head, ids = await self.client.call(
             lambda attempt: _consistent(
@@ -292,15 +221,17 @@ class RedisSessionStore:
             )
         )
         if len(ids) != head.num_log_tokens:
-            raise SnapshotCorrupt(f"the log of session {session_id!r} has {len(ids)} tokens of {head.num_log_tokens}")
+            raise SnapshotCorrupt(
+                f"the log of session {key.session_id!r} has {len(ids)} tokens of {head.num_log_tokens}"
+            )
         return ids[:stop]
 
-    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
-        keys = self.keys.session(tenant, session_id)
+    async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
+        keys = self.keys.session(key)
 
         async def read(attempt: Attempt) -> tuple[LogMark, ...]:
             answer, marks = await attempt.together(("HGETALL", keys.head), ("LRANGE", keys.marks, 0, -1))
-            _require_head(answer, tenant, session_id)
+            _require_head(answer, key)
             return tuple(map(decode_mark, marks))
 
         return await self.client.call(read)
@@ -319,11 +250,11 @@ class RedisSessionStore:
 
     async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
         """The heads of `entries`; what is found to be out of date in the index is put right."""
-        reads = [("HGETALL", self.keys.session(tenant, entry.session_id).head) for entry in entries]
+        reads = [("HGETALL", self.keys.session(SessionKey(tenant, entry.session_id)).head) for entry in entries]
         answers = await self.client.call(lambda attempt: attempt.together(*reads))
         heads = []
         for entry, answer in zip(entries, answers, strict=True):
-            stored = decode_head(answer, tenant=tenant, session_id=entry.session_id)
+            stored = decode_head(answer, SessionKey(tenant, entry.session_id))
             if stored is None:
                 await self._index.drop_stale(tenant, entry)
             elif stored.head.created_at != entry.created_at:  # made again: it belongs to a page of newer ones
@@ -338,31 +269,31 @@ class RedisSessionStore:
     async def usage(self, *, tenant: str) -> TenantUsage:
         return await self._index.usage(tenant)
 
-    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
-        head = await self.client.call(lambda attempt: self._read_head(attempt, tenant, session_id))
+    async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
+        head = await self.client.call(lambda attempt: self._read_head(attempt, key))
         return tuple(slot.snapshot for slot in head.retained)
 
-    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+    async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         """Between the two reads a slot may be given to another snapshot: its header, which readers check, tells."""
-        keys = self.keys.session(tenant, session_id).retained
+        keys = self.keys.session(key).retained
 
         async def work(attempt: Attempt) -> Any:
-            head = await self._read_head(attempt, tenant, session_id)
+            head = await self._read_head(attempt, key)
             slots = [slot.slot for slot in head.retained if slot.snapshot.version == version]
             return await attempt.command("GET", keys[slots[0] - 1]) if slots else None
 
         return sound(await self.client.call(work))
 
-    async def _read_head(self, attempt: Attempt, tenant: str, session_id: str) -> StoredHead:
-        answer = await attempt.command("HGETALL", self.keys.session(tenant, session_id).head)
-        head = decode_head(answer, tenant=tenant, session_id=session_id)
+    async def _read_head(self, attempt: Attempt, key: SessionKey) -> StoredHead:
+        answer = await attempt.command("HGETALL", self.keys.session(key).head)
+        head = decode_head(answer, key)
         if head is None:
-            raise not_found(session_id)
+            raise not_found(key.session_id)
         return head
 
-    async def delete(self, *, tenant: str, session_id: str) -> None:
-        keys = self.keys.session(tenant, session_id).all("")
-        head = await self.get(tenant=tenant, session_id=session_id)
+    async def delete(self, key: SessionKey) -> None:
+        keys = self.keys.session(key).all("")
+        head = await self.get(key)
 
         async def work(attempt: Attempt) -> bool:
             (status,) = await attempt.script(DELETE, keys, to_us(head.created_at))
@@ -370,7 +301,7 @@ class RedisSessionStore:
             return status == b"ok" or attempt.number > 1
 
         if not await self.client.call(work):
-            raise not_found(session_id)
+            raise not_found(key.session_id)
         await self._index.forget(head)
 
     async def room(self) -> StoreRoom | None:
@@ -387,8 +318,7 @@ class RedisSessionStore:
     async def _transition(
         self,
         script: Script,
-        tenant: str,
-        session_id: str,
+        key: SessionKey,
         args: tuple[Any, ...],
         *,
         nonce: str = "",
@@ -397,7 +327,7 @@ class RedisSessionStore:
         patience_s: float = PATIENCE_S,
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
-        keys = self.keys.session(tenant, session_id)
+        keys = self.keys.session(key)
         self._largest_bytes = max(self._largest_bytes, len(snapshot or b""))
 
         async def work(attempt: Attempt) -> tuple[str, Any]:
@@ -412,7 +342,7 @@ class RedisSessionStore:
 
         status, answer = await self.client.call(work, patience_s=patience_s)
         if status == "not_found":
-            raise not_found(session_id)
+            raise not_found(key.session_id)
         return status, answer
 
 
@@ -430,14 +360,19 @@ def _nonce() -> str:
     return secrets.token_hex(12)
 
 
+def _moved_fields(change: Commit | Rewind) -> tuple[object, ...]:
+    """The arguments that a commit and a rewind have in common."""
+    return change.position, change.model_fingerprint, *_snapshot_fields(change.snapshot)
+
+
 def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
     return len(snapshot or b""), checksum_field(snapshot)
 
 
-def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
-    stored = decode_head(answer, tenant=tenant, session_id=session_id)
+def _require_head(answer: Any, key: SessionKey) -> StoredHead:
+    stored = decode_head(answer, key)
     if stored is None:
-        raise not_found(session_id)
+        raise not_found(key.session_id)
     return stored
 
 

@@ -13,6 +13,7 @@ from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import CHECKSUM_BYTES
 from service.stores.sessions.base import Lease, LogMark, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention
 
 MICROSECONDS = 1_000_000
@@ -85,7 +86,7 @@ def decode_mark(raw: bytes) -> LogMark:
     )
 
 
-def decode_head(answer: Any, *, tenant: str, session_id: str) -> StoredHead | None:
+def decode_head(answer: Any, key: SessionKey) -> StoredHead | None:
     """A HGETALL's answer, as RESP3 gives it or a script; None when there is no session.
 
     Raises StoreUnavailable when it is another session's: an answer that went astray must never be used.
@@ -99,8 +100,8 @@ def decode_head(answer: Any, *, tenant: str, session_id: str) -> StoredHead | No
     try:
         stored = _stored_head({name.decode(): value.decode() for name, value in fields.items()})
     except (AttributeError, KeyError, ValueError) as error:
-        raise SnapshotCorrupt(f"the head of session {session_id!r} is damaged") from error
-    if (stored.head.tenant, stored.head.session_id) != (tenant, session_id):
+        raise SnapshotCorrupt(f"the head of session {key.session_id!r} is damaged") from error
+    if stored.head.key != key:
         raise StoreUnavailable("the session store answered with another session's head")
     return stored
 

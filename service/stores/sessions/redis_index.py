@@ -15,6 +15,7 @@ from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import INDEX_FORGET, INDEX_PAGE, INDEX_PUT, INDEX_RESERVE, INDEX_USAGE
 from service.stores.sessions.base import SessionHead, TenantUsage
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, optional_us, to_us
 
 logger = logging.getLogger("nsm.store")
@@ -35,9 +36,9 @@ class TenantIndex:
         self._client = client
         self._keys = keys
 
-    async def reserve(self, tenant: str, session_id: str) -> int:
+    async def reserve(self, key: SessionKey) -> int:
         """Before a session is made; the index's time in microseconds, which the session is dated with."""
-        return int(await self._client.script(INDEX_RESERVE, self._keys.tenant(tenant), session_id))
+        return int(await self._client.script(INDEX_RESERVE, self._keys.tenant(key.tenant), key.session_id))
 
     async def put(self, stored: StoredHead) -> None:
         """After a head moved. The head is safe by now: a failure here is told to the log alone."""

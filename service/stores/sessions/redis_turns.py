@@ -11,6 +11,7 @@ from service.stores.redis.client import Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import TURN_APPEND, TURN_BEGIN, TURN_CANCEL, TURN_END, TURN_GET, Script
 from service.stores.sessions.errors import lease_lost, not_found, require_version
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
 from service.stores.sessions.redis_fields import MICROSECONDS, StoredHead, decode_head, lease_fields, to_us
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart, started, turn_not_found
@@ -60,39 +61,38 @@ class RedisTurns:
 
     async def get_turn(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
         with_request: bool = True,
     ) -> TurnRecord | None:
         args = (turn_id or "", identity or "", first_chunk, int(with_request))
-        status, *rest = await self._script(TURN_GET, tenant, session_id, *args)
-        return None if status == b"none" else _record_of(rest, session_id)
+        status, *rest = await self._script(TURN_GET, key, *args)
+        return None if status == b"none" else _record_of(rest, key.session_id)
 
-    async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
-        status, *rest = await self._script(TURN_CANCEL, tenant, session_id)
+    async def cancel_turn(self, key: SessionKey) -> TurnRecord | None:
+        status, *rest = await self._script(TURN_CANCEL, key)
         if status == b"not_found":
-            raise not_found(session_id)
+            raise not_found(key.session_id)
         if status == b"none":
             return None
         if status == b"cancelled":
-            await self._on_change(_require_head(rest[0], tenant, session_id))
-        return _record_of(rest[1:], session_id)
+            await self._on_change(_require_head(rest[0], key))
+        return _record_of(rest[1:], key.session_id)
 
     async def _under(self, lease: Lease, script: Script, *args: Any) -> list[Any]:
         """What a script answers that writes under `lease`. Raises NotFound or LeaseLost."""
-        answer = await self._script(script, lease.tenant, lease.session_id, *lease_fields(lease), *args)
+        answer = await self._script(script, lease.key, *lease_fields(lease), *args)
         if answer[0] == b"not_found":
             raise not_found(lease.session_id)
         if answer[0] == b"lease_lost":
             raise lease_lost(lease)
         return answer
 
-    async def _script(self, script: Script, tenant: str, session_id: str, *args: Any) -> list[Any]:
-        keys = self._keys.session(tenant, session_id).all("")
+    async def _script(self, script: Script, key: SessionKey, *args: Any) -> list[Any]:
+        keys = self._keys.session(key).all("")
 
         async def work(attempt: Attempt) -> list[Any]:
             return list(await attempt.script(script, keys, *args))
@@ -101,13 +101,13 @@ class RedisTurns:
 
     @staticmethod
     def _head(lease: Lease, answer: Any) -> StoredHead:
-        return _require_head(answer, lease.tenant, lease.session_id)
+        return _require_head(answer, lease.key)
 
 
-def _require_head(answer: Any, tenant: str, session_id: str) -> StoredHead:
-    stored = decode_head(answer, tenant=tenant, session_id=session_id)
+def _require_head(answer: Any, key: SessionKey) -> StoredHead:
+    stored = decode_head(answer, key)
     if stored is None:
-        raise not_found(session_id)
+        raise not_found(key.session_id)
     return stored
 
 

@@ -18,9 +18,12 @@ from pathlib import Path
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.stores.sessions.base import (
     UNSET,
+    Commit,
     Lease,
     LeasedSession,
     LogMark,
+    NewSession,
+    Rewind,
     SessionHead,
     SessionPage,
     StoredSession,
@@ -30,7 +33,8 @@ from service.stores.sessions.base import (
 )
 from service.stores.sessions.codec import checked, decode_cursor, encode_cursor, expiry, new_head, require_sound, sound
 from service.stores.sessions.errors import not_found
-from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention
+from service.stores.sessions.key import SessionKey
+from service.stores.sessions.retention import RetainedSnapshot
 from service.stores.sessions.sqlite_statements import (
     EXISTS,
     HEAD_COLUMNS,
@@ -56,7 +60,6 @@ from service.stores.sessions.sqlite_statements import (
     writable_head,
 )
 from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
-from service.stores.sessions.turn_records import EndedTurn
 from service.stores.sqlite.connection import (
     ConnectionThread,
     Result,
@@ -147,109 +150,58 @@ class SqliteSessionStore:
             await opened.reader.close()
             opened.process_lock.end()
 
-    async def create(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None = None,
-    ) -> SessionHead:
-        return await self.create_with(
-            tenant=tenant,
-            session_id=session_id,
-            model_fingerprint=model_fingerprint,
-            metadata=metadata,
-            ttl_s=ttl_s,
-            forked_from=None,
-            version=0,
-            position=0,
-            snapshot=None,
-            log_ids=(),
-            marks=(),
-        )
-
-    async def create_with(
-        self,
-        *,
-        tenant: str,
-        session_id: str,
-        model_fingerprint: str,
-        metadata: Mapping[str, str],
-        ttl_s: float | None,
-        forked_from: str | None,
-        version: int,
-        position: int,
-        snapshot: bytes | None,
-        log_ids: tuple[int, ...],
-        marks: tuple[LogMark, ...],
-    ) -> SessionHead:
-        now = self._clock()
-        head = new_head(
-            now=now,
-            tenant=tenant,
-            session_id=session_id,
-            version=version,
-            position=position,
-            model_fingerprint=model_fingerprint,
-            metadata=metadata,
-            num_log_tokens=len(log_ids),
-            snapshot=snapshot,
-            ttl_s=ttl_s,
-            forked_from=forked_from,
-        )
+    async def create(self, new: NewSession) -> SessionHead:
+        head = new_head(new, self._clock())
 
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 insert_head(connection, head)
-                replace_snapshot(connection, head, version=version, snapshot=snapshot)
-                append_log(connection, head, log_ids, marks)
+                replace_snapshot(connection, head, version=new.version, snapshot=new.snapshot)
+                append_log(connection, head, new.log_ids, new.marks)
                 return head
 
-        return await self._write_state(work, len(snapshot or b""))
+        return await self._write_state(work, len(new.snapshot or b""))
 
     async def update(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | Unset | None = UNSET,
     ) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
-                head = get_head(connection, tenant, session_id, now)
+                head = get_head(connection, key, now)
                 new_ttl_s = head.ttl_s if isinstance(ttl_s, Unset) else ttl_s
                 new_metadata = json.dumps(dict(head.metadata if metadata is None else metadata))
                 connection.execute(
                     f"UPDATE sessions SET metadata = ?, ttl_s = ?, expires_at = ?, updated_at = ? WHERE {ONE}",
-                    (new_metadata, new_ttl_s, expiry(now, new_ttl_s), now, tenant, session_id),
+                    (new_metadata, new_ttl_s, expiry(now, new_ttl_s), now, *key),
                 )
-                return get_head(connection, tenant, session_id, now)
+                return get_head(connection, key, now)
 
         return await self.write(work)
 
-    async def get(self, *, tenant: str, session_id: str) -> SessionHead:
-        return await self.read(lambda connection: get_head(connection, tenant, session_id, self._clock()))
+    async def get(self, key: SessionKey) -> SessionHead:
+        return await self.read(lambda connection: get_head(connection, key, self._clock()))
 
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
+    async def load(self, key: SessionKey) -> StoredSession:
         def work(connection: sqlite3.Connection) -> StoredSession:
             with reading(connection):
-                head = get_head(connection, tenant, session_id, self._clock())
+                head = get_head(connection, key, self._clock())
                 raw = get_snapshot(connection, head)
             return require_sound(head, raw)
 
         return await self.read(work)
 
-    async def acquire(self, *, tenant: str, session_id: str, holder: str, lease_s: float) -> LeasedSession:
+    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
         process_lock = self._open_parts().process_lock
 
         def work(connection: sqlite3.Connection) -> LeasedSession:
             with transaction(connection):
                 now = self._clock()
-                head = get_head(connection, tenant, session_id, now)
+                head = get_head(connection, key, now)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, process_lock=process_lock)
                 raw, retained = get_snapshot(connection, head), get_retained(connection, head)
             return LeasedSession(lease=lease, stored=checked(head, raw), retained=retained)
@@ -270,88 +222,47 @@ class SqliteSessionStore:
 
         await self.write(work)
 
-    async def commit(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes,
-        position: int,
-        model_fingerprint: str,
-        new_ids: tuple[int, ...],
-        num_sampled: int,
-        seed: int,
-        turn: EndedTurn | None = None,
-        retention: Retention = NO_RETENTION,
-    ) -> SessionHead:
-        version = expected_version + 1
-
+    async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
-                head = writable_head(connection, lease, expected_version, now)
-                end_running(connection, head, turn, now)
-                append_chunk(connection, head, new_ids, version=version, num_sampled=num_sampled, seed=seed)
-                apply_retention(connection, head, retention)
-                replace_snapshot(connection, head, version=version, snapshot=snapshot)
-                return move_head(
-                    connection,
-                    head,
-                    now=now,
-                    position=position,
-                    model_fingerprint=model_fingerprint,
-                    num_log_tokens=head.num_log_tokens + len(new_ids),
-                    snapshot=snapshot,
-                )
+                head = writable_head(connection, lease, commit.expected_version, now)
+                end_running(connection, head, commit.turn, now)
+                append_chunk(connection, head, commit.new_ids, commit)
+                apply_retention(connection, head, commit.retention)
+                replace_snapshot(connection, head, version=commit.version, snapshot=commit.snapshot)
+                num_log_tokens = head.num_log_tokens + len(commit.new_ids)
+                return move_head(connection, head, commit, num_log_tokens=num_log_tokens, now=now)
 
-        return await self._write_state(work, len(snapshot) + len(retention.snapshot))
+        return await self._write_state(work, len(commit.snapshot) + len(commit.retention.snapshot))
 
-    async def rewind(
-        self,
-        lease: Lease,
-        *,
-        expected_version: int,
-        snapshot: bytes | None,
-        position: int,
-        model_fingerprint: str,
-        num_log_tokens: int,
-        num_sampled: int,
-        seed: int | None,
-    ) -> SessionHead:
+    async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
-                head = writable_head(connection, lease, expected_version, now)
+                head = writable_head(connection, lease, rewind.expected_version, now)
                 end_running(connection, head, None, now)
-                last_version = cut_log(connection, head, num_log_tokens, num_sampled=num_sampled, seed=seed)
+                last_version = cut_log(connection, head, rewind)
                 drop_results(connection, head, last_version)
-                cut_retained(connection, head, num_log_tokens, model_fingerprint=model_fingerprint)
-                replace_snapshot(connection, head, version=expected_version + 1, snapshot=snapshot)
-                moved = move_head(
-                    connection,
-                    head,
-                    now=now,
-                    position=position,
-                    model_fingerprint=model_fingerprint,
-                    num_log_tokens=num_log_tokens,
-                    snapshot=snapshot,
-                )
+                cut_retained(connection, head, rewind)
+                replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
+                moved = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
             empty_write_ahead_log(connection)  # what was cut off is deleted
             return moved
 
-        return await self._write_state(work, len(snapshot or b""))
+        return await self._write_state(work, len(rewind.snapshot or b""))
 
-    async def read_log(self, *, tenant: str, session_id: str, stop: int | None = None) -> tuple[int, ...]:
+    async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
         def work(connection: sqlite3.Connection) -> tuple[int, ...]:
             with reading(connection):
-                return get_log(connection, get_head(connection, tenant, session_id, self._clock()))[:stop]
+                return get_log(connection, get_head(connection, key, self._clock()))[:stop]
 
         return await self.read(work)
 
-    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+    async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
         def work(connection: sqlite3.Connection) -> tuple[LogMark, ...]:
             with reading(connection):
-                return get_marks(connection, get_head(connection, tenant, session_id, self._clock()))
+                return get_marks(connection, get_head(connection, key, self._clock()))
 
         return await self.read(work)
 
@@ -384,30 +295,30 @@ class SqliteSessionStore:
 
         return await self.read(work)
 
-    async def list_retained(self, *, tenant: str, session_id: str) -> tuple[RetainedSnapshot, ...]:
+    async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
         def work(connection: sqlite3.Connection) -> tuple[RetainedSnapshot, ...]:
             with reading(connection):
-                return get_retained(connection, get_head(connection, tenant, session_id, self._clock()))
+                return get_retained(connection, get_head(connection, key, self._clock()))
 
         return await self.read(work)
 
-    async def load_retained(self, *, tenant: str, session_id: str, version: int) -> bytes | None:
+    async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         def work(connection: sqlite3.Connection) -> bytes | None:
             with reading(connection):
-                get_head(connection, tenant, session_id, self._clock())
+                get_head(connection, key, self._clock())
                 query = f"SELECT snapshot FROM retained_snapshots WHERE {ONE} AND version = ?"
-                row = connection.execute(query, (tenant, session_id, version)).fetchone()
+                row = connection.execute(query, (*key, version)).fetchone()
             return sound(None if row is None else bytes(row[0]))
 
         return await self.read(work)
 
-    async def delete(self, *, tenant: str, session_id: str) -> None:
+    async def delete(self, key: SessionKey) -> None:
         def work(connection: sqlite3.Connection) -> None:
-            delete_most_retained(connection, tenant, session_id)
+            delete_most_retained(connection, key)
             with transaction(connection):
                 statement = f"DELETE FROM sessions WHERE {ONE} AND {EXISTS}"
-                if connection.execute(statement, (tenant, session_id, self._clock())).rowcount == 0:
-                    raise not_found(session_id)
+                if connection.execute(statement, (*key, self._clock())).rowcount == 0:
+                    raise not_found(key.session_id)
             empty_write_ahead_log(connection)
 
         await self.write(self.reserve.lent_to(work))

@@ -15,9 +15,10 @@ from typing import Any
 
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.hashing import checksum
-from service.stores.sessions.base import Lease, LogMark, SessionHead
+from service.stores.sessions.base import Commit, Lease, LogMark, Rewind, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, encode_ids, expiry
 from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention
 from service.stores.sqlite.connection import empty_write_ahead_log, transaction
 from service.stores.sqlite.process_lock import ProcessLock
@@ -39,18 +40,18 @@ def head_of(row: tuple[Any, ...]) -> SessionHead:
     return SessionHead(**fields)
 
 
-def get_head(connection: sqlite3.Connection, tenant: str, session_id: str, now: float) -> SessionHead:
+def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionHead:
     """Raises NotFound."""
     query = f"SELECT {HEAD_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
-    row = connection.execute(query, (tenant, session_id, now)).fetchone()
+    row = connection.execute(query, (*key, now)).fetchone()
     if row is None:
-        raise not_found(session_id)
+        raise not_found(key.session_id)
     return head_of(row)
 
 
 def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     """A new session; takes the place of one that expired. Raises VersionConflict when the id exists."""
-    key = (head.tenant, head.session_id)
+    key = head.key
     connection.execute(f"DELETE FROM sessions WHERE {ONE} AND NOT {EXISTS}", (*key, head.created_at))
     if connection.execute(f"SELECT 1 FROM sessions WHERE {ONE}", key).fetchone() is not None:
         raise already_exists(head.session_id)
@@ -62,7 +63,7 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
 
 def get_snapshot(connection: sqlite3.Connection, head: SessionHead) -> bytes | None:
     query = f"SELECT snapshot FROM snapshots WHERE {ONE} AND version = ?"
-    row = connection.execute(query, (head.tenant, head.session_id, head.version)).fetchone()
+    row = connection.execute(query, (*head.key, head.version)).fetchone()
     return None if row is None else bytes(row[0])
 
 
@@ -70,27 +71,21 @@ def replace_snapshot(
     connection: sqlite3.Connection, head: SessionHead, *, version: int, snapshot: bytes | None
 ) -> None:
     """The old one goes first: the new one then takes its pages, and they are written once."""
-    key = (head.tenant, head.session_id)
+    key = head.key
     connection.execute(f"DELETE FROM snapshots WHERE {ONE}", key)
     if snapshot is not None:
         connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", (*key, version, snapshot))
 
 
 def append_chunk(
-    connection: sqlite3.Connection,
-    head: SessionHead,
-    ids: tuple[int, ...],
-    *,
-    version: int,
-    num_sampled: int,
-    seed: int | None,
+    connection: sqlite3.Connection, head: SessionHead, ids: tuple[int, ...], mark: LogMark | Commit | Rewind
 ) -> None:
-    """What `version` added to the log."""
-    raw, seed_text = encode_ids(ids), None if seed is None else str(seed)
+    """The tokens that the version of `mark` added to the log."""
+    raw, seed = encode_ids(ids), None if mark.seed is None else str(mark.seed)
     connection.execute(
         "INSERT INTO log_chunks (tenant, session_id, version, ids, num_sampled, seed, checksum) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (head.tenant, head.session_id, version, raw, num_sampled, seed_text, checksum(raw)),
+        (*head.key, mark.version, raw, mark.num_sampled, seed, checksum(raw)),
     )
 
 
@@ -101,13 +96,13 @@ def append_log(
     start = 0
     for mark in marks:
         ids = log_ids[start : mark.num_log_tokens]
-        append_chunk(connection, head, ids, version=mark.version, num_sampled=mark.num_sampled, seed=mark.seed)
+        append_chunk(connection, head, ids, mark)
         start = mark.num_log_tokens
 
 
 def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMark, ...]:
     query = f"SELECT version, length(ids), num_sampled, seed FROM log_chunks WHERE {ONE} ORDER BY version"
-    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    rows = connection.execute(query, head.key).fetchall()
     ends = itertools.accumulate(num_bytes // TOKEN_BYTES for _, num_bytes, _, _ in rows)
     return tuple(
         LogMark(version=version, num_log_tokens=end, num_sampled=num_sampled, seed=None if seed is None else int(seed))
@@ -118,7 +113,7 @@ def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMar
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
     """Raises SnapshotCorrupt when it is not what was stored."""
     query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
-    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    rows = connection.execute(query, head.key).fetchall()
     if any(checksum(ids) != stored for ids, stored in rows):
         raise SnapshotCorrupt(f"the token log of session {head.session_id!r} fails its checksum")
     log = decode_ids(b"".join(ids for ids, _ in rows))
@@ -127,24 +122,18 @@ def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...
     return log
 
 
-def cut_log(
-    connection: sqlite3.Connection,
-    head: SessionHead,
-    num_log_tokens: int,
-    *,
-    num_sampled: int,
-    seed: int | None,
-) -> int:
-    """Drops the chunks beyond `num_log_tokens`; what is left of the first of them becomes the next version's.
+def cut_log(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> int:
+    """Drops the chunks beyond the cut; the rest of the first of them becomes the new version's.
 
     Returns the newest version that is left whole, 0 for none.
     """
-    left = [mark for mark in get_marks(connection, head) if mark.num_log_tokens <= num_log_tokens]
+    end = rewind.num_log_tokens
+    left = [mark for mark in get_marks(connection, head) if mark.num_log_tokens <= end]
     last_version, start = (left[-1].version, left[-1].num_log_tokens) if left else (0, 0)
-    rest = get_log(connection, head)[start:num_log_tokens]
+    rest = get_log(connection, head)[start:end]
     statement = f"DELETE FROM log_chunks WHERE {ONE} AND version > ?"
-    connection.execute(statement, (head.tenant, head.session_id, last_version))
-    append_chunk(connection, head, rest, version=head.version + 1, num_sampled=num_sampled, seed=seed)
+    connection.execute(statement, (*head.key, last_version))
+    append_chunk(connection, head, rest, rewind)
     return int(last_version)
 
 
@@ -162,7 +151,7 @@ def take(
     process_lock: ProcessLock,
 ) -> Lease:
     """Raises SessionBusy while another lease lives and the store that took it is open."""
-    key = (head.tenant, head.session_id)
+    key = head.key
     query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
     fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
     if old_holder is not None and old_expires_at > now and not process_lock.is_gone(old_owner):
@@ -196,12 +185,10 @@ def free(connection: sqlite3.Connection, lease: Lease) -> None:
 
 def free_whoever(connection: sqlite3.Connection, head: SessionHead) -> None:
     """Whoever still has a lease that ran out has none from now on."""
-    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {ONE}", (head.tenant, head.session_id))
+    connection.execute(f"UPDATE sessions SET {_FREE} WHERE {ONE}", head.key)
 
 
-def lease_left_s(
-    connection: sqlite3.Connection, key: tuple[str, str], *, now: float, process_lock: ProcessLock
-) -> float:
+def lease_left_s(connection: sqlite3.Connection, key: SessionKey, *, now: float, process_lock: ProcessLock) -> float:
     """How long the session's lease still holds; 0 when nobody has it, or whoever had it is gone."""
     query = f"SELECT lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
     holder, owner, expires_at = connection.execute(query, key).fetchone()
@@ -212,7 +199,7 @@ def lease_left_s(
 
 def held_head(connection: sqlite3.Connection, lease: Lease, now: float) -> SessionHead:
     """The head of the session that `lease` holds. Raises NotFound or LeaseLost."""
-    head = get_head(connection, lease.tenant, lease.session_id, now)
+    head = get_head(connection, lease.key, now)
     if connection.execute(f"SELECT 1 FROM sessions WHERE {_HELD}", _names(lease)).fetchone() is None:
         raise lease_lost(lease)
     return head
@@ -226,43 +213,36 @@ def writable_head(connection: sqlite3.Connection, lease: Lease, expected_version
 
 
 def move_head(
-    connection: sqlite3.Connection,
-    head: SessionHead,
-    *,
-    now: float,
-    position: int,
-    model_fingerprint: str,
-    num_log_tokens: int,
-    snapshot: bytes | None,
+    connection: sqlite3.Connection, head: SessionHead, change: Commit | Rewind, *, num_log_tokens: int, now: float
 ) -> SessionHead:
     """To the next version; the session is free again."""
     moved = dataclasses.replace(
         head,
-        version=head.version + 1,
-        position=position,
+        version=change.version,
+        position=change.position,
         updated_at=now,
-        model_fingerprint=model_fingerprint,
+        model_fingerprint=change.model_fingerprint,
         num_log_tokens=num_log_tokens,
-        snapshot_bytes=len(snapshot or b""),
+        snapshot_bytes=len(change.snapshot or b""),
         expires_at=expiry(now, head.ttl_s),
     )
     connection.execute(
         "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
         f"snapshot_bytes = ?, expires_at = ?, {_FREE} WHERE {ONE}",
-        (moved.version, position, now, model_fingerprint, num_log_tokens, moved.snapshot_bytes, moved.expires_at,
-         head.tenant, head.session_id),
+        (moved.version, moved.position, now, moved.model_fingerprint, num_log_tokens, moved.snapshot_bytes,
+         moved.expires_at, *head.key),
     )  # fmt: skip
     return moved
 
 
 def _names(lease: Lease) -> tuple[str, str, float, str, int]:
     """The parameters of _HELD."""
-    return (lease.tenant, lease.session_id, lease.created_at, lease.holder, lease.fence)
+    return (*lease.key, lease.created_at, lease.holder, lease.fence)
 
 
 def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[RetainedSnapshot, ...]:
     query = f"SELECT version, position, length(snapshot) FROM retained_snapshots WHERE {ONE} ORDER BY version"
-    rows = connection.execute(query, (head.tenant, head.session_id)).fetchall()
+    rows = connection.execute(query, head.key).fetchall()
     return tuple(
         RetainedSnapshot(version=version, position=position, num_bytes=num_bytes)
         for version, position, num_bytes in rows
@@ -270,7 +250,7 @@ def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[Ret
 
 
 def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention: Retention) -> None:
-    key = (head.tenant, head.session_id)
+    key = head.key
     for snapshot in get_retained(connection, head):
         if snapshot.version not in retention.keep:
             connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
@@ -279,26 +259,23 @@ def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention
         connection.execute("INSERT INTO retained_snapshots VALUES (?, ?, ?, ?, ?)", values)
 
 
-def cut_retained(
-    connection: sqlite3.Connection, head: SessionHead, num_log_tokens: int, *, model_fingerprint: str
-) -> None:
-    """What a rewind leaves: those of the log that stays, unless another model goes on with it."""
-    end = num_log_tokens if model_fingerprint == head.model_fingerprint else 0
-    statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND position > ?"
-    connection.execute(statement, (head.tenant, head.session_id, end))
+def cut_retained(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> None:
+    """Drops those beyond the cut; all of them, when another model made the state."""
+    end = rewind.num_log_tokens if rewind.model_fingerprint == head.model_fingerprint else 0
+    connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND position > ?", (*head.key, end))
 
 
-def delete_most_retained(connection: sqlite3.Connection, tenant: str, session_id: str) -> None:
+def delete_most_retained(connection: sqlite3.Connection, key: SessionKey) -> None:
     """Before the session itself is deleted: where they take much, each goes in a transaction of its own.
 
     Deleting overwrites by way of the write-ahead log, and a full disk has only the reserve for that (sqlite_reserve).
     """
     query = f"SELECT version, length(snapshot) FROM retained_snapshots WHERE {ONE}"
-    rows = connection.execute(query, (tenant, session_id)).fetchall()
+    rows = connection.execute(query, key).fetchall()
     if sum(num_bytes for _, num_bytes in rows) <= RESERVE_BYTES // 2:
         return
     for version, _ in rows:
         with transaction(connection):
             statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?"
-            connection.execute(statement, (tenant, session_id, version))
+            connection.execute(statement, (*key, version))
         empty_write_ahead_log(connection)

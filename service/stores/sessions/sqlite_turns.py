@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.errors import require_version
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
 from service.stores.sessions.sqlite_statements import EXISTS, ONE, free_whoever, get_head, held_head, lease_left_s
 from service.stores.sessions.turn_records import (
@@ -71,15 +72,14 @@ class SqliteTurns:
         def work(connection: sqlite3.Connection) -> None:
             with unsynced_transaction(connection):
                 head = held_head(connection, lease, self._clock())
-                connection.execute(f"DELETE FROM turns WHERE {_ONE_TURN}", (*_key(head), turn_id))
+                connection.execute(f"DELETE FROM turns WHERE {_ONE_TURN}", (*head.key, turn_id))
 
         await self._write(work)
 
     async def get_turn(
         self,
+        key: SessionKey,
         *,
-        tenant: str,
-        session_id: str,
         turn_id: str | None = None,
         identity: str | None = None,
         first_chunk: int = 0,
@@ -89,7 +89,7 @@ class SqliteTurns:
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with reading(connection):
-                now, key = self._clock(), (tenant, session_id)
+                now = self._clock()
                 if (
                     connection.execute(f"SELECT 1 FROM sessions WHERE {ONE} AND {EXISTS}", (*key, now)).fetchone()
                     is None
@@ -103,24 +103,24 @@ class SqliteTurns:
         record = await self._read(work)
         return record if record is None or with_request else dataclasses.replace(record, request=b"")
 
-    async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
+    async def cancel_turn(self, key: SessionKey) -> TurnRecord | None:
         process_lock = self._presence()
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with transaction(connection):
                 now = self._clock()
-                head = get_head(connection, tenant, session_id, now)
+                head = get_head(connection, key, now)
                 turn_id = _running_id(connection, head)
                 if turn_id is None:
                     return None
-                left_s = lease_left_s(connection, _key(head), now=now, process_lock=process_lock)
+                left_s = lease_left_s(connection, head.key, now=now, process_lock=process_lock)
                 if left_s:
                     statement = f"UPDATE turns SET is_cancel_wanted = 1 WHERE {_ONE_TURN}"
-                    connection.execute(statement, (*_key(head), turn_id))
+                    connection.execute(statement, (*head.key, turn_id))
                 else:
                     _end(connection, head, turn_id, "cancelled", None, now + ABANDONED_S)
                     free_whoever(connection, head)
-                return _find(connection, _key(head), turn_id, now, 0, left_s)
+                return _find(connection, head.key, turn_id, now, 0, left_s)
 
         return await self._write(work)
 
@@ -141,7 +141,7 @@ def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version
     connection.execute(
         f"UPDATE turns SET status = 'cancelled', result = NULL WHERE {ONE} AND base_version >= ? "
         "AND result IS NOT NULL",
-        (*_key(head), from_version),
+        (*head.key, from_version),
     )
 
 
@@ -154,7 +154,7 @@ def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStar
     """What stands in the way of a new record: this call's own one, one that it is a retry of, or one whose identity it
     has with another digest.
     """
-    key = _key(head)
+    key = head.key
     if start.turn_id == _running_id(connection, head):
         return _find(connection, key, start.turn_id, now, 0, 0.0)
     if start.identity is None:
@@ -170,7 +170,7 @@ def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStar
 def _begin(
     connection: sqlite3.Connection, head: SessionHead, start: TurnStart, *, max_records: int, now: float
 ) -> TurnRecord:
-    key = _key(head)
+    key = head.key
     if start.base_version is not None:
         require_version(head, start.base_version)
     end_running(connection, head, None, now)
@@ -189,7 +189,7 @@ def _begin(
 
 def _append(connection: sqlite3.Connection, head: SessionHead, turn_id: str, index: int, chunk: bytes) -> bool:
     query = f"SELECT is_cancel_wanted, number FROM turns WHERE {_ONE_TURN} AND status = 'running'"
-    row = connection.execute(query, (*_key(head), turn_id)).fetchone()
+    row = connection.execute(query, (*head.key, turn_id)).fetchone()
     if row is None:
         raise turn_not_found(turn_id)
     is_cancel_wanted, number = row
@@ -211,7 +211,7 @@ def _end(
     expires_at: float,
 ) -> None:
     """One that is not running is left as it is."""
-    key = (*_key(head), turn_id)
+    key = (*head.key, turn_id)
     chunks = f"DELETE FROM turn_chunks WHERE turn_number IN (SELECT number FROM turns WHERE {_ONE_TURN})"
     connection.execute(chunks, key)
     connection.execute(
@@ -222,19 +222,19 @@ def _end(
 
 
 def _running_id(connection: sqlite3.Connection, head: SessionHead) -> str | None:
-    row = connection.execute(f"SELECT turn_id FROM turns WHERE {ONE} AND status = 'running'", _key(head)).fetchone()
+    row = connection.execute(f"SELECT turn_id FROM turns WHERE {ONE} AND status = 'running'", head.key).fetchone()
     return None if row is None else str(row[0])
 
 
 def _find(
-    connection: sqlite3.Connection, key: tuple[str, str], turn_id: str, now: float, first_chunk: int, left_s: float
+    connection: sqlite3.Connection, key: SessionKey, turn_id: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
     query = f"SELECT {_COLUMNS}, number FROM turns WHERE {_ONE_TURN} AND {_KEPT}"
     return _record_of(connection, connection.execute(query, (*key, turn_id, now)).fetchone(), first_chunk, left_s)
 
 
 def _find_repeatable(
-    connection: sqlite3.Connection, key: tuple[str, str], identity: str, now: float, first_chunk: int, left_s: float
+    connection: sqlite3.Connection, key: SessionKey, identity: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
     query = (
         f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND status IN (?, ?) AND {_KEPT} "
@@ -255,7 +255,3 @@ def _record_of(
     query = "SELECT chunk FROM turn_chunks WHERE turn_number = ? AND chunk_number >= ? ORDER BY chunk_number"
     chunks = tuple(bytes(chunk) for (chunk,) in connection.execute(query, (number, first_chunk)))
     return TurnRecord(**fields, chunks=chunks, lease_left_s=left_s)
-
-
-def _key(head: SessionHead) -> tuple[str, str]:
-    return head.tenant, head.session_id

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from nsm_core.errors import NotFound
 from service.messages import quoted
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.lease import Lease
 
 TurnStatus = Literal["running", "committed", "failed", "cancelled"]
@@ -98,7 +99,7 @@ class TurnStore(Protocol):
         ...
 
     async def get_turn(
-        self, *, tenant: str, session_id: str, turn_id: str | None = None, identity: str | None = None,
+        self, key: SessionKey, *, turn_id: str | None = None, identity: str | None = None,
         first_chunk: int = 0, with_request: bool = True,
     ) -> TurnRecord | None:  # fmt: skip
         """The record with this id, or the newest running or committed one with this identity, with its chunks from
@@ -106,7 +107,7 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def cancel_turn(self, *, tenant: str, session_id: str) -> TurnRecord | None:
+    async def cancel_turn(self, key: SessionKey) -> TurnRecord | None:
         """Asks the holder of the running turn to stop it, whichever process that is; without a holder it is cancelled
         at once, and a lease that ran out is worth nothing any more. The record as it is then; None when no turn runs.
         Raises NotFound.

@@ -9,8 +9,8 @@ from nsm_core.config import EngineConfig
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
-from service.transfer.backup import SessionName
 from service.transfer.verify import verify
 from tests.gateway import Gateway, gateway
 from tests.models import RandomModel, as_loaded
@@ -32,7 +32,7 @@ async def say(house: Gateway, session_id: str, text: str) -> str:
 
 async def active_slots(house: Gateway, model: RandomModel, session_id: str) -> list[int]:
     """Of each layer, in all heads together."""
-    stored = await house.store.load(tenant="default", session_id=session_id)
+    stored = await house.store.load(SessionKey("default", session_id))
     assert stored.snapshot is not None
     state = model.state_spec.unpack(Snapshot.decode(stored.snapshot).state)
     return [int(state[f"layers.{layer}.active"].sum()) for layer in range(2)]
@@ -55,7 +55,7 @@ async def test_turns_restarts_and_rewinds_leave_the_slots_of_one_run(tiny_tokeni
         await house.client.post("/v1/sessions/rewound/rewind", json={"to_version": 3})
         assert await say(house, "rewound", STORY) == wanted
         await say(house, "whole", STORY)
-        names = [SessionName("default", name) for name in SESSIONS]
+        names = [SessionKey("default", name) for name in SESSIONS]
         results = [result async for result in verify(house.store, house.services.backend, names)]
         assert [result.verdict for result in results] == ["same"] * 2
         assert await active_slots(house, model, "whole") != [12, 12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from service.stores.sessions.key import SessionKey
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
 from tests.responses import (
@@ -60,7 +61,7 @@ async def test_P12_a_fork_of_an_older_response_begins_at_the_snapshot_before_it(
     for _ in range(5):
         chain.append(await respond(server, "long " * 200, previous_response_id=chain[-1]["id"]))
     (session_id,) = await session_ids(server)
-    kept = {one.version for one in await server.services.store.list_retained(tenant="default", session_id=session_id)}
+    kept = {one.version for one in await server.services.store.list_retained(SessionKey("default", session_id))}
     assert kept
     for version, response in enumerate(chain[:-1], start=1):
         num_requests = len(backend.requests)

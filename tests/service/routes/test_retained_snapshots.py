@@ -9,6 +9,7 @@ import pytest
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.retention import RetainedSnapshot
 from tests.backends import MakeBackend
@@ -28,7 +29,7 @@ async def long_turns(house: Gateway, num_turns: int = 6) -> tuple[int, ...]:
 
 
 async def kept_in(house: Gateway) -> tuple[RetainedSnapshot, ...]:
-    return await house.services.store.list_retained(**KEY)
+    return await house.services.store.list_retained(KEY)
 
 
 def last_request(house: Gateway) -> GenerationRequest:
@@ -55,7 +56,7 @@ async def test_short_turns_keep_nothing_and_long_ones_a_few() -> None:
         for _ in range(6):
             await say(house, *LONG)
         kept = await kept_in(house)
-        head = await house.services.store.get(**KEY)
+        head = await house.services.store.get(KEY)
         assert len(kept) == 2
         assert 0 < kept[0].position < kept[1].position < head.position
         usage = await house.services.store.usage(tenant="default")
@@ -189,9 +190,9 @@ async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> No
         assert resume.position > 1_500
         heads = (await house.services.store.list(tenant="default", limit=10)).heads
         for head in heads:
-            key = {"tenant": "default", "session_id": head.session_id}
-            log = await house.services.store.read_log(**key)
-            stored = await house.services.store.load(**key)
+            key = SessionKey("default", head.session_id)
+            log = await house.services.store.read_log(key)
+            stored = await house.services.store.load(key)
             assert stored.snapshot is not None
             assert Snapshot.decode(stored.snapshot).state == state_after(log[: head.position])
         assert len(heads) == 2

@@ -14,10 +14,11 @@ import pytest
 from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
+from service.stores.sessions.key import SessionKey
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 PREFIX = struct.Struct("<8sIIQQ")
 
 
@@ -59,9 +60,9 @@ async def head_of(house: Gateway) -> dict[str, Any]:
 
 
 async def state_of(house: Gateway) -> tuple[Snapshot, tuple[int, ...]]:
-    stored = await house.services.store.load(**KEY)
+    stored = await house.services.store.load(KEY)
     assert stored.snapshot is not None
-    return Snapshot.decode(stored.snapshot), await house.services.store.read_log(**KEY)
+    return Snapshot.decode(stored.snapshot), await house.services.store.read_log(KEY)
 
 
 def altered(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -88,7 +89,7 @@ async def test_P4_an_imported_session_goes_on_as_the_original_would() -> None:
         assert logs[0] == logs[1]
         assert snapshots[0].state == snapshots[1].state == state_after(logs[0][:-1])
         assert snapshots[0].header.sampler == snapshots[1].header.sampler
-        marks = [await house.services.store.log_marks(**KEY) for house in (one, two)]
+        marks = [await house.services.store.log_marks(KEY) for house in (one, two)]
         assert marks[0] == marks[1]
 
 

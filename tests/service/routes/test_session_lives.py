@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway
@@ -51,7 +52,7 @@ def use_clock(house: Gateway) -> Clock:
 
 
 async def log_of(house: Gateway, session_id: str) -> tuple[int, ...]:
-    return await house.services.store.read_log(tenant="default", session_id=session_id)
+    return await house.services.store.read_log(SessionKey("default", session_id))
 
 
 async def test_metadata_and_ttl_are_changed_and_what_is_absent_stays(house: Gateway) -> None:
@@ -115,7 +116,7 @@ async def test_a_fork_goes_on_as_the_original_would(house: Gateway) -> None:
     assert answers[0]["usage"] == answers[1]["usage"]
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == original["position"]
     assert await log_of(house, "s2") == await log_of(house, "s1")
-    stored = await house.services.store.load(tenant="default", session_id="s2")
+    stored = await house.services.store.load(SessionKey("default", "s2"))
     assert stored.snapshot is not None
     assert Snapshot.decode(stored.snapshot).state == state_after((await log_of(house, "s2"))[:-1])
 

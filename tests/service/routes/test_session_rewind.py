@@ -10,11 +10,12 @@ import pytest
 
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import LogMark
+from service.stores.sessions.key import SessionKey
 from tests.backends import MakeBackend
 from tests.fakes import FakeBackend, state_after
 from tests.gateway import Gateway, error_of, gateway
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 EOT = 0
 
 
@@ -37,11 +38,11 @@ async def rewind(house: Gateway, session_id: str = "s1", **body: Any) -> httpx.R
 
 
 async def log_of(house: Gateway) -> tuple[int, ...]:
-    return await house.services.store.read_log(**KEY)
+    return await house.services.store.read_log(KEY)
 
 
 async def snapshot_of(house: Gateway) -> Snapshot:
-    stored = await house.services.store.load(**KEY)
+    stored = await house.services.store.load(KEY)
     assert stored.snapshot is not None
     return Snapshot.decode(stored.snapshot)
 
@@ -80,7 +81,7 @@ async def test_the_counts_of_a_place_inside_a_turn_survive_a_second_loss() -> No
         await three_turns(house)
         ok(await rewind(house, to_position=10))
         counts = (await snapshot_of(house)).header.sampler.generated_counts
-        assert (await house.services.store.log_marks(**KEY))[-1] == LogMark(
+        assert (await house.services.store.log_marks(KEY))[-1] == LogMark(
             version=4, num_log_tokens=10, num_sampled=2, seed=2
         )
         house.services.store._records["default", "s1"].snapshot = None
@@ -234,7 +235,7 @@ async def test_what_comes_after_a_rewind_is_what_came_the_first_time(make_backen
         assert (await say(house, 60, 61, **SAMPLED))["choices"][0]["text"] == texts[2]
         assert await log_of(house) == log
         for place in (3, 8, len(log) - 5):  # in the middle of a sampled text: it goes on as it did
-            end = next(mark.num_log_tokens for mark in await house.services.store.log_marks(**KEY)
+            end = next(mark.num_log_tokens for mark in await house.services.store.log_marks(KEY)
                        if mark.num_log_tokens > place)  # fmt: skip
             ok(await rewind(house, to_position=place))
             await say(house, **{**SAMPLED, "max_tokens": end - place})

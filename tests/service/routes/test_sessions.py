@@ -15,6 +15,7 @@ from nsm_core.errors import Overloaded, StorageFull
 from service.app import create_app
 from service.deps import Services
 from service.settings import load_settings
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.turns.turn import Turn
 from tests.fakes import DEFAULT_SCRIPT, FakeBackend
@@ -212,7 +213,7 @@ async def test_S3_S4_a_stream_has_the_chunks_of_a_completion_and_ends_with_the_s
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == DEFAULT_SCRIPT
     assert all(piece["choices"][0]["finish_reason"] is None and "session" not in piece for piece in pieces)
     assert last["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
-    head = await gateway.store.get(tenant="default", session_id="s1")
+    head = await gateway.store.get(SessionKey("default", "s1"))
     assert last["session"] == {"id": "s1", "version": 1, "position": head.position}
     assert all(chunk["usage"] is None for chunk in (*pieces, last))
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 15)

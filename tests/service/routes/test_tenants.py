@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
@@ -81,8 +82,8 @@ async def test_L6_every_route_answers_404_for_anothers_id_as_for_one_that_never_
 
 async def snapshot_of(server: Gateway) -> tuple[Any, ...]:
     """All that is stored of acme's session."""
-    store, key = server.services.store, {"tenant": "acme", "session_id": "theirs"}
-    return (await store.load(**key), await store.read_log(**key), await store.log_marks(**key))
+    store, key = server.services.store, SessionKey("acme", "theirs")
+    return (await store.load(key), await store.read_log(key), await store.log_marks(key))
 
 
 async def test_L6_anothers_id_and_an_unknown_one_take_the_same_path(server: Gateway) -> None:

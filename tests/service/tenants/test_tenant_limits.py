@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from service.stores.sessions.key import SessionKey
 from tests.fakes import FakeBackend
 from tests.gateway import FILE_HEADERS, Gateway, error_of, until
 from tests.tenants import StillClock, TestKey, keyed, make_key, write_keys
@@ -155,7 +156,7 @@ async def test_D3_forks_and_imports_count_as_new_sessions(keys_file: Path, acme:
         assert (await client.post(S1, json={"input": "x", "max_tokens": 1}, headers=headers)).status_code == 200
         exported = (await client.get("/v1/sessions/s1/export", headers=headers)).content
         num_bytes = (await server.services.store.usage(tenant="acme")).num_bytes
-        head = await server.services.store.get(tenant="acme", session_id="s1")
+        head = await server.services.store.get(SessionKey("acme", "s1"))
         copy_bytes = head.snapshot_bytes + 4 * head.num_log_tokens  # without what its turn left for retries
         clock = StillClock()
         keys = server.services.tenants._keys

@@ -12,7 +12,8 @@ from nsm_core.errors import SnapshotCorrupt, StorageFull
 from service.state.copies import SessionCopy, read_copy
 from service.stores.records.factory import records_beside
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.base import SessionHead, SessionStore, StoredSession
+from service.stores.sessions.base import NewSession, Rewind, SessionHead, SessionStore, StoredSession
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -66,7 +67,7 @@ async def fill(store: SessionStore) -> None:
         "model_fingerprint": "m1",
         "position": 2,
     }
-    await store.rewind(lease, expected_version=1, **state, num_log_tokens=2, num_sampled=0, seed=7)
+    await store.rewind(lease, Rewind(expected_version=1, **state, num_log_tokens=2, num_sampled=0, seed=7))
     await create(store, "s3")
 
 
@@ -76,13 +77,13 @@ async def turn(store: SessionStore, head: SessionHead) -> SessionHead:
 
 
 def own_snapshot(head: SessionHead, *, version: int, position: int) -> bytes:
-    names: dict[str, Any] = {"tenant": head.tenant, "session_id": head.session_id}
+    names = {"tenant": head.tenant, "session_id": head.session_id}
     return make_snapshot(**names, version=version, position=position).encode()
 
 
 async def contents(store: SessionStore) -> list[tuple[Any, ...]]:
     """All that a store holds, in the order of its listing, less its own times."""
-    copies = [await read_copy(store, **dataclasses.asdict(name)) for name in await all_sessions(store)]
+    copies = [await read_copy(store, name) for name in await all_sessions(store)]
     times: dict[str, Any] = {"created_at": 0.0, "updated_at": 0.0, "expires_at": None}
     return [(dataclasses.replace(copy.head, **times), copy.snapshot, copy.log_ids, copy.marks) for copy in copies]
 
@@ -114,14 +115,14 @@ async def test_a_copy_brings_every_session_into_any_store(source: SessionStore, 
     assert {outcome for *_, outcome in await outcomes(copy_sessions(source, target, names))} == {"written"}
     assert await contents(target) == await contents(source)
     assert {outcome for *_, outcome in await outcomes(copy_sessions(source, target, names))} == {"same"}
-    await turn(target, await target.get(tenant="a", session_id="s3"))  # what was copied goes on
+    await turn(target, await target.get(SessionKey("a", "s3")))  # what was copied goes on
 
 
 async def test_a_session_that_went_on_is_replaced_only_on_request(tmp_path: Path) -> None:
     store = MemorySessionStore(clock=Clock())
     await fill(store)
     before, raw = await contents(store), await write_backup(store, tmp_path / "b")
-    await turn(store, await store.get(tenant="a", session_id="s3"))
+    await turn(store, await store.get(SessionKey("a", "s3")))
     after = await contents(store)
     assert ("a", "s3", "exists") in await outcomes(restore(store, io.BytesIO(raw)))
     assert await contents(store) == after
@@ -169,17 +170,17 @@ async def write_backup_of_nothing(path: Path) -> bytes:
 class DamagedStore(MemorySessionStore):
     """The state of s2 is not what was stored."""
 
-    async def load(self, *, tenant: str, session_id: str) -> StoredSession:
-        if session_id == "s2":
+    async def load(self, key: SessionKey) -> StoredSession:
+        if key.session_id == "s2":
             raise SnapshotCorrupt("the checksum does not match")
-        return await super().load(tenant=tenant, session_id=session_id)
+        return await super().load(key)
 
 
 async def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
     source, target = DamagedStore(clock=Clock()), MemorySessionStore(clock=Clock())
     await fill(source)
     names, path = await all_sessions(source), tmp_path / "b"
-    await source.delete(tenant="a", session_id="s3")
+    await source.delete(SessionKey("a", "s3"))
     expected = [("a", "s1", "written"), ("a", "s2", "failed"), ("a", "s3", "gone"), ("b", "s1", "written")]
     assert await outcomes(backup(source, names, path)) == expected
     assert await outcomes(copy_sessions(source, target, names)) == expected
@@ -208,10 +209,10 @@ class SmallStore(MemorySessionStore):
 
     max_log = 1_000
 
-    async def create_with(self, **fields: Any) -> SessionHead:
-        if len(fields["log_ids"]) > self.max_log:
+    async def create(self, new: NewSession) -> SessionHead:
+        if len(new.log_ids) > self.max_log:
             raise StorageFull("no room")
-        return await super().create_with(**fields)
+        return await super().create(new)
 
 
 async def test_what_cannot_be_replaced_stays() -> None:
@@ -222,21 +223,21 @@ async def test_what_cannot_be_replaced_stays() -> None:
     before = await contents(target)
     target.max_log = 3
     with pytest.raises(StorageFull):
-        await place(target, await read_copy(source, tenant="a", session_id="s1"), is_overwriting=True)
+        await place(target, await read_copy(source, SessionKey("a", "s1")), is_overwriting=True)
     assert await contents(target) == before
 
 
 class ForgetfulStore(MemorySessionStore):
     """Loses the last token of what it is given."""
 
-    async def create_with(self, **fields: Any) -> SessionHead:
-        return await super().create_with(**{**fields, "log_ids": (*fields["log_ids"][:-1], 0)})
+    async def create(self, new: NewSession) -> SessionHead:
+        return await super().create(dataclasses.replace(new, log_ids=(*new.log_ids[:-1], 0) if new.log_ids else ()))
 
 
 async def test_what_is_read_back_must_be_what_was_written() -> None:
     source = MemorySessionStore(clock=Clock())
     await turn(source, await create(source))
-    copy: SessionCopy = await read_copy(source, tenant="a", session_id="s1")
+    copy: SessionCopy = await read_copy(source, SessionKey("a", "s1"))
     with pytest.raises(SnapshotCorrupt, match="read back as something else"):
         await place(ForgetfulStore(clock=Clock()), copy, is_overwriting=False)
 

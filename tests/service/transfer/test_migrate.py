@@ -9,9 +9,10 @@ from nsm_core.errors import EngineDead
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
-from service.transfer.backup import SessionName, all_sessions
+from service.transfer.backup import all_sessions
 from service.transfer.migrate import Migrated, Migrator
 from service.transfer.verify import verify
 from service.turns.lease import Leases
@@ -31,7 +32,7 @@ async def outcomes(store: SessionStore, backend: FakeBackend, **options: Any) ->
 
 
 async def snapshot_of(store: SessionStore, session_id: str = "s1") -> Snapshot:
-    stored = await store.load(tenant="a", session_id=session_id)
+    stored = await store.load(SessionKey("a", session_id))
     assert stored.snapshot is not None
     return Snapshot.decode(stored.snapshot)
 
@@ -41,7 +42,7 @@ async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
     head = await tell(store, FakeBackend())
     before = await snapshot_of(store)
     assert [(found.outcome, found.num_log_tokens) for found in await migrate(store, new)] == [("migrated", 15)]
-    moved, after = await store.get(tenant="a", session_id="s1"), await snapshot_of(store)
+    moved, after = await store.get(SessionKey("a", "s1")), await snapshot_of(store)
     assert (moved.version, moved.position, moved.num_log_tokens) == (head.version + 1, head.position, 15)
     assert (moved.model_fingerprint, dict(moved.metadata)) == ("new", dict(head.metadata))
     assert (after.header.sampler, after.header.pending_id) == (before.header.sampler, before.header.pending_id)
@@ -56,9 +57,9 @@ async def test_done_once_there_is_nothing_left_to_do() -> None:
     await tell(store, new, "s2")
     await create(store, "s3")
     assert await outcomes(store, new) == {"s1": "migrated", "s2": "current", "s3": "current"}
-    heads = [await store.get(tenant="a", session_id=name) for name in ("s1", "s2", "s3")]
+    heads = [await store.get(SessionKey("a", name)) for name in ("s1", "s2", "s3")]
     assert await outcomes(store, new) == {"s1": "current", "s2": "current", "s3": "current"}
-    assert [await store.get(tenant="a", session_id=name) for name in ("s1", "s2", "s3")] == heads
+    assert [await store.get(SessionKey("a", name)) for name in ("s1", "s2", "s3")] == heads
     assert len(new.requests) == 1
 
 
@@ -80,7 +81,7 @@ async def test_a_dry_run_tells_and_writes_nothing() -> None:
     store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
     head = await tell(store, FakeBackend())
     assert await outcomes(store, new, is_dry_run=True) == {"s1": "migrated"}
-    assert await store.get(tenant="a", session_id="s1") == head
+    assert await store.get(SessionKey("a", "s1")) == head
     assert new.requests == []
 
 
@@ -91,9 +92,9 @@ async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
     strange = await tell(store, stranger, "s2")
     await acquire(store, "s1")
     assert await outcomes(store, new, is_repairing=True) == {"s1": "busy", "s2": "other_tokenizer"}
-    assert await store.get(tenant="a", session_id="s2") == strange
+    assert await store.get(SessionKey("a", "s2")) == strange
     migrator = Migrator(store, new, Leases(store, lease_s=10.0, metrics=Metrics(new)))
-    assert [found.outcome async for found in migrator.run([SessionName("a", "s9")])] == ["gone"]
+    assert [found.outcome async for found in migrator.run([SessionKey("a", "s9")])] == ["gone"]
 
 
 async def test_R3_a_damaged_state_is_made_again_when_asked_for() -> None:

@@ -11,14 +11,15 @@ from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, TensorLayout
 from nsm_core.tokenizer import Tokenizer
 from service.stores.sessions.base import LogMark
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
-from service.transfer.backup import SessionName, all_sessions
+from service.transfer.backup import all_sessions
 from service.transfer.verify import Verified, compare_states, verify
 from tests.fakes import FakeBackend, state_after
 from tests.stored_sessions import acquire, create
 from tests.told_sessions import SEED, tell
 
-NAME = SessionName("a", "s1")
+NAME = SessionKey("a", "s1")
 
 
 class FaultyStore(MemorySessionStore):
@@ -26,7 +27,7 @@ class FaultyStore(MemorySessionStore):
 
     marks: tuple[LogMark, ...] = ()
 
-    async def log_marks(self, *, tenant: str, session_id: str) -> tuple[LogMark, ...]:
+    async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
         return self.marks
 
 
@@ -41,7 +42,7 @@ async def test_a_state_that_is_its_logs_is_the_same() -> None:
     verified = await verify_one(store, backend)
     assert (verified.verdict, verified.difference, verified.num_log_tokens) == ("same", 0.0, 15)
     assert (verified.divergences, verified.numerics, verified.damage) == ((), None, None)
-    assert await store.get(tenant="a", session_id="s1") == before
+    assert await store.get(SessionKey("a", "s1")) == before
     assert await acquire(store)  # no lease was taken
 
 
@@ -96,7 +97,7 @@ async def test_sessions_of_other_models_are_told_apart() -> None:
     await tell(store, FakeBackend(), "s1")
     await tell(store, stranger, "s2")
     await create(store, "s3")
-    names = [*await all_sessions(store), SessionName("a", "s4")]
+    names = [*await all_sessions(store), SessionKey("a", "s4")]
     verdicts = {found.name.session_id: found.verdict async for found in verify(store, other, names)}
     assert verdicts == {"s1": "other_model", "s2": "other_tokenizer", "s3": "empty", "s4": "gone"}
 

@@ -81,8 +81,8 @@ async def test_R3_a_lost_state_is_made_again_from_the_log_never_empty(reason: st
         expected = await unbroken.say(*new_ids)
         assert (turn.rebuilt, end.error) == (reason, None)
         assert (end.head.version, end.head.position) == (expected.head.version, expected.head.position)
-        log = await house.store.read_log(**KEY)
-        assert log == await unbroken.store.read_log(**KEY)
+        log = await house.store.read_log(KEY)
+        assert log == await unbroken.store.read_log(KEY)
         snapshot, model = await house.snapshot(), backend.model.fingerprint
         assert snapshot.state == state_after(log[:-1])
         assert snapshot.header.sampler == (await unbroken.snapshot()).header.sampler
@@ -98,7 +98,7 @@ async def test_R3_a_lost_state_is_made_again_from_the_log_never_empty(reason: st
 async def test_a_rebuilt_session_without_a_pending_token_still_needs_input() -> None:
     async with make_house(FakeBackend("It was")) as house:
         await house.say(5, max_tokens=50)
-        log = await house.store.read_log(**KEY)
+        log = await house.store.read_log(KEY)
         house.store._records["default", "s1"].snapshot = None
         with pytest.raises(InvalidRequest, match="input must not be empty"):
             await house.open()
@@ -122,7 +122,7 @@ async def test_a_rebuild_that_is_cancelled_leaves_everything_as_it_was() -> None
         house.store._records["default", "s1"].snapshot = None
         turn = await house.open(6)
         await house.backend.held.wait()
-        assert await house.turns.cancel(**KEY)
+        assert await house.turns.cancel(KEY)
         assert (await collect(turn))[1].head == before
         assert house.store._records["default", "s1"].holder is None
 

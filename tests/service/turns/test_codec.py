@@ -12,6 +12,7 @@ from nsm_core.engine.request import Finished, FinishReason, TokenLogprob
 from nsm_core.errors import NsmError
 from nsm_core.sampling.params import SamplingParams
 from service.state.resume import TurnRequest
+from service.stores.sessions.key import SessionKey
 from service.turns.codec import (
     Place,
     StoredToken,
@@ -41,8 +42,7 @@ FINISHED = Finished(reason=FinishReason.LENGTH, prompt_tokens=5, cached_tokens=2
 def request_of(**changes: object) -> TurnRequest:
     fields: dict[str, object] = {
         "request_id": "t1",
-        "tenant": "a",
-        "session_id": "s1",
+        "key": SessionKey("a", "s1"),
         "input_ids": (0, 5, 2**31),
         "is_verbatim": True,
         "sampling": SAMPLING,
@@ -56,12 +56,11 @@ def request_of(**changes: object) -> TurnRequest:
 def test_a_request_comes_back_as_it_was() -> None:
     request = request_of(deadline=time.monotonic() + 100.0, expected_version=4, identity="key:k", digest="d")
     raw = encode_request(request, model_fingerprint="m1")
-    again, fingerprint = decode_request(raw, tenant="a", session_id="s1", turn_id="t1")
+    again, fingerprint = decode_request(raw, SessionKey("a", "s1"), turn_id="t1")
     assert fingerprint == "m1"
     same = (
         "request_id",
-        "tenant",
-        "session_id",
+        "key",
         "input_ids",
         "is_verbatim",
         "sampling",
@@ -73,7 +72,7 @@ def test_a_request_comes_back_as_it_was() -> None:
     assert again.deadline - time.monotonic() == pytest.approx(100.0, abs=1.0)
     assert again.expected_version is None  # the record itself is the proof
     no_deadline = encode_request(request_of(), model_fingerprint="m1")
-    assert decode_request(no_deadline, tenant="a", session_id="s1", turn_id="t1")[0].deadline is None
+    assert decode_request(no_deadline, SessionKey("a", "s1"), turn_id="t1")[0].deadline is None
 
 
 logprobs = st.floats(max_value=0.0, width=32) | st.just(-math.inf)

@@ -19,6 +19,7 @@ from nsm_core.errors import (
     TurnCancelled,
     VersionConflict,
 )
+from service.stores.sessions.key import SessionKey
 from tests.fakes import FakeBackend, FakeGeneration
 from tests.turns import KEY, collect, make_house
 
@@ -30,11 +31,11 @@ async def test_S8_a_cancelled_turn_leaves_the_session_at_its_last_commit() -> No
         turn = await house.open(6)
         house.backend.release(2)
         await house.backend.held.wait()
-        assert await house.turns.cancel(**KEY)
+        assert await house.turns.cancel(KEY)
         tokens, end = await collect(turn)
         assert (len(tokens), end.finished.reason, end.head) == (2, FinishReason.ABORT, before)
         assert isinstance(end.error, TurnCancelled)
-        assert await house.store.get(**KEY) == before
+        assert await house.store.get(KEY) == before
         assert house.backend.num_cancels == 1
         house.backend.release_all()
         await house.say(6)
@@ -44,8 +45,8 @@ async def test_S8_a_cancelled_turn_leaves_the_session_at_its_last_commit() -> No
 
 async def test_cancelling_where_nothing_runs_says_so() -> None:
     async with make_house() as house:
-        assert not await house.turns.cancel(**KEY)
-        assert not await house.turns.cancel(tenant="default", session_id="nobody")
+        assert not await house.turns.cancel(KEY)
+        assert not await house.turns.cancel(SessionKey("default", "nobody"))
 
 
 async def test_a_cancel_that_comes_while_the_session_is_loaded_is_not_lost() -> None:
@@ -55,7 +56,7 @@ async def test_a_cancel_that_comes_while_the_session_is_loaded_is_not_lost() -> 
         opening = asyncio.create_task(house.open(6))
         await asyncio.sleep(0)
         assert house.turns.num_running == 1
-        assert await house.turns.cancel(**KEY)
+        assert await house.turns.cancel(KEY)
         assert (await collect(await opening))[1].finished.reason is FinishReason.ABORT
 
 
@@ -64,7 +65,7 @@ async def test_a_cancel_during_the_commit_is_too_late_and_says_so() -> None:
         house.store.may_commit.clear()
         turn = await house.open(5)
         await house.store.is_committing.wait()
-        cancelling = asyncio.create_task(house.turns.cancel(**KEY))
+        cancelling = asyncio.create_task(house.turns.cancel(KEY))
         await asyncio.sleep(0)
         house.store.may_commit.set()
         assert not await cancelling
@@ -121,12 +122,12 @@ async def test_deleting_a_session_stops_its_turn_first() -> None:
     async with make_house(FakeBackend(hold=True)) as house:
         turn = await house.open(5)
         await house.backend.held.wait()
-        await house.turns.delete(**KEY)
+        await house.turns.delete(KEY)
         assert (await collect(turn))[1].finished.reason is FinishReason.ABORT
         with pytest.raises(NotFound):
-            await house.store.get(**KEY)
+            await house.store.get(KEY)
         with pytest.raises(NotFound):
-            await house.turns.delete(**KEY)
+            await house.turns.delete(KEY)
 
 
 async def test_draining_lets_turns_finish_within_the_grace_time() -> None:
@@ -135,7 +136,7 @@ async def test_draining_lets_turns_finish_within_the_grace_time() -> None:
         draining = asyncio.create_task(house.turns.drain(grace_s=30.0))
         await house.backend.held.wait()
         with pytest.raises(Overloaded, match="stopping"):
-            await house.open(6, session_id="s2")
+            await house.open(6, key=SessionKey("default", "s2"))
         assert not draining.done()
         house.backend.release_all()
         await draining
@@ -191,7 +192,7 @@ async def test_D8_a_turn_that_slept_through_its_lease_cannot_commit() -> None:
         house.store.may_commit.set()
         end = (await collect(turn))[1]
         assert isinstance(end.error, LeaseLost)
-        assert (await house.store.get(**KEY)).version == 0
+        assert (await house.store.get(KEY)).version == 0
 
 
 async def test_every_end_of_a_turn_frees_the_session_for_other_processes() -> None:
@@ -201,7 +202,7 @@ async def test_every_end_of_a_turn_frees_the_session_for_other_processes() -> No
             await house.open(5, expected_version=3)
         assert record.holder is None
         await house.open(5)
-        await house.turns.cancel(**KEY)
+        await house.turns.cancel(KEY)
         assert record.holder is None
         house.backend.refusal = Overloaded("full")
         with pytest.raises(Overloaded):

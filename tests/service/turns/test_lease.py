@@ -5,19 +5,19 @@ import contextlib
 import gc
 import weakref
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, SessionBusy, StoreUnavailable
-from service.stores.sessions.base import Lease, LeasedSession
+from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.lease import Leases
 from tests.fakes import FakeBackend
 from tests.snapshots import make_snapshot
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 TURN = {"position": 1, "model_fingerprint": "m1", "new_ids": (1,), "num_sampled": 0, "seed": 0}
 
 
@@ -33,8 +33,8 @@ class Store(MemorySessionStore):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def acquire(self, **fields: Any) -> LeasedSession:
-        leased = await super().acquire(**fields)
+    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
+        leased = await super().acquire(key, holder=holder, lease_s=lease_s)
         await self.may_answer.wait()
         return leased
 
@@ -82,7 +82,7 @@ class House:
 async def make_house(*, lease_s: float = 60.0) -> AsyncIterator[House]:
     """No task may be left when a test ends."""
     house = House(lease_s=lease_s)
-    await house.store.create(**KEY, model_fingerprint="m1", metadata={})
+    await house.store.create(NewSession(key=KEY, model_fingerprint="m1", metadata={}))
     tasks_before = asyncio.all_tasks()
     yield house
     assert asyncio.all_tasks() == tasks_before
@@ -90,20 +90,20 @@ async def make_house(*, lease_s: float = 60.0) -> AsyncIterator[House]:
 
 async def test_a_lease_is_renewed_until_it_is_given_back() -> None:
     async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         await house.store.wait_renewals(3)
         with pytest.raises(SessionBusy):
-            await house.leases.take(**KEY, on_lost=house.on_lost)
+            await house.leases.take(KEY, on_lost=house.on_lost)
         await held.give_back()
         await held.give_back()
         assert house.lost == []
-        await (await house.leases.take(**KEY, on_lost=house.on_lost)).give_back()
+        await (await house.leases.take(KEY, on_lost=house.on_lost)).give_back()
 
 
 async def test_a_lease_that_is_over_is_gone_at_once() -> None:
     """It holds the states of its turn, which are megabytes: they must not wait for the collector of cycles."""
     async with make_house() as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         await asyncio.sleep(0)  # the renewal has begun to wait
         gc.disable()
         try:
@@ -117,7 +117,7 @@ async def test_a_lease_that_is_over_is_gone_at_once() -> None:
 
 async def test_D8_a_lost_lease_is_told_once_and_renewed_no_more() -> None:
     async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         house.store.steal()
         await house.is_lost.wait()
         assert [type(error) for error in house.lost] == [LeaseLost]
@@ -128,31 +128,31 @@ async def test_D8_a_lost_lease_is_told_once_and_renewed_no_more() -> None:
 
 async def test_a_store_that_is_away_for_a_moment_does_not_end_the_turn() -> None:
     async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         house.store.renew_error = StoreUnavailable("away")
         await house.store.wait_renewals(2)
         house.store.renew_error = None
         await house.store.wait_renewals(3)
         assert house.lost == []
-        head = await held.commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN)
+        head = await held.commit(Commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN))
         assert head.version == 1
 
 
 async def test_D8_a_commit_without_the_lease_changes_nothing() -> None:
     async with make_house() as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         house.store.steal()
         with pytest.raises(LeaseLost):
-            await held.commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN)
+            await held.commit(Commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN))
         await held.give_back()
-        assert (await house.store.get(**KEY)).version == 0
+        assert (await house.store.get(KEY)).version == 0
         assert house.num_lost() == 1
 
 
 async def test_who_is_cancelled_while_taking_a_lease_leaves_none_behind() -> None:
     async with make_house() as house:
         house.store.may_answer.clear()
-        taking = asyncio.create_task(house.leases.take(**KEY, on_lost=house.on_lost))
+        taking = asyncio.create_task(house.leases.take(KEY, on_lost=house.on_lost))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert house.store._records["default", "s1"].holder is not None
@@ -160,12 +160,12 @@ async def test_who_is_cancelled_while_taking_a_lease_leaves_none_behind() -> Non
         house.store.may_answer.set()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        await (await house.leases.take(**KEY, on_lost=house.on_lost)).give_back()
+        await (await house.leases.take(KEY, on_lost=house.on_lost)).give_back()
 
 
 async def test_a_release_that_fails_is_no_error_of_the_turn(caplog: pytest.LogCaptureFixture) -> None:
     async with make_house() as house:
-        held = await house.leases.take(**KEY, on_lost=house.on_lost)
+        held = await house.leases.take(KEY, on_lost=house.on_lost)
         house.store.release_error = StoreUnavailable("away")
         await held.give_back()
         assert "was not released: away" in caplog.text
@@ -175,7 +175,7 @@ async def test_holders_are_told_apart_and_name_their_process() -> None:
     async with make_house() as house:
         holders = []
         for _ in range(2):
-            held = await house.leases.take(**KEY, on_lost=house.on_lost)
+            held = await house.leases.take(KEY, on_lost=house.on_lost)
             holders.append(str(house.store._records["default", "s1"].holder).split("/"))
             await held.give_back()
         assert holders[0][0] == holders[1][0]
@@ -185,4 +185,4 @@ async def test_holders_are_told_apart_and_name_their_process() -> None:
 async def test_an_unknown_session_has_no_lease() -> None:
     async with make_house() as house:
         with pytest.raises(NotFound):
-            await house.leases.take(tenant="default", session_id="nobody", on_lost=house.on_lost)
+            await house.leases.take(SessionKey("default", "nobody"), on_lost=house.on_lost)

@@ -24,7 +24,7 @@ async def test_S6_a_client_that_leaves_does_not_stop_its_turn() -> None:
         assert house.turns.num_running == 1
         house.backend.release_all()
         await turn.ended.wait()
-        assert (await house.store.get(**KEY)).version == 1
+        assert (await house.store.get(KEY)).version == 1
         assert house.backend.num_cancels == 0
 
 
@@ -52,7 +52,7 @@ async def test_a_turn_without_its_client_is_stopped_after_detached_s() -> None:
         assert turn.end.finished.reason is FinishReason.ABORT
         assert isinstance(turn.end.error, TurnCancelled)
         assert house.backend.num_cancels == 1
-        assert (await house.store.get(**KEY)).version == 0
+        assert (await house.store.get(KEY)).version == 0
 
 
 async def test_detaching_after_the_end_does_nothing() -> None:

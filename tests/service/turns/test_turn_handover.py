@@ -49,7 +49,7 @@ async def test_P3_S6_a_turn_in_mid_stream_is_handed_over_and_read_on_without_a_b
     assert (tokens, text_of(tokens, end), end.error) == (expected[0], text_of(*expected), None)
     assert tokens[: len(seen)] == seen
     assert two.backend.requests[0].sampled_ids == tuple(token.token_id for token in stored)
-    assert (await store.get(**KEY)).version == 1
+    assert (await store.get(KEY)).version == 1
     assert (one.count("nsm_turn_handover_total"), two.count("nsm_turn_takeover_total")) == (1, 1)
 
 
@@ -154,7 +154,7 @@ async def test_S8_a_cancel_of_a_turn_that_was_handed_over_ends_it(
     opened = await one.open(5, **STREAMED)
     await written(store, one, 2)
     await one.stop()
-    assert await two.turns.cancel(**KEY)
+    assert await two.turns.cancel(KEY)
     with pytest.raises(TurnCancelled, match="was cancelled"):
         await collect(await two.follow())
     assert isinstance(opened, Turn)

@@ -14,6 +14,8 @@ from nsm_core.errors import KeyReused, LeaseLost, NotFound, NsmError, StateMisma
 from nsm_core.state.snapshot import Snapshot
 from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
+from service.stores.sessions.base import NewSession
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
@@ -24,7 +26,7 @@ from tests.fakes import FakeBackend, state_after
 from tests.redis_servers import wait_until
 from tests.turns import make_request
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 RETRY: dict[str, Any] = {"identity": "key:k", "digest": "d"}
 
 
@@ -69,7 +71,7 @@ class Process:
         return make_request(*input_ids, max_tokens=max_tokens, **changes)
 
     async def follow(self, turn_id: str = "r1") -> TurnSource:
-        return await self.turns.follow(**KEY, turn_id=turn_id)
+        return await self.turns.follow(KEY, turn_id=turn_id)
 
     async def lose(self) -> None:
         """It dies without a word to the store, and its lease runs out."""
@@ -92,7 +94,7 @@ class Process:
 @pytest.fixture
 async def store() -> MemorySessionStore:
     store = MemorySessionStore()
-    await store.create(**KEY, model_fingerprint="fake-fingerprint", metadata={})
+    await store.create(NewSession(key=KEY, model_fingerprint="fake-fingerprint", metadata={}))
     return store
 
 
@@ -107,7 +109,7 @@ async def processes(store: MemorySessionStore) -> AsyncIterator[tuple[Process, P
 
 
 async def record_of(store: MemorySessionStore, turn_id: str = "r1") -> TurnRecord:
-    record = await store.get_turn(**KEY, turn_id=turn_id)
+    record = await store.get_turn(KEY, turn_id=turn_id)
     assert record is not None
     return record
 
@@ -138,7 +140,7 @@ def text_of(tokens: list[TokenEvent], end: TurnEnd) -> str:
 
 async def unbroken(*input_ids: int, **changes: Any) -> tuple[list[TokenEvent], TurnEnd]:
     store = MemorySessionStore()
-    await store.create(**KEY, model_fingerprint="fake-fingerprint", metadata={})
+    await store.create(NewSession(key=KEY, model_fingerprint="fake-fingerprint", metadata={}))
     return await collect(await Process(store).open(*input_ids, **changes))
 
 
@@ -153,9 +155,9 @@ async def test_R14_a_turn_of_a_lost_process_goes_on_for_whoever_reads_on(
     assert (tokens, text_of(tokens, end)) == ((await unbroken(5, 6))[0], text_of(*await unbroken(5, 6)))
     assert two.backend.requests[0].sampled_ids == two.backend.script_ids[:3]
     assert (end.error, end.head.version, end.finished.completion_tokens) == (None, 1, 8)
-    log = await store.read_log(**KEY)
+    log = await store.read_log(KEY)
     assert log == (0, 5, 6, *two.backend.script_ids[:8])
-    assert (await store.load(**KEY)).head == end.head
+    assert (await store.load(KEY)).head == end.head
     assert two.count("nsm_turn_takeover_total") == 1
     again, end_again = await collect(await two.follow())
     assert (again, end_again) == (tokens, end)
@@ -173,7 +175,7 @@ async def test_a_turn_may_be_lost_anywhere(
     tokens, end = await collect(await two.follow())
     assert (tokens, end.finished) == ((await unbroken(5, max_tokens=9))[0], end.finished)
     assert end.finished.reason is FinishReason.LENGTH
-    assert await store.read_log(**KEY) == (0, 5, *two.backend.script_ids[:9])
+    assert await store.read_log(KEY) == (0, 5, *two.backend.script_ids[:9])
 
 
 async def test_a_reader_sees_the_break_as_a_pause(
@@ -227,7 +229,7 @@ async def test_D9_a_retry_elsewhere_follows_the_running_turn(
     one.backend.release_all()
     first = await collect(opened)
     assert [await retry for retry in retries] == [first] * 4
-    assert (await store.get(**KEY)).version == 1
+    assert (await store.get(KEY)).version == 1
 
 
 async def test_whoever_is_faster_takes_over_and_the_others_follow(store: MemorySessionStore) -> None:
@@ -256,7 +258,7 @@ async def test_D8_a_holder_that_was_merely_stopped_keeps_nothing(
     late = (await collect(opened))[1]
     assert isinstance(late.error, LeaseLost)
     assert "another server, which has committed it; GET /v1/streams/r1 gives the rest" in str(late.error)
-    assert (await store.get(**KEY)) == end.head
+    assert (await store.get(KEY)) == end.head
     assert tokens == (await unbroken(5))[0]
 
 
@@ -299,8 +301,8 @@ async def test_a_turn_goes_on_from_its_sessions_state(
     await one.lose()
     end = (await collect(await two.follow()))[1]
     assert (end.head.version, two.backend.requests[-1].sampling.seed) == (2, 9)
-    log = await store.read_log(**KEY)
-    stored = await store.load(**KEY)
+    log = await store.read_log(KEY)
+    stored = await store.load(KEY)
     assert stored.snapshot is not None
     assert Snapshot.decode(stored.snapshot).state == state_after(log[:-1])
 
@@ -323,11 +325,11 @@ async def test_S8_a_cancel_reaches_a_turn_of_another_process(
     monkeypatch.setattr("service.turns.token_writer.QUIET_S", 0.01)
     one, two = processes
     opened = await one.open(5, **RETRY)
-    assert await two.turns.cancel(**KEY)
+    assert await two.turns.cancel(KEY)
     end = (await collect(opened))[1]
     assert isinstance(end.error, TurnCancelled)
     assert (await record_of(store)).status == "cancelled"
-    assert (await store.get(**KEY)).version == 0
+    assert (await store.get(KEY)).version == 0
     with pytest.raises(TurnCancelled):
         raise (await collect(await two.follow()))[1].error or AssertionError("no error")
     one.backend.release_all()
@@ -341,7 +343,7 @@ async def test_a_cancelled_turn_of_a_lost_process_is_not_taken_over(
     await one.open(5)
     await written(store, one, 2)
     await one.lose()
-    assert await two.turns.cancel(**KEY)
+    assert await two.turns.cancel(KEY)
     with pytest.raises(TurnCancelled, match="was cancelled"):
         await collect(await two.follow())
     assert two.backend.requests == []

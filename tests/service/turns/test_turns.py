@@ -15,6 +15,7 @@ from nsm_core.errors import (
     VersionConflict,
 )
 from nsm_core.sampling.params import SamplingParams
+from service.stores.sessions.key import SessionKey
 from service.turns.turn import TurnEnd
 from tests.fakes import FakeBackend, state_after
 from tests.turns import EOT, KEY, collect, make_house, make_request
@@ -28,8 +29,8 @@ async def test_a_first_turn_starts_with_end_of_text_and_is_committed() -> None:
         assert house.backend.requests[0].resume is None
         assert (end.finished.reason, end.error) == (FinishReason.LENGTH, None)
         assert (end.head.version, end.head.position, end.head.num_log_tokens) == (1, 6, 7)
-        assert await house.store.get(**KEY) == end.head
-        assert await house.store.read_log(**KEY) == (EOT, 5, 6, *house.backend.script_ids[:4])
+        assert await house.store.get(KEY) == end.head
+        assert await house.store.read_log(KEY) == (EOT, 5, 6, *house.backend.script_ids[:4])
         snapshot = await house.snapshot()
         assert snapshot.state == state_after((EOT, 5, 6, *house.backend.script_ids[:3]))
         assert (snapshot.header.pending_id, snapshot.header.position) == (house.backend.script_ids[3], 6)
@@ -40,7 +41,7 @@ async def test_ids_of_a_first_turn_are_taken_verbatim() -> None:
     async with make_house() as house:
         await house.say(5, 6, is_verbatim=True)
         assert house.backend.requests[0].prompt_ids == (5, 6)
-        assert await house.store.read_log(**KEY) == (5, 6, *house.backend.script_ids[:4])
+        assert await house.store.read_log(KEY) == (5, 6, *house.backend.script_ids[:4])
 
 
 @pytest.mark.parametrize("new_ids", [(), (9,), (9, 8)], ids=["0_new_tokens", "1_new_token", "2_new_tokens"])
@@ -56,7 +57,7 @@ async def test_R1_R10_R11_a_turn_reads_the_pending_token_once_and_then_only_what
         assert second.finished.cached_tokens == first.head.position == 6
         assert second.finished.prompt_tokens == first.head.position + 1 + len(new_ids)
         log = (EOT, 5, 6, *script, *new_ids, *script)
-        assert await house.store.read_log(**KEY) == log
+        assert await house.store.read_log(KEY) == log
         assert (await house.snapshot()).state == state_after(log[:-1])
         assert second.head.position == len(log) - 1
 
@@ -65,7 +66,7 @@ async def test_R12_after_end_of_text_nothing_is_pending_and_the_state_covers_the
     async with make_house(FakeBackend("It was")) as house:
         first = await house.say(5, max_tokens=50)
         assert first.finished.reason is FinishReason.STOP
-        log = await house.store.read_log(**KEY)
+        log = await house.store.read_log(KEY)
         assert log == (EOT, 5, *house.backend.script_ids[:-1])
         snapshot = await house.snapshot()
         assert (snapshot.header.pending_id, snapshot.header.position) == (None, len(log))
@@ -113,7 +114,7 @@ async def test_P5_P6_a_second_turn_at_once_is_refused_and_loses_nothing() -> Non
             await house.open(6)
         assert caught.value.retry_after_s > 0
         await house.create("s2")
-        other = await house.open(7, session_id="s2")
+        other = await house.open(7, key=SessionKey("default", "s2"))
         house.backend.release_all()
         assert (await collect(turn))[1].head.version == 1
         assert (await collect(other))[1].head.version == 1
@@ -125,7 +126,7 @@ async def test_the_session_is_free_before_the_last_event_is_out() -> None:
         turn = await house.open(5)
         async for event in turn.events():
             if isinstance(event, TurnEnd):
-                assert (await house.store.get(**KEY)).version == 1
+                assert (await house.store.get(KEY)).version == 1
                 assert (await house.say(6)).head.version == 2
 
 
@@ -140,9 +141,9 @@ async def test_expected_version_must_be_the_heads() -> None:
 async def test_an_unknown_session_is_refused_before_the_stream() -> None:
     async with make_house() as house:
         with pytest.raises(NotFound):
-            await house.open(5, session_id="nobody")
+            await house.open(5, key=SessionKey("default", "nobody"))
         with pytest.raises(NotFound):
-            await house.open(5, tenant="other")
+            await house.open(5, key=SessionKey("other", "s1"))
         assert house.turns.num_running == 0
 
 
@@ -160,7 +161,7 @@ async def test_what_was_resumed_and_committed_is_counted() -> None:
         await house.say(5)
         await house.say(6)
         with pytest.raises(NotFound):
-            await house.open(6, session_id="nobody")
+            await house.open(6, key=SessionKey("default", "nobody"))
         house.store.commit_error = VersionConflict("moved on")
         await house.say(7)
         resumed = [house.sample("nsm_session_resume_total", outcome=outcome) for outcome in ("hit", "miss")]
@@ -195,15 +196,15 @@ async def test_R14_after_any_turns_and_cancels_the_state_is_that_of_one_unbroken
                 house.backend.release(min(cancel_after, max_tokens))
                 seen = [await anext(events) for _ in range(min(cancel_after, max_tokens))]
                 assert not any(isinstance(event, TurnEnd) for event in seen)
-                await house.turns.cancel(**KEY)
+                await house.turns.cancel(KEY)
             end = [event async for event in events][-1]
             assert isinstance(end, TurnEnd)
             num_committed += end.finished.reason is not FinishReason.ABORT
             house.backend.forget_permits()
-        head = await house.store.get(**KEY)
+        head = await house.store.get(KEY)
         assert head.version == num_committed
         if num_committed:
-            log = await house.store.read_log(**KEY)
+            log = await house.store.read_log(KEY)
             snapshot = await house.snapshot()
             fed = log if snapshot.header.pending_id is None else log[:-1]
             assert snapshot.state == state_after(fed)

@@ -5,6 +5,7 @@ import pytest
 from nsm_core.errors import ConfigError
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.key import SessionKey
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_a_bad_url_is_refused_without_being_repeated(url: str, message: str) -> 
 
 
 def test_D6_all_keys_of_a_session_have_one_hash_tag() -> None:
-    keys = Keyspace("nsm").session("tenant", "}{odd \n* id")
+    keys = Keyspace("nsm").session(SessionKey("tenant", "}{odd \n* id"))
     tags = {key.partition("{")[2].partition("}")[0] for key in keys.all("nonce")}
     assert len(tags) == 1
     assert all(key.count("{") == key.count("}") == 1 for key in keys.all("nonce"))
@@ -79,5 +80,8 @@ def test_D6_all_keys_of_a_session_have_one_hash_tag() -> None:
 def test_L6_keys_of_other_tenants_never_meet() -> None:
     space = Keyspace("nsm")
     names = [("a", "bc"), ("ab", "c"), ("abc", ""), ("a", "b"), ("b", "a")]
-    assert len({space.session(*name).head for name in names}) == len(names)
-    assert space.session("a", "x").head.partition(".")[0] == space.session("a", "y").head.partition(".")[0]
+    assert len({space.session(SessionKey(*name)).head for name in names}) == len(names)
+    assert (
+        space.session(SessionKey("a", "x")).head.partition(".")[0]
+        == space.session(SessionKey("a", "y")).head.partition(".")[0]
+    )

@@ -6,13 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 
 
 async def main(path: Path, session_id: str) -> None:
     store = SqliteSessionStore(path)
     await store.open()
-    await store.acquire(tenant="default", session_id=session_id, holder="sits there", lease_s=3_600.0)
+    await store.acquire(SessionKey("default", session_id), holder="sits there", lease_s=3_600.0)
     print("acquired", flush=True)  # noqa: T201 - the pipe to the test
     await asyncio.Event().wait()
 

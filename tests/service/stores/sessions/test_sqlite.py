@@ -21,6 +21,7 @@ from nsm_core.errors import (
 )
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
 from tests import stored_sessions
@@ -30,7 +31,7 @@ from tests.snapshots import make_snapshot
 from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, opened
 
 REPOSITORY = Path(__file__).parents[4]
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ async def test_sessions_survive_a_restart(path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         head = await commit(store, await create(store))
     async with opened(SqliteSessionStore(path)) as store:
-        stored = await store.load(**KEY)
+        stored = await store.load(KEY)
         assert stored.head == head
         assert stored.snapshot == make_snapshot(version=1).encode()
-        assert await store.read_log(**KEY) == (1, 2, 3)
+        assert await store.read_log(KEY) == (1, 2, 3)
 
 
 async def test_kill_9_in_any_moment_loses_nothing_that_was_acknowledged(path: Path) -> None:
@@ -77,8 +78,8 @@ async def test_kill_9_in_any_moment_loses_nothing_that_was_acknowledged(path: Pa
 
 async def assert_head_snapshot_and_log_agree(path: Path, num_acknowledged: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
-        stored = await store.load(**KEY)
-        log = await store.read_log(**KEY)
+        stored = await store.load(KEY)
+        log = await store.read_log(KEY)
     # The last turn may be durable without its acknowledgement having left the process.
     assert stored.head.version in (num_acknowledged, num_acknowledged + 1)
     assert stored.snapshot is not None
@@ -96,7 +97,7 @@ async def test_two_processes_on_one_file_never_overwrite_each_other(path: Path) 
     versions = sorted(int(line) for output in outputs for line in output.splitlines())
     assert versions == list(range(1, 2 * num_commits + 1))
     async with opened(SqliteSessionStore(path)) as store:
-        log = await store.read_log(**KEY)
+        log = await store.read_log(KEY)
     assert (log.count(1), log.count(2)) == (num_commits, num_commits)
 
 
@@ -113,16 +114,16 @@ async def test_a_full_disk_takes_no_new_session_and_keeps_the_old_ones(path: Pat
             await fill(store, heads)
         assert len(heads) >= 2
         for head in heads:
-            stored = await store.load(tenant="default", session_id=head.session_id)
+            stored = await store.load(SessionKey("default", head.session_id))
             assert stored.head == head
             assert stored.snapshot == make_snapshot(session_id=head.session_id, num_floats=200_000).encode()
         half_made = f"s{len(heads)}"
-        assert (await store.load(tenant="default", session_id=half_made)).snapshot is None
+        assert (await store.load(SessionKey("default", half_made))).snapshot is None
         assert (
             await commit(store, heads[0], num_floats=200_000)
         ).version == 2  # it takes the place of its old snapshot
-        await store.delete(tenant="default", session_id=heads[1].session_id)
-        await commit(store, await store.get(tenant="default", session_id=half_made), num_floats=200_000)
+        await store.delete(SessionKey("default", heads[1].session_id))
+        await commit(store, await store.get(SessionKey("default", half_made)), num_floats=200_000)
 
 
 async def test_deletion_leaves_no_bytes_behind(path: Path) -> None:
@@ -133,7 +134,7 @@ async def test_deletion_leaves_no_bytes_behind(path: Path) -> None:
         files = [path, path.with_name("sessions.db-wal")]
         assert any(state in file.read_bytes() for file in files)
         assert any(log in file.read_bytes() for file in files)
-        await store.delete(**KEY)
+        await store.delete(KEY)
         for file in files:
             raw = file.read_bytes()
             assert state not in raw, file
@@ -146,11 +147,11 @@ async def test_a_damaged_snapshot_is_an_error_never_an_empty_state(path: Path) -
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE snapshots SET snapshot = substr(snapshot, 2)")
         with pytest.raises(SnapshotCorrupt, match="session 's1': snapshot refused"):
-            await store.load(**KEY)
+            await store.load(KEY)
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("DELETE FROM snapshots")
         with pytest.raises(SnapshotCorrupt, match="no snapshot of its version 1"):
-            await store.load(**KEY)
+            await store.load(KEY)
 
 
 @pytest.mark.parametrize("ids", ["x'0100'", "x'01000000'"])
@@ -160,7 +161,7 @@ async def test_a_damaged_log_is_an_error(path: Path, ids: str) -> None:
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute(f"UPDATE log_chunks SET ids = {ids}")
         with pytest.raises(SnapshotCorrupt, match="log"):
-            await store.read_log(**KEY)
+            await store.read_log(KEY)
 
 
 async def test_a_write_that_waits_for_a_lock_stops_neither_reads_nor_the_event_loop(path: Path) -> None:
@@ -169,7 +170,7 @@ async def test_a_write_that_waits_for_a_lock_stops_neither_reads_nor_the_event_l
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             waiting = asyncio.create_task(commit(store, head))
-            assert await store.get(**KEY) == head
+            assert await store.get(KEY) == head
             assert not waiting.done()
             with pytest.raises(StoreUnavailable, match="locked by another process"):
                 await waiting
@@ -188,11 +189,11 @@ async def test_D1_a_cancelled_call_neither_tears_a_commit_nor_answers_another_ca
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            assert (await store.get(tenant="default", session_id="other")).session_id == "other"
+            assert (await store.get(SessionKey("default", "other"))).session_id == "other"
             await store.release(lease)  # behind the commit in the writer's queue
-            stored = await store.load(**KEY)
+            stored = await store.load(KEY)
             assert stored.head.version - head.version in (0, 1)
-            assert stored.head.num_log_tokens == 3 * stored.head.version == len(await store.read_log(**KEY))
+            assert stored.head.num_log_tokens == 3 * stored.head.version == len(await store.read_log(KEY))
             head = stored.head
 
 
@@ -208,7 +209,7 @@ async def test_commits_are_synced_to_the_disk(path: Path) -> None:
 async def test_a_store_that_is_not_open_is_unavailable(path: Path) -> None:
     store = SqliteSessionStore(path)
     with pytest.raises(StoreUnavailable, match="not open"):
-        await store.get(**KEY)
+        await store.get(KEY)
     async with opened(store):
         await create(store)
     with pytest.raises(StoreUnavailable, match="not open"):
@@ -221,7 +222,7 @@ async def test_an_error_inside_a_transaction_does_not_hinder_the_next(path: Path
         with pytest.raises(VersionConflict):
             await create(store)
         with pytest.raises(NotFound):
-            await store.delete(tenant="default", session_id="nobody")
+            await store.delete(SessionKey("default", "nobody"))
         assert (await commit(store, head)).version == 1
 
 
@@ -272,7 +273,7 @@ async def test_a_damaged_chunk_of_the_log_is_told_by_its_checksum(path: Path, ve
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE log_chunks SET ids = x'090000000200000003000000' WHERE version = ?", (version,))
         with pytest.raises(SnapshotCorrupt, match="log of session 's1' fails its checksum"):
-            await store.read_log(**KEY)
+            await store.read_log(KEY)
 
 
 async def test_a_missing_snapshot_is_told_with_the_lease(path: Path) -> None:

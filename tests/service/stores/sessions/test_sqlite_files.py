@@ -13,12 +13,13 @@ import pytest
 
 from nsm_core.errors import ConfigError, StoreUnavailable
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
 from tests import stored_sessions
 from tests.stored_sessions import acquire, commit, opened
 
-KEY = {"tenant": "default", "session_id": "s1"}
+KEY = SessionKey("default", "s1")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
     monkeypatch.setattr(sqlite_schema, "MIGRATIONS", newer)
     for _ in range(2):  # the second time nothing is left to do
         async with opened(SqliteSessionStore(path)) as store:
-            assert await store.get(**KEY) == head
+            assert await store.get(KEY) == head
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (len(newer),)
         assert other.execute("SELECT name FROM labels").fetchall() == [("new",)]
@@ -84,7 +85,7 @@ async def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path, monk
         with pytest.raises(StoreUnavailable, match="nowhere"):
             await SqliteSessionStore(path).open()
     async with opened(SqliteSessionStore(path)) as store:
-        assert await store.get(**KEY) == head
+        assert await store.get(KEY) == head
         await store.check_writable()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from nsm_core.errors import NotFound, StorageFull
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.reserve import RESERVE_BYTES, Reserve
@@ -76,9 +77,9 @@ async def test_X20_the_room_of_the_disk_is_measured_before_it_is_full(disk: Path
 
 
 async def delete(store: SqliteSessionStore, head: SessionHead) -> None:
-    await store.delete(tenant=TENANT, session_id=head.session_id)
+    await store.delete(SessionKey(TENANT, head.session_id))
     with pytest.raises(NotFound):
-        await store.get(tenant=TENANT, session_id=head.session_id)
+        await store.get(SessionKey(TENANT, head.session_id))
 
 
 @pytest.mark.tmpfs
@@ -89,7 +90,7 @@ async def test_sessions_can_be_deleted_from_a_full_disk_and_their_room_is_used_a
             await delete(store, head)
         created = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
         assert (await commit(store, created, num_floats=NUM_FLOATS)).version == 1
-        assert (await store.load(tenant=TENANT, session_id=heads[3].session_id)).head == heads[3]
+        assert (await store.load(heads[3].key)).head == heads[3]
 
 
 @pytest.mark.tmpfs
@@ -121,7 +122,7 @@ async def test_sessions_can_be_deleted_when_others_filled_the_disk_after_a_kill(
     fill_with_other_data(disk)
     async with opened(SqliteSessionStore(path)) as store:
         fill_with_other_data(disk)
-        await delete(store, await store.get(tenant=TENANT, session_id="s1"))
+        await delete(store, await store.get(SessionKey(TENANT, "s1")))
 
 
 @pytest.mark.tmpfs

@@ -11,6 +11,8 @@ import uuid
 from pathlib import Path
 
 from nsm_core.errors import SessionBusy, VersionConflict
+from service.stores.sessions.base import Commit, NewSession
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.snapshots import make_snapshot
 
@@ -24,13 +26,13 @@ async def main(path: Path, session_id: str, num_commits: int, token: int) -> Non
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        await store.create(tenant="default", session_id=session_id, model_fingerprint="m1", metadata={})
+        await store.create(NewSession(key=SessionKey("default", session_id), model_fingerprint="m1", metadata={}))
     except VersionConflict:
         pass  # an earlier run or the process beside this one was first
     num_done = 0
     while num_done < num_commits:
         try:
-            leased = await store.acquire(tenant="default", session_id=session_id, holder=uuid.uuid4().hex, lease_s=60.0)
+            leased = await store.acquire(SessionKey("default", session_id), holder=uuid.uuid4().hex, lease_s=60.0)
         except SessionBusy:
             continue
         head = leased.stored.head
@@ -40,13 +42,15 @@ async def main(path: Path, session_id: str, num_commits: int, token: int) -> Non
         snapshot = make_snapshot(session_id=session_id, version=version, position=position, num_floats=50_000)
         await store.commit(
             leased.lease,
-            expected_version=head.version,
-            snapshot=snapshot.encode(),
-            position=position,
-            model_fingerprint="m1",
-            new_ids=new_ids,
-            num_sampled=0,
-            seed=0,
+            Commit(
+                expected_version=head.version,
+                snapshot=snapshot.encode(),
+                position=position,
+                model_fingerprint="m1",
+                new_ids=new_ids,
+                num_sampled=0,
+                seed=0,
+            ),
         )
         num_done += 1
         print(version, flush=True)  # noqa: T201 - the pipe to the test

@@ -8,7 +8,8 @@ import pytest
 
 from nsm_core.errors import NotFound, StoreUnavailable
 from service.stores.instrumented import instrumented
-from service.stores.sessions.base import StoreRoom
+from service.stores.sessions.base import NewSession, StoreRoom
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
@@ -41,7 +42,7 @@ async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.M
     store = MemorySessionStore()
     async with gateway(FakeBackend(), store=store) as server:
         await server.client.post("/v1/sessions", json={"id": "s1"})
-        await store.acquire(tenant="default", session_id="s1", holder="another", lease_s=10.0)
+        await store.acquire(SessionKey("default", "s1"), holder="another", lease_s=10.0)
         answer = await server.client.post("/v1/sessions/s1/generate", json={"input": "x"})
         assert answer.status_code == 409
         assert server.metric("nsm_lease_busy_total") == server.metric("nsm_lease_wait_seconds_count") == 1
@@ -52,14 +53,14 @@ async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypat
     metrics, store = Metrics(FakeBackend()), MemorySessionStore()
     seen = instrumented(store, metrics.sessions)
 
-    async def away(**fields: object) -> None:
+    async def away(key: SessionKey) -> None:
         raise StoreUnavailable("away")
 
     with pytest.raises(NotFound):
-        await seen.get(tenant="t", session_id="s")
+        await seen.get(SessionKey("t", "s"))
     monkeypatch.setattr(store, "get", away)
     with pytest.raises(StoreUnavailable):
-        await seen.get(tenant="t", session_id="s")
+        await seen.get(SessionKey("t", "s"))
     name = "nsm_store_operation_seconds_count"
     for outcome in ("refused", "failed"):
         assert metrics.registry.get_sample_value(name, {"operation": "get", "outcome": outcome}) == 1
@@ -90,7 +91,7 @@ async def test_X20_the_room_of_a_store_is_a_metric_and_absent_where_nothing_boun
 async def test_what_tenants_have_stored_is_told_for_as_long_as_they_are_there() -> None:
     metrics, store = Metrics(FakeBackend()), MemorySessionStore()
     for tenant in ("a", "b"):
-        await store.create(tenant=tenant, session_id="s", model_fingerprint="m", metadata={})
+        await store.create(NewSession(key=SessionKey(tenant, "s"), model_fingerprint="m", metadata={}))
     tenants = ["a", "b"]
 
     def told(name: str, tenant: str) -> float | None:

@@ -193,7 +193,7 @@ async def test_what_the_store_refuses_is_no_failure_of_it(spans: Spans, monkeypa
         refused = spans.named("store get")
         spans.all.clear()
 
-        async def fail(**fields: object) -> None:
+        async def fail(key: object) -> None:
             raise StoreUnavailable("away")
 
         monkeypatch.setattr(server.services.store, "get", fail)
