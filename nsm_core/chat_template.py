@@ -23,11 +23,13 @@ class ChatMessage:
 class ChatTemplate:
     """`render`: messages -> the text that the assistant's answer continues. `stop`: where that answer ends.
 
-    `answer_prefix`: what the model writes first although it is not part of the answer.
+    `answer_prefix`: what the model writes first although it is not part of the answer. `jinja`: `render` as programs
+    that read a `tokenizer_config.json` know templates.
     """
 
     name: str
     render: Callable[[Sequence[ChatMessage]], str]
+    jinja: str
     stop: tuple[str, ...]
     answer_prefix: str
 
@@ -49,10 +51,23 @@ def _render_plain_v1(messages: Sequence[ChatMessage]) -> str:
     return "\n\n".join([*paragraphs, "Assistant:"])
 
 
+PLAIN_V1_JINJA = (
+    "{% for message in messages %}"
+    "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[message['role']] + message['content'] }}"
+    "{{ '\\n\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 TEMPLATES: Mapping[str, ChatTemplate] = {
     template.name: template
     for template in (
-        ChatTemplate(name="plain-v1", render=_render_plain_v1, stop=("\n\nUser:", "\nUser:"), answer_prefix=" "),
+        ChatTemplate(
+            name="plain-v1",
+            render=_render_plain_v1,
+            jinja=PLAIN_V1_JINJA,
+            stop=("\n\nUser:", "\nUser:"),
+            answer_prefix=" ",
+        ),
     )
 }
 

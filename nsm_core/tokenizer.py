@@ -7,19 +7,36 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.hashing import identity
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+DESCRIPTION_FILE = "tokenizer_config.json"
 
 _ESCAPED_BYTE = re.compile("([\udc80-\udcff])")  # what the surrogateescape handler makes of a bad byte
 # A tokenizer that normalises, strips, adds a space or reads special tokens in text does not give this back
 _PROBE = f"a  B\r\n\té e\u0301 ﬁ {END_OF_TEXT} "
+
+
+def describe(template: ChatTemplate) -> dict[str, Any]:
+    """What a `tokenizer_config.json` says of these tokenizers, for programs that load them with `transformers`."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # text that looks like a special token is text
+        "chat_template": template.jinja,
+    }
 
 
 def _byte_alphabet() -> dict[str, int]:

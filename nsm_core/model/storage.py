@@ -1,5 +1,7 @@
 """Model files: `config.json`, `weights.safetensors`, `tokenizer.json` in one directory.
 
+Beside them lies `tokenizer_config.json`, which this package writes for other programs and does not read.
+
 Weights are stored as fp32, bf16 or int8. In int8 files the large matrices hold one int8 per weight and one fp32 scale
 per row; tensors sensitive to rounding (router, learned states) stay fp16, and vectors stay fp32.
 """
@@ -20,12 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig, canonical_json, read_fields
 from nsm_core.errors import CheckpointError
 from nsm_core.hashing import new_identity
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
-from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_core.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE, Tokenizer, describe
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -105,7 +108,7 @@ class ModelFiles:
 
 
 def save_model(model: NsmModel, tokenizer: Tokenizer, directory: Path, weight_format: WeightFormat) -> None:
-    """Writes the three files; each appears whole or not at all."""
+    """Writes the files; each appears whole or not at all."""
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         tensors.update(_encode(name, value, weight_format))
@@ -119,6 +122,8 @@ def write_files(directory: Path, files: ModelFiles) -> None:
     _publish(directory / WEIGHTS_FILE, lambda path: save_file(dict(files.tensors), str(path), metadata=metadata))
     _publish(directory / CONFIG_FILE, lambda path: path.write_text(files.config.to_json(), "utf-8"))
     _publish(directory / TOKENIZER_FILE, files.tokenizer.save)
+    description = json.dumps(describe(get_template(files.config.chat_template)), indent=2)
+    _publish(directory / DESCRIPTION_FILE, lambda path: path.write_text(f"{description}\n", "utf-8"))
 
 
 def _publish(target: Path, write: Callable[[Path], object]) -> None:

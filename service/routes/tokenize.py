@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize."""
+"""POST /tokenize and POST /detokenize; GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nsm_core.chat_template import get_template
+from nsm_core.tokenizer import describe
 from service.deps import ServicesDep
 from service.generate.openai_format import token_text
-from service.schemas.answers import TextAnswer, TokensAnswer
+from service.schemas.answers import TextAnswer, TokenizerAnswer, TokensAnswer
 from service.schemas.chat import render_chat
 from service.schemas.tokenize import DetokenizeBody, TokenizeBody
 from service.web.json_body import JsonRoute, json_response
@@ -40,3 +41,9 @@ async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
     services.check_model(body.model)
     services.prompts.check_ids(body.tokens, param="tokens")
     return json_response({"prompt": services.backend.tokenizer.decode(body.tokens)})
+
+
+@router.get("/tokenizer_info", response_class=Response, responses=answers(TokenizerAnswer))
+async def tokenizer_info(services: ServicesDep) -> Response:
+    """What the model's `tokenizer_config.json` says: for programs that build prompts with this server's tokenizer."""
+    return json_response(describe(get_template(services.backend.model.chat_template)))

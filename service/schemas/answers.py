@@ -266,6 +266,19 @@ class TokensAnswer(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerAnswer(BaseModel):
+    """A `tokenizer_config.json`. `chat_template`: in Jinja."""
+
+    tokenizer_class: str
+    bos_token: str
+    eos_token: str
+    pad_token: str
+    add_prefix_space: bool
+    clean_up_tokenization_spaces: bool
+    split_special_tokens: bool
+    chat_template: str
+
+
 class TextAnswer(BaseModel):
     """The text of ids."""
 

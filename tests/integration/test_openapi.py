@@ -97,6 +97,7 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", "/v1/models/{model_id}"): [(None, {})],
     ("POST", "/tokenize"): [({"prompt": "Hi", "return_token_strs": True}, {}), ({"messages": MESSAGES}, {})],
     ("POST", "/detokenize"): [({"tokens": [1, 2]}, {})],
+    ("GET", "/tokenizer_info"): [(None, {})],
     ("GET", "/health/live"): [(None, {})],
     ("GET", "/health/ready"): [(None, {})],
     ("GET", "/health"): [(None, {})],

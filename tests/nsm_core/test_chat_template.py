@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nsm_core.chat_template import TEMPLATES, ChatMessage, ChatTemplate, get_template
 from nsm_core.config import ModelConfig
@@ -31,6 +32,18 @@ def test_P7_message_by_message_is_the_same_text_as_all_at_once(template: ChatTem
     answer = ChatMessage("assistant", "Emma.")
     text = template.render([first]) + template.answer_prefix + answer.content + template.render_next(second)
     assert text == template.render([first, answer, second])
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_X24_other_programs_render_the_same_text(template: ChatTemplate) -> None:
+    """By the options with which `transformers` renders templates."""
+    rules = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    chat = ("system", "user", "assistant", "user")
+    for roles in (("user",), chat, chat[1:], ("user", "system", "user")):
+        messages = [ChatMessage(role, f"  {role}\n{{{{ x }}}}'\n") for role in roles]
+        fields = [{"role": message.role, "content": message.content} for message in messages]
+        found = rules.from_string(template.jinja).render(messages=fields, add_generation_prompt=True)
+        assert found == template.render(messages)
 
 
 def test_the_default_model_has_a_known_template() -> None:

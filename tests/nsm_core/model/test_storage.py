@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.model.bundled import CHECKPOINTS, find_checkpoint
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, fingerprint, quantize_rows, read_model, save_model
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import Tokenizer, describe
 
 CONFIG = ModelConfig(
     vocab_size=512, d_model=32, num_layers=2, num_heads=2, num_memory_slots=8, write_top_k=2, mlp_hidden=64
@@ -78,6 +79,17 @@ def test_the_fingerprint_covers_config_weights_and_tokenizer(
         file.write_bytes(kept)
     assert len(seen) == 4
     assert fingerprint(tmp_path) == first
+
+
+def test_X24_every_model_directory_describes_its_tokenizer(
+    model: NsmModel, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(model, tiny_tokenizer, tmp_path / "new", WeightFormat.FP32)
+    bundled = [path for path in CHECKPOINTS.iterdir() if (path / "config.json").exists()]
+    assert len(bundled) >= 2
+    for directory in (tmp_path / "new", *bundled):
+        template = get_template(ModelConfig.load(directory / "config.json").chat_template)
+        assert json.loads((directory / "tokenizer_config.json").read_text()) == describe(template)
 
 
 def break_config(directory: Path) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from nsm_core.tokenizer import END_OF_TEXT
+from nsm_core.chat_template import get_template
+from nsm_core.tokenizer import END_OF_TEXT, describe
 from service.prompts import INLINE_CHARS
 from tests.fakes import FakeBackend
 from tests.gateway import Gateway, error_of, gateway
@@ -31,6 +32,14 @@ async def test_any_text_comes_back_from_its_tokens(server: Gateway) -> None:
         assert answer["count"] == len(answer["tokens"])
         assert answer["tokens"][0] == server.services.backend.tokenizer.end_of_text_id
         assert await post(server, "/detokenize", {"tokens": answer["tokens"]}) == {"prompt": text}
+
+
+async def test_X24_programs_can_ask_for_the_tokenizers_description(server: Gateway) -> None:
+    response = await server.client.get("/tokenizer_info")
+    assert response.status_code == 200
+    info = response.json()
+    assert info["eos_token"] == info["bos_token"] == END_OF_TEXT
+    assert info == describe(get_template(server.services.backend.model.chat_template))
 
 
 async def test_the_count_is_what_a_completion_is_charged(server: Gateway) -> None:
