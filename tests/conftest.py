@@ -20,15 +20,15 @@ import torch
 
 from nsm_core.tokenizer import Tokenizer
 from service.backends.triton.dev_server import is_installed
-from tests.counts import enable_soak, is_soak
-from tests.samples import sample_texts
+from tests.support.counts import enable_soak, is_soak
+from tests.support.samples import sample_texts
 
 if not torch.cuda.is_available():
     # Kernels run in their compiler's interpreter: slow, but the same programs. Read when triton is imported, whoever
     # does so first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest_plugins = ["tests.redis_servers", "tests.triton_servers", "tests.backends"]
+pytest_plugins = ["tests.support.redis_servers", "tests.support.triton_servers", "tests.support.backends"]
 
 # Markers of tests that --no-skips lets a machine skip: no package of the system would help
 EXCUSED = {"gpu", "image", "other_library", "perf_analyzer", "tmpfs"}

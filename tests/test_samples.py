@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nsm_core.tokenizer import Tokenizer
-from tests import samples
+from tests.support import samples
 
 
 def test_the_bundled_data_are_whole() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.energy_gpu import main
 from nsm_core.tokenizer import Tokenizer
-from tests.fake_meters import FakeClock, FakeNvml
-from tests.models import RandomModel, as_loaded
+from tests.support.fake_meters import FakeClock, FakeNvml
+from tests.support.models import RandomModel, as_loaded
 
 SHORT = ["--device=cpu", "--executor=eager", "--slots=4", "--token-budget=64", "--max-prompt=100"]
 LOAD = ["--max-tokens=20", "--phases=2"]

@@ -3,8 +3,8 @@ from __future__ import annotations
 from benchmarks.engine import header
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.bench.machine import machine
-from tests.models import as_loaded
 from tests.nsm_core.engine.harness import small_model
+from tests.support.models import as_loaded
 
 
 def test_the_processor_is_named(tiny_tokenizer: Tokenizer) -> None:

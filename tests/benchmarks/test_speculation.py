@@ -8,7 +8,7 @@ from benchmarks.speculation import Pair, check_identity, measure, openings, read
 from nsm_core.execution.native.library import variants
 from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import load_checkpoint
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 pytestmark = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 

@@ -10,8 +10,8 @@ from service.stores.sessions.base import SessionStore
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.redis_servers import RedisClock, Topology, own_prefix
-from tests.stored_sessions import Clock
+from tests.support.redis_servers import RedisClock, Topology, own_prefix
+from tests.support.stored_sessions import Clock
 
 REDIS = ("redis_single", "redis_cluster", "redis_sentinel")
 

@@ -20,10 +20,10 @@ from nsm_core.engine.request import (
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded, SnapshotCorrupt, StateMismatch
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
-from tests.backends import BACKENDS, triton_backend
-from tests.models import local_backend
 from tests.nsm_core.engine.harness import Outcome, make_request, random_ids
-from tests.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
+from tests.support.backends import BACKENDS, triton_backend
+from tests.support.models import local_backend
+from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
 
 
 # Each serves a model over the same tokenizer, with MAX_SLOTS rows and QUEUE_LIMIT places in its queue.

@@ -10,8 +10,8 @@ from service.stores.prefixes.base import PrefixBounds, PrefixKey, PrefixStore, P
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
-from tests.redis_servers import Topology, own_prefix
-from tests.stored_sessions import Clock
+from tests.support.redis_servers import Topology, own_prefix
+from tests.support.stored_sessions import Clock
 
 REDIS = ("redis_single", "redis_cluster")
 BOUNDS = PrefixBounds(max_bytes=1000, ttl_s=100.0)

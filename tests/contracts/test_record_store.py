@@ -17,8 +17,8 @@ from service.stores.records.sqlite import SqliteRecordStore
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.redis_servers import RedisClock
-from tests.stored_sessions import Clock
+from tests.support.redis_servers import RedisClock
+from tests.support.stored_sessions import Clock
 
 KEY: dict[str, Any] = {"tenant": "a", "kind": "response", "record_id": "r1"}
 DOCUMENT = {"text": "é\u2028\"'", "items": [{"n": 1.5, "none": None}], "seed": 2**64 - 1}

@@ -10,9 +10,9 @@ from nsm_core.errors import LeaseLost, NotFound
 from service.stores.sessions.base import Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
-from tests.redis_servers import RedisClock
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import Clock, acquire, commit, commit_under, create
+from tests.support.redis_servers import RedisClock
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import Clock, acquire, commit, commit_under, create
 
 KEY = SessionKey("a", "s1")
 

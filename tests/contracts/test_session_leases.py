@@ -7,7 +7,7 @@ import pytest
 from nsm_core.errors import LeaseLost, NotFound, SessionBusy, VersionConflict
 from service.stores.sessions.base import Rewind, SessionStore
 from service.stores.sessions.key import SessionKey
-from tests.stored_sessions import (
+from tests.support.stored_sessions import (
     LEASE_S,
     Clock,
     acquire,

@@ -13,8 +13,8 @@ from nsm_core.state.quantize import FORMATS
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import Lease, LogMark, NewSession, Rewind, SessionHead, SessionStore, TenantUsage
 from service.stores.sessions.key import SessionKey
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, commit_under, create
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import acquire, commit, commit_under, create
 
 KEY = SessionKey("a", "s1")
 

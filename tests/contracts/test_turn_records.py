@@ -11,8 +11,8 @@ from nsm_core.errors import LeaseLost, NotFound, VersionConflict
 from service.stores.sessions.base import Lease, Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, create
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, create
 
 KEY = SessionKey("a", "s1")
 TTL_S = 600.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.compose import ROOT
-from tests.redis_servers import die_with_the_tests
+from tests.support.redis_servers import die_with_the_tests
 
 IMAGE = ROOT / "deploy" / "image"
 BASE = "localhost/nsm-base:bookworm"

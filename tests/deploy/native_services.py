@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.deploy.compose import ROOT
-from tests.redis_servers import die_with_the_tests, free_port, wait_until
-from tests.server_processes import SERVE
+from tests.support.redis_servers import die_with_the_tests, free_port, wait_until
+from tests.support.server_processes import SERVE
 
 REDIS = ROOT / "deploy" / "redis"
 NGINX = ROOT / "deploy" / "nginx" / "nginx.conf.template"

@@ -23,8 +23,8 @@ from tests.deploy.native_services import (
     proxy_service,
     redis_service,
 )
-from tests.prometheus_server import prometheus
-from tests.redis_servers import wait_until
+from tests.support.prometheus_server import prometheus
+from tests.support.redis_servers import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.nginx]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

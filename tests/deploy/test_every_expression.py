@@ -19,9 +19,9 @@ from nsm_core.triton import metrics as worker
 from service.cli.scrape import histogram_quantile
 from tests.deploy import absent_hardware
 from tests.deploy.watched import Watched, watched
-from tests.models import save_small_model
-from tests.prometheus_server import CONFIG
-from tests.redis_servers import Topology
+from tests.support.models import save_small_model
+from tests.support.prometheus_server import CONFIG
+from tests.support.redis_servers import Topology
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.redis]
 TARGETS = [

@@ -11,7 +11,7 @@ import yaml
 from deploy.grafana.expressions import DASHBOARDS, boards, panels
 from deploy.grafana.generate.__main__ import rendered
 from deploy.grafana.generate.panels import COLUMNS
-from tests.prometheus_server import CONFIG, DEPLOY
+from tests.support.prometheus_server import CONFIG, DEPLOY
 
 BOARDS = boards()
 

@@ -17,7 +17,7 @@ from service.settings import ENV_PREFIX, Settings, refuse_unknown_variables
 from service.stores.sessions.memory import MemorySessionStore
 from tests.deploy.compose import ROOT, services
 from tests.deploy.helm_renders import CASES, EXAMPLES, environment, gateway, of, one, pods
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 KUBERNETES = ("1.27", "1.30", "1.34")
 OPERATORS = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}

@@ -20,8 +20,8 @@ from tritonclient.grpc import model_config_pb2
 from deploy.helm.write import CHART, NAMESPACE, OF_CHART, SCHEMA, helm, objects, parameters
 from nsm_core.triton.config import PARAMETERS, WorkerConfig, read_config
 from service.settings import ENV_PREFIX, Settings, refuse_unknown_variables
-from tests.counts import scaled
 from tests.deploy.helm_renders import variables_of
+from tests.support.counts import scaled
 
 KUBERNETES = "1.34"
 KINDS = {"Deployment", "StatefulSet", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "ServiceAccount",

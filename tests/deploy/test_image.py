@@ -12,7 +12,7 @@ import pytest
 
 from tests.deploy.compose import ROOT
 from tests.deploy.images import Builder, Container, Image
-from tests.redis_servers import free_port
+from tests.support.redis_servers import free_port
 
 pytestmark = pytest.mark.image
 START_S = 120.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.prometheus_server import CONFIG
+from tests.support.prometheus_server import CONFIG
 
 FOLDER = CONFIG.parent
 RULE_FILES = sorted((FOLDER / "rules").glob("*.yml"))

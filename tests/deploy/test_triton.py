@@ -19,10 +19,10 @@ from nsm_core.triton.supervisor import EXIT_KILLED, children_of, free_regions, s
 from service.backends.triton.dev_server import TritonServer, default_home, write_repository
 from service.server import make_backend
 from service.settings import load_settings
-from tests.certificates import Authority
-from tests.gateway import gateway
-from tests.redis_servers import die_with_the_tests, free_port
-from tests.triton_servers import RunningTriton, wait_until
+from tests.support.certificates import Authority
+from tests.support.gateway import gateway
+from tests.support.redis_servers import die_with_the_tests, free_port
+from tests.support.triton_servers import RunningTriton, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = ROOT / "deploy" / "triton"

@@ -15,9 +15,9 @@ import httpx
 
 from service.cli.scrape import Scrape
 from tests.deploy.absent_hardware import absent_hardware
-from tests.prometheus_server import Prometheus, prometheus
-from tests.server_processes import Server, running
-from tests.tenants import TestKey, make_key, write_keys
+from tests.support.prometheus_server import Prometheus, prometheus
+from tests.support.server_processes import Server, running
+from tests.support.tenants import TestKey, make_key, write_keys
 
 LOAD_S = 5.0  # of several scrapes
 NUM_ROUNDS = 4  # of each client at least, however slow the machine

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.backends import MakeBackend
-from tests.counts import scaled
-from tests.gateway import Gateway, error_of, gateway
-from tests.tenants import TestKey, make_key, write_keys
+from tests.support.backends import MakeBackend
+from tests.support.counts import scaled
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.tenants import TestKey, make_key, write_keys
 
 NUM_SESSIONS = scaled(10, 50)
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 3}

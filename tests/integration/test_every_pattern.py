@@ -19,8 +19,8 @@ from nsm_lab.training.loop import train
 from nsm_lab.training.presets import PRESETS
 from service.backends.local import LocalBackend
 from service.stores.sessions.memory import MemorySessionStore
-from tests.gateway import Gateway, gateway
-from tests.samples import BOOKS_DIR
+from tests.support.gateway import Gateway, gateway
+from tests.support.samples import BOOKS_DIR
 
 SIZE = Size(d_model=32, num_layers=4, num_heads=2, num_memory_slots=16, num_parameters=50_000, train_len=128)
 NARROW = {"d_model": 32, "num_heads": 2, "num_kv_heads": 2, "mlp_hidden": 32, "memory_width": 8, "memory_rows": 8}

@@ -13,10 +13,10 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.redis import RedisSessionStore
-from tests.counts import scaled
-from tests.gateway import Gateway, error_of, gateway
-from tests.models import local_backend
-from tests.redis_servers import RedisServer, Topology, start_sentinel, wait_until
+from tests.support.counts import scaled
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.models import local_backend
+from tests.support.redis_servers import RedisServer, Topology, start_sentinel, wait_until
 
 pytestmark = pytest.mark.redis
 TEXTS = ("It was the best of times,", " and then")

@@ -10,10 +10,10 @@ import pytest
 
 from nsm_core.tokenizer import Tokenizer
 from service.generate.openai_format import token_text
-from tests.backends import MakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.models import local_backend
-from tests.raw_http import connect
+from tests.support.backends import MakeBackend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.models import local_backend
+from tests.support.raw_http import connect
 
 PATH = "/v1/completions"
 

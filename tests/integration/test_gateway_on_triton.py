@@ -20,10 +20,10 @@ from service.backends.triton.backend import TritonBackend
 from service.backends.triton.probe import ask_worker
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.memory import MemorySessionStore
-from tests.gateway import Gateway, error_of, frames_of, gateway
 from tests.integration.test_triton_failures import is_alive
-from tests.raw_http import connect
-from tests.triton_servers import RunningTriton, TritonClient, eventually, running_triton, wait_until
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.raw_http import connect
+from tests.support.triton_servers import RunningTriton, TritonClient, eventually, running_triton, wait_until
 
 pytestmark = pytest.mark.triton
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest_asyncio
 
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
 
 NUM_GATEWAYS, NUM_SESSIONS, NUM_TURNS = 3, 6, 4
 TEXT = "it was the age of wisdom, it was the age of foolishness"

@@ -15,8 +15,8 @@ from service.state.copies import read_copy
 from service.stores.sessions.base import NewSession
 from service.stores.sessions.key import SessionKey
 from service.transfer.session_file import write_file
-from tests.backends import MakeBackend
-from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
+from tests.support.backends import MakeBackend
+from tests.support.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 TURN = {"input": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 

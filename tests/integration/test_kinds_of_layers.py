@@ -14,8 +14,8 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.gateway import Gateway, gateway
-from tests.models import RandomModel, as_loaded
+from tests.support.gateway import Gateway, gateway
+from tests.support.models import RandomModel, as_loaded
 
 KINDS: dict[str, dict[str, Any]] = {
     "gru": {"layer_pattern": "G", "gate_chunk": 8},

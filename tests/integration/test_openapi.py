@@ -28,10 +28,10 @@ from service.app import create_app
 from service.schemas import answers
 from service.settings import Settings
 from service.stores.sessions.memory import MemorySessionStore
-from tests.counts import scaled
-from tests.gateway import FILE_HEADERS
-from tests.live_server import serving
-from tests.models import local_backend
+from tests.support.counts import scaled
+from tests.support.gateway import FILE_HEADERS
+from tests.support.live_server import serving
+from tests.support.models import local_backend
 
 # Not among them: whether all that the description allows is accepted. What a field may hold depends on the model and on
 # other fields, and null stands for a field that is left out.

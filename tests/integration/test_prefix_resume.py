@@ -17,12 +17,12 @@ from service.stores.prefixes.keys import MIN_TOKENS
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
-from tests.backends import MakeBackend
-from tests.counts import scaled
-from tests.gateway import Gateway, frames_of, gateway
-from tests.models import local_backend
-from tests.redis_servers import Topology
-from tests.tenants import make_key, write_keys
+from tests.support.backends import MakeBackend
+from tests.support.counts import scaled
+from tests.support.gateway import Gateway, frames_of, gateway
+from tests.support.models import local_backend
+from tests.support.redis_servers import Topology
+from tests.support.tenants import make_key, write_keys
 
 BOUNDS = PrefixBounds(max_bytes=2**24, ttl_s=60.0)
 SYSTEM = "You are a clerk who copies letters by hand, all day long and every day of the year. " * 6

@@ -15,8 +15,8 @@ from service.stores.redis.keys import Keyspace
 from service.stores.sessions.base import Rewind
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.redis_servers import Topology, own_prefix, start_single
-from tests.stored_sessions import acquire, commit, create, opened_redis
+from tests.support.redis_servers import Topology, own_prefix, start_single
+from tests.support.stored_sessions import acquire, commit, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = SessionKey("a", "s1")

@@ -20,10 +20,10 @@ from service.stores.redis.keys import Keyspace
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.counts import scaled
-from tests.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
+from tests.support.counts import scaled
+from tests.support.redis_servers import RedisServer, Topology, start_cluster, start_sentinel, start_single
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = SessionKey("a", "s1")

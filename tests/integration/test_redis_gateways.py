@@ -13,10 +13,10 @@ import pytest
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.redis import RedisSessionStore
 from service.turns.turn import Turn
-from tests.backends import MakeBackend
-from tests.counts import scaled
-from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.redis_servers import Topology
+from tests.support.backends import MakeBackend
+from tests.support.counts import scaled
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.redis_servers import Topology
 
 pytestmark = pytest.mark.redis
 TURNS = ("It was the best of times,", " and then", " at last", " the end")

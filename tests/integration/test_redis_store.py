@@ -18,11 +18,11 @@ from service.stores.redis.scripts import REWIND
 from service.stores.sessions.base import LogMark, Rewind, SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.counts import scaled
-from tests.lossy_proxy import LossyProxy
-from tests.redis_servers import RedisClock, RedisServer, Topology, own_prefix
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, commit_under, create, opened_redis
+from tests.support.counts import scaled
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.redis_servers import RedisClock, RedisServer, Topology, own_prefix
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import acquire, commit, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = SessionKey("a", "s1")

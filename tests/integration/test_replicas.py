@@ -21,11 +21,11 @@ from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.backends import BACKENDS, MakeBackend, triton_backend
-from tests.counts import scaled
-from tests.gateway import Gateway, error_of, gateway
-from tests.redis_servers import Topology
-from tests.triton_servers import RunningTriton, running_triton
+from tests.support.backends import BACKENDS, MakeBackend, triton_backend
+from tests.support.counts import scaled
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.redis_servers import Topology
+from tests.support.triton_servers import RunningTriton, running_triton
 
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.redis

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.counts import scaled
-from tests.fakes import STATE_BYTES, FakeBackend, feed_state, state_after
-from tests.gateway import Gateway, gateway
-from tests.responses import PATH, counts_of, respond, session_ids
+from tests.support.counts import scaled
+from tests.support.fakes import STATE_BYTES, FakeBackend, feed_state, state_after
+from tests.support.gateway import Gateway, gateway
+from tests.support.responses import PATH, counts_of, respond, session_ids
 
 SCRIPT = " It was the worst of times"
 RULES = (None, None, "Be brief.", "Rhyme.")

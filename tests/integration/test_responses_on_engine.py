@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nsm_core.tokenizer import Tokenizer
-from tests.backends import MakeBackend
-from tests.gateway import Gateway, gateway
-from tests.responses import counts_of, get, log_of, respond, session_ids, stream, text_of
+from tests.support.backends import MakeBackend
+from tests.support.gateway import Gateway, gateway
+from tests.support.responses import counts_of, get, log_of, respond, session_ids, stream, text_of
 
 WORDS = ("It was the best of times,", "and then?", "at last!")
 

@@ -14,10 +14,10 @@ from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
-from tests.redis_servers import Topology
-from tests.responses import PATH, counts_of, get, read_stream, respond, session_ids, stream, text_of
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
+from tests.support.redis_servers import Topology
+from tests.support.responses import PATH, counts_of, get, read_stream, respond, session_ids, stream, text_of
 
 SCRIPT = " It was the best of times"
 MakeStore = Callable[[], SessionStore]

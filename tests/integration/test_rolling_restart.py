@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.counts import scaled
 from tests.deploy.native_services import Proxy, proxy_service
-from tests.redis_servers import Topology, free_port
-from tests.server_processes import Server, running
+from tests.support.counts import scaled
+from tests.support.redis_servers import Topology, free_port
+from tests.support.server_processes import Server, running
 
 pytestmark = [pytest.mark.redis, pytest.mark.nginx, pytest.mark.timeout(scaled(180, 3600))]
 NUM_CLIENTS = 20

@@ -11,11 +11,11 @@ import pytest
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS, TOP_STATES
 from nsm_core.tokenizer import Tokenizer
-from tests.backends import triton_backend
-from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.models import local_backend
 from tests.nsm_core.engine.harness import make_request
-from tests.triton_servers import RunningTriton
+from tests.support.backends import triton_backend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.models import local_backend
+from tests.support.triton_servers import RunningTriton
 
 SAMPLED = {"seed": 1, "ignore_eos": True, "repetition_penalty": 1.3, "max_tokens": 12}
 COMPLETION = ("/v1/completions", {"prompt": "Once upon a time"})

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.deploy.native_services import GatewayProcess, Redis, process, redis_service
-from tests.redis_servers import free_port
-from tests.server_processes import SERVE
-from tests.tenants import make_key, write_keys
+from tests.support.redis_servers import free_port
+from tests.support.server_processes import SERVE
+from tests.support.tenants import make_key, write_keys
 
 pytestmark = pytest.mark.redis
 JSON = {"content-type": "application/json"}

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.integration.test_streams_survive import Reader, log_of
-from tests.redis_servers import Topology
-from tests.server_processes import Server, running
+from tests.support.redis_servers import Topology
+from tests.support.server_processes import Server, running
 
 GRACE_S = 0.01  # no turn of these tests is done by then
 RESPONSE = {"input": "It was the best of times,", "stream": True, "max_output_tokens": 300, "temperature": 0}

@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.counts import scaled
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
+from tests.support.counts import scaled
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 Result = TypeVar("Result")
 

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.backends import MakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.responses import respond, text_of
+from tests.support.backends import MakeBackend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.responses import respond, text_of
 
 SAMPLED = {"max_tokens": 12, "temperature": 1.0, "repetition_penalty": 1.3, "ignore_eos": True, "logprobs": 0}
 

@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from tests.server_processes import running
+from tests.support.server_processes import running
 
 GREEDY = {
     "temperature": 0.0,

@@ -23,7 +23,7 @@ from service.schemas.common import MAX_MESSAGES
 from service.settings import Settings
 from service.stores.sessions.memory import MemorySessionStore
 from service.web.connection import connection_class
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 MAX_STALL_S = 0.2  # of processor time: other programs of the machine do not count
 MAX_BODY_BYTES = Settings().max_body_bytes

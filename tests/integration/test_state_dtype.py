@@ -26,9 +26,9 @@ from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.backup import all_sessions, backup, restore
 from service.transfer.verify import Verified, verify
-from tests.gateway import FILE_HEADERS, Gateway, gateway
-from tests.models import local_backend
 from tests.service.stores.prefixes.test_resume import Unreliable
+from tests.support.gateway import FILE_HEADERS, Gateway, gateway
+from tests.support.models import local_backend
 
 KEY = SessionKey("default", "s1")
 PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.counts import scaled
-from tests.redis_servers import Topology
-from tests.server_processes import Server, running
+from tests.support.counts import scaled
+from tests.support.redis_servers import Topology
+from tests.support.server_processes import Server, running
 
 pytestmark = pytest.mark.redis
 LEASE_S = 1.0

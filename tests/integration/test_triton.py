@@ -30,7 +30,7 @@ from nsm_core.wire.errors import StateMissing
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from tests.nsm_core.engine.harness import run_one
-from tests.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually
+from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, RunningTriton, TritonClient, eventually
 
 pytestmark = pytest.mark.triton
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from tests.triton_servers import MODEL, RunningTriton, TritonClient
+from tests.support.triton_servers import MODEL, RunningTriton, TritonClient
 
 pytestmark = pytest.mark.triton
 

@@ -18,8 +18,8 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.triton.supervisor import EXIT_KILLED
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
-from tests.counts import scaled
-from tests.triton_servers import MAX_SLOTS, RunningTriton, TritonClient, eventually, running_triton, wait_until
+from tests.support.counts import scaled
+from tests.support.triton_servers import MAX_SLOTS, RunningTriton, TritonClient, eventually, running_triton, wait_until
 
 pytestmark = pytest.mark.triton
 

@@ -29,10 +29,10 @@ from loadtests.run_profile import Profile, Service, load_profile
 from loadtests.servers import Server, serving
 from loadtests.slo import Slo
 from loadtests.steps import arrivals_of
-from tests.counts import scaled
 from tests.loadtests.hand_servers import answering
 from tests.loadtests.test_samples import make_sample
-from tests.redis_servers import free_port
+from tests.support.counts import scaled
+from tests.support.redis_servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100

@@ -16,9 +16,9 @@ from loadtests.samples import Sample, read_samples
 from loadtests.servers import Server, serving
 from loadtests.slo import judge, load_slo
 from loadtests.steps import arrivals_of
-from tests.counts import scaled
-from tests.redis_servers import free_port
-from tests.triton_servers import RunningTriton
+from tests.support.counts import scaled
+from tests.support.redis_servers import free_port
+from tests.support.triton_servers import RunningTriton
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_S = scaled(110, 1000)

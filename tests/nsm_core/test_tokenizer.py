@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.tokenizer import END_OF_TEXT, TOKENIZER_FILE, IncrementalDecoder, Tokenizer
-from tests.byte_tokens import byte_id, tokenizer_of
-from tests.samples import (
+from tests.support.byte_tokens import byte_id, tokenizer_of
+from tests.support.samples import (
     grapheme_strings,
     json_parsing_cases,
     multilingual_texts,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tenants import TestKey, make_key
+from tests.support.tenants import TestKey, make_key
 
 
 @pytest.fixture

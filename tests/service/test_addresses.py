@@ -19,7 +19,7 @@ from service.addresses import is_loopback_url
 from service.backends.triton.channel import TritonChannel
 from service.cli.scrape import scrape
 from service.telemetry.tracing.tracing import make_tracing
-from tests.otlp_receiver import receiving
+from tests.support.otlp_receiver import receiving
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = b'# TYPE nsm_model_info gauge\nnsm_model_info{model_name="tiny"} 1.0\n'

@@ -24,8 +24,8 @@ from service.settings import Settings
 from service.stores.sessions.factory import make_store
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import frames_of, until
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import frames_of, until
 
 REPOSITORY = Path(__file__).parents[2]
 PATH = "/v1/completions"
@@ -139,7 +139,7 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         from service.server import bind, configure_logging, serve, uvicorn_config
         from service.stores.sessions.memory import MemorySessionStore
         from service.settings import Settings
-        from tests.fakes import FakeBackend
+        from tests.support.fakes import FakeBackend
 
         async def main():
             configure_logging("info")

@@ -8,7 +8,7 @@ from nsm_core.energy import factory
 from nsm_core.energy.estimate import EstimateMeter
 from nsm_core.energy.factory import make_meter
 from nsm_core.errors import ConfigError
-from tests.fake_meters import FakeMeter
+from tests.support.fake_meters import FakeMeter
 
 
 def refuse(*args: object) -> FakeMeter:

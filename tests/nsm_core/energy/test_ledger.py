@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nsm_core.energy.ledger import READ_EVERY_S, EnergyLedger
 from nsm_core.energy.meter import CombinedMeter
-from tests.fake_meters import FakeMeter
+from tests.support.fake_meters import FakeMeter
 
 
 def joules(uses: tuple[object, ...]) -> float:

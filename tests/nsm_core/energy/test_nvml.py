@@ -9,7 +9,7 @@ import pytest
 from nsm_core.energy.nvml import NvmlMeter
 from nsm_core.energy.steady import MAX_GAP_S, SteadyCounter
 from nsm_core.errors import ConfigError
-from tests.fake_meters import FakeClock, FakeNvml
+from tests.support.fake_meters import FakeClock, FakeNvml
 
 
 def meter(clock: FakeClock, nvml: Any, *uuids: str) -> NvmlMeter:

@@ -28,7 +28,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.state.spec import State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
-from tests.models import RandomModel
+from tests.support.models import RandomModel
 
 FINGERPRINT = "test-model"
 # fp32: what different splits, batches and kernels may differ by, relative to states of size about 1

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from nsm_core.engine.request import FinishReason
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
 from tests.nsm_core.engine.harness import (
     Outcome,
     ScriptedModel,
@@ -23,6 +22,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
+from tests.support.counts import scaled
 
 pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, PromptScored, TokenEvent
 from nsm_core.errors import DeadlineExceeded, InvalidRequest, NumericalError, Overloaded
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
 from tests.nsm_core.engine.harness import (
     Outcome,
     RandomModel,
@@ -29,6 +28,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
     small_model,
 )
+from tests.support.counts import scaled
 
 # Greedy choices closer than this may differ by rounding; the prompts below have none.
 CLEAR_MARGIN = 1e-3

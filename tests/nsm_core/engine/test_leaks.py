@@ -7,7 +7,6 @@ import torch
 
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
 from tests.nsm_core.engine.harness import (
     Outcome,
     make_engine,
@@ -17,6 +16,7 @@ from tests.nsm_core.engine.harness import (
     run_all,
     small_model,
 )
+from tests.support.counts import scaled
 
 pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 

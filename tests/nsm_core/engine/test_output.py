@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from nsm_core.engine.output import OutputStream, StopMatch
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
-from tests.byte_tokens import END_ID, FIRST_PIECE_ID, byte_id, tokenizer_of
-from tests.counts import scaled
-from tests.samples import grapheme_strings, multilingual_texts, utf8_byte_cases
+from tests.support.byte_tokens import END_ID, FIRST_PIECE_ID, byte_id, tokenizer_of
+from tests.support.counts import scaled
+from tests.support.samples import grapheme_strings, multilingual_texts, utf8_byte_cases
 
 BYTES_ONLY = tokenizer_of()
 

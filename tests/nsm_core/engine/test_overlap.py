@@ -19,8 +19,6 @@ from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
-from tests.models import random_model, small_config
 from tests.nsm_core.engine.harness import (
     Outcome,
     ScriptedModel,
@@ -31,6 +29,8 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 from tests.nsm_core.engine.overlap_pairs import Pair, RecordingExecutor
+from tests.support.counts import scaled
+from tests.support.models import random_model, small_config
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 

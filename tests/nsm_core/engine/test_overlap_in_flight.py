@@ -17,7 +17,6 @@ from nsm_core.errors import DeadlineExceeded, StepFailed
 from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.device import PendingTokens
 from nsm_core.tokenizer import Tokenizer
-from tests.fake_meters import FakeClock, FakeMeter
 from tests.nsm_core.engine.harness import (
     FINGERPRINT,
     FakeOverlap,
@@ -30,6 +29,7 @@ from tests.nsm_core.engine.harness import (
     small_model,
 )
 from tests.nsm_core.engine.overlap_pairs import Pair
+from tests.support.fake_meters import FakeClock, FakeMeter
 
 
 class Faulty:

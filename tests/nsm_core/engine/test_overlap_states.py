@@ -15,7 +15,6 @@ from nsm_core.engine import overlap
 from nsm_core.engine.request import FinishReason, PromptState
 from nsm_core.errors import NumericalError
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
 from tests.nsm_core.engine.chants import CHANT, STOPS
 from tests.nsm_core.engine.harness import (
     Outcome,
@@ -27,6 +26,7 @@ from tests.nsm_core.engine.harness import (
     run_one,
 )
 from tests.nsm_core.engine.overlap_pairs import Pair, RecordingExecutor
+from tests.support.counts import scaled
 
 
 class Said:

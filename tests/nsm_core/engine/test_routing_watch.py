@@ -20,8 +20,8 @@ from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer
-from tests.models import random_model, small_config
 from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, run_all, run_one
+from tests.support.models import random_model, small_config
 
 
 @pytest.fixture(scope="module")

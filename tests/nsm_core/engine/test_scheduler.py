@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nsm_core.engine.scheduler import MIN_CHUNK_LEN, Chunk, Plan, Scheduler, SlotAssignment
 from nsm_core.errors import Overloaded
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 
 def make_scheduler(

@@ -24,8 +24,6 @@ from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
-from tests.counts import scaled
-from tests.models import random_model, small_config
 from tests.nsm_core.engine.chants import CHANT, STOPS
 from tests.nsm_core.engine.harness import (
     ExactExecutor,
@@ -39,6 +37,8 @@ from tests.nsm_core.engine.harness import (
     run_all,
     run_one,
 )
+from tests.support.counts import scaled
+from tests.support.models import random_model, small_config
 
 needs_native = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 

@@ -13,8 +13,8 @@ from nsm_core.engine.request import Finished, GenerationRequest, Timings, joules
 from nsm_core.model.observer import ModelObserver
 from nsm_core.stats import EngineStats
 from nsm_core.tokenizer import Tokenizer
-from tests.fake_meters import FakeClock, FakeMeter
 from tests.nsm_core.engine.harness import FINGERPRINT, make_request, random_ids, run_all, small_model
+from tests.support.fake_meters import FakeClock, FakeMeter
 
 
 def engine_with(

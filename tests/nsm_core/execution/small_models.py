@@ -17,7 +17,7 @@ from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import quantize_rows
 from nsm_core.state.spec import State
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 VOCABULARY = 300  # not a multiple of a register's width
 CONFIGS: dict[str, ModelConfig] = {

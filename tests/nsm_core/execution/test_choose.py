@@ -22,7 +22,7 @@ from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.model.tiers import write_tier
 from nsm_core.tokenizer import Tokenizer
-from tests.models import RandomModel, as_loaded, random_model, small_config
+from tests.support.models import RandomModel, as_loaded, random_model, small_config
 
 needs_native = pytest.mark.skipif(not library.variants(), reason="there is no C++ compiler")
 

@@ -18,8 +18,8 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import SamplingRow, draw_reference
 from nsm_core.state.spec import POSITION, State
-from tests.models import random_model, small_config
 from tests.nsm_core.execution.small_models import quantised_twin, read_by_twin
+from tests.support.models import random_model, small_config
 
 VOCAB = 48
 TOLERANCE = 2e-4  # of docs/model.md

@@ -15,7 +15,6 @@ from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
 from nsm_core.state.spec import State
-from tests.models import RandomModel, random_model, small_config
 from tests.nsm_core.execution.small_models import (
     CONFIGS,
     NATIVE,
@@ -29,6 +28,7 @@ from tests.nsm_core.execution.small_models import (
     read_by_twin,
     read_parts,
 )
+from tests.support.models import RandomModel, random_model, small_config
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels were not built: there is no C++ compiler")
 

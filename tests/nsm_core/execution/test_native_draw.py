@@ -15,7 +15,7 @@ from nsm_core.execution.native.library import variants
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 pytestmark = pytest.mark.skipif(not variants(), reason="the native kernels were not built: there is no C++ compiler")
 

@@ -15,8 +15,8 @@ from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import quantize_rows
 from nsm_core.tokenizer import Tokenizer
-from tests.models import as_loaded, random_model, small_config
 from tests.nsm_core.execution.small_models import CONFIGS, NATIVE, model_of, weights_of
+from tests.support.models import as_loaded, random_model, small_config
 
 pytestmark = pytest.mark.skipif(not variants(), reason="there is no C++ compiler")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.figures import routing_of, smoothness, state_figures, token_figures
 from nsm_core.inspection.reading import LayerActivity, StateTrajectory, inspect
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 
 def layer_of(write: list[list[float]], read: list[list[float]] | None = None) -> LayerActivity:

@@ -10,7 +10,7 @@ from nsm_core.inspection.reading import MAX_TOKENS, inspect
 from nsm_core.inspection.routing_capture import STATES
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import State
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 IDS = torch.randint(64, (70,), generator=torch.Generator().manual_seed(5)).tolist()
 

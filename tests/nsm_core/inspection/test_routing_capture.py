@@ -14,7 +14,7 @@ from nsm_core.inspection.layer_hooks import HookedLayer, hookable_layers, hooked
 from nsm_core.inspection.routing_capture import Capture, capture
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 WINDOW = 24
 

@@ -11,7 +11,7 @@ from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.shared_copy import shared_copy
 from nsm_core.model.nsm import NsmModel
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 IDS = torch.randint(64, (20,), generator=torch.Generator().manual_seed(8)).tolist()
 

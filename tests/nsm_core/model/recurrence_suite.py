@@ -21,7 +21,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.layout import TensorLayout
 from nsm_core.state.quantize import StateFormat, rounded_state
 from nsm_core.state.spec import State
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 FP32_TOLERANCE = 2e-4  # docs/model.md, "Tolerances"
 FP64_TOLERANCE = 1e-10

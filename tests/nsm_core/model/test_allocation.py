@@ -16,7 +16,7 @@ from nsm_core.model.allocation import DECAY, AllocationRule, SlotUse, Tokens, fo
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.segments import Segments
 from nsm_core.state.quantize import StateFormat, rounded_state
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "d_model": 16, "num_layers": 2, "num_heads": 2, "num_memory_slots": 8, "write_top_k": 8,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.graph import GraphMixer, GraphNsm
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, num_memory_slots=6, write_top_k=3, mlp_hidden=32)
 CONFIGS = {"softmax": CONFIG, "sigmoid": dataclasses.replace(CONFIG, router="sigmoid", write_top_k=6)}

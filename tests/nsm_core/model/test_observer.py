@@ -8,8 +8,8 @@ import torch
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.observer import MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
 from nsm_core.state.spec import State
-from tests.fake_meters import FakeClock
-from tests.models import random_model, small_config
+from tests.support.fake_meters import FakeClock
+from tests.support.models import random_model, small_config
 
 
 def read(model: NsmModel, num_tokens: int, batch_size: int = 2) -> State:

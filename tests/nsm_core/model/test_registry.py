@@ -9,7 +9,7 @@ from nsm_core.model import registry
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.recurrence import LinearRecurrence
 from nsm_core.model.registry import register_layer
-from tests.models import small_config
+from tests.support.models import small_config
 
 
 @pytest.fixture(autouse=True)

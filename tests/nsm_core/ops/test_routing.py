@@ -13,7 +13,7 @@ from torch import Tensor
 from nsm_core.ops.routing.reference import routing_reference
 from nsm_core.ops.routing.route import route
 from nsm_core.ops.slot_scan.chunked import LOG_DECAY_MIN
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 kernel = pytest.importorskip("nsm_core.ops.routing.kernel", reason="the kernels' compiler is not installed")
 

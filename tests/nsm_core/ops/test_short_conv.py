@@ -13,7 +13,7 @@ from torch import Tensor
 from nsm_core.ops.short_conv.conv import short_conv
 from nsm_core.ops.short_conv.reference import short_conv_reference
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 NO_TRITON = "the kernels' compiler is not installed"
 forward_kernel = pytest.importorskip("nsm_core.ops.short_conv.kernel_forward", reason=NO_TRITON)

@@ -13,7 +13,7 @@ from nsm_core.ops.slot_scan.dispatch import slot_scan
 from nsm_core.ops.slot_scan.inputs import ScanInputs
 from nsm_core.ops.slot_scan.reference import slot_scan_reference
 from nsm_core.ops.slot_scan.step import slot_step
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 HEADS, SLOTS, HEAD_DIM = 3, 16, 8
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}  # docs/model.md, "Tolerances"

@@ -15,7 +15,7 @@ from nsm_core.sampling.device import sample_on_device
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.sampler import Sampler, SamplingRow
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 pytest.importorskip("nsm_core.sampling.kernel", reason="the kernels' compiler is not installed")
 

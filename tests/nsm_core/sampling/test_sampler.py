@@ -16,7 +16,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import SampledToken
 from nsm_core.sampling.rng import uniform
 from nsm_core.sampling.sampler import Sampler, SamplingRow
-from tests.counts import scaled
+from tests.support.counts import scaled
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -16,8 +16,8 @@ from nsm_core.triton.config import WorkerConfig
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure
 from nsm_core.wire.tensors import OUTPUTS, Tensors
-from tests.models import as_loaded
 from tests.nsm_core.engine.harness import FINGERPRINT, small_model
+from tests.support.models import as_loaded
 
 WAIT_S = 20.0
 

@@ -9,8 +9,8 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from nsm_core.triton.preflight import check_command
-from tests.certificates import Authority
-from tests.redis_servers import free_port
+from tests.support.certificates import Authority
+from tests.support.redis_servers import free_port
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from nsm_core.triton import supervisor
 from nsm_core.triton.preflight import LISTENERS
 from nsm_core.triton.supervisor import EXIT_KILLED, SHARED_MEMORY, children_of, free_regions, main, stubs_of
-from tests.redis_servers import free_port
+from tests.support.redis_servers import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

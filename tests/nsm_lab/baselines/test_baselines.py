@@ -23,7 +23,7 @@ from nsm_lab.baselines.lstm import Lstm
 from nsm_lab.baselines.mamba2 import Mamba2
 from nsm_lab.baselines.performer import Performer
 from nsm_lab.baselines.register import BASELINES
-from tests.models import small_config
+from tests.support.models import small_config
 
 CONFIG = ModelConfig(vocab_size=50, d_model=16, num_layers=1, num_heads=2, num_memory_slots=4, write_top_k=2,
                      mlp_hidden=16, max_context=256)  # fmt: skip

@@ -14,8 +14,8 @@ from nsm_core.errors import ConfigError, NsmError
 from nsm_lab.bench.http_bench import bench_http
 from nsm_lab.bench.http_client import Endpoint
 from nsm_lab.bench.http_load import HttpWork
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
 
 WORK = HttpWork(concurrencies=(1, 3), num_tokens=5, lengths=(20,), repeats=2)
 LOAD = {"ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "e2e_p90_ms", "tokens_per_s"}

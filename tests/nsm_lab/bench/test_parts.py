@@ -11,7 +11,7 @@ import torch
 
 from nsm_core.model.block import Block
 from nsm_lab.bench.parts import CALLS, PARTS, observed_parts
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 
 class Observer:

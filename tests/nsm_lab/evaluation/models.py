@@ -9,7 +9,7 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
-from tests import models
+from tests.support import models
 
 
 def small_config(tokenizer: Tokenizer, **changes: Any) -> ModelConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from nsm_lab.evaluation.__main__ import main, parse
 from nsm_lab.evaluation.config import EvalConfig
-from tests.samples import BOOKS_DIR
+from tests.support.samples import BOOKS_DIR
 
 
 def test_without_options_the_defaults_of_the_config_hold() -> None:

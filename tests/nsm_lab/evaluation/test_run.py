@@ -9,7 +9,7 @@ import pytest
 from nsm_core.errors import CheckpointError, ConfigError
 from nsm_lab.evaluation.config import PARTS, EvalConfig
 from nsm_lab.evaluation.run import run_evaluation
-from tests.samples import BOOKS_DIR
+from tests.support.samples import BOOKS_DIR
 
 
 def test_a_checkpoint_is_evaluated_on_the_sample_books(checkpoint: Path, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_lab.export.functions import LOGITS, NEW, STEP, StateFunction, output_names, reading, trace
 from nsm_lab.export.onnx_file import write_onnx
 from nsm_lab.export.write import export_model
-from tests.models import random_model, save_small_model, small_config
 from tests.nsm_core.model.recurrence_suite import CONFIG, make_model, with_fields
 from tests.nsm_core.model.test_nsm import ALLOCATING, KINDS
 from tests.nsm_lab.baselines.patterns import PATTERNS
+from tests.support.models import random_model, save_small_model, small_config
 
 TOLERANCE = {"rtol": 1e-4, "atol": 5e-5}  # docs/export.md
 NUM_TOKENS = 64

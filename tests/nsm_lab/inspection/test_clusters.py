@@ -6,7 +6,7 @@ import torch
 from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.reading import inspect
 from nsm_lab.inspection.clusters import cluster, cluster_states
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 MIDDLES = torch.tensor([[5.0, 0.0], [0.0, 5.0], [-5.0, -5.0]])
 

@@ -17,7 +17,7 @@ from nsm_lab.inspection.heatmap import data_uri, heatmap_png
 from nsm_lab.inspection.page import inspection_page
 from nsm_lab.inspection.plots import draw_inspection, draw_trace
 from nsm_lab.inspection.trace import trace
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 NASTY = [
     "<script>alert(1)</script>",

@@ -12,7 +12,7 @@ from nsm_core.errors import InvalidRequest
 from nsm_core.inspection.reading import inspect
 from nsm_core.model.nsm import NsmModel
 from nsm_lab.inspection.trace import LayerTrace, trace
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 IDS = torch.randint(64, (72,), generator=torch.Generator().manual_seed(6)).tolist()
 HEAD_DIM = 16

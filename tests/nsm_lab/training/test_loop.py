@@ -22,8 +22,8 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.distributed import World
 from nsm_lab.training.loop import LossModule, Trainer, carries_state, train
 from nsm_lab.training.optim import lr_factor
-from tests.counts import scaled
-from tests.samples import BOOKS_DIR
+from tests.support.counts import scaled
+from tests.support.samples import BOOKS_DIR
 
 MODEL = ModelConfig(
     vocab_size=512, d_model=32, num_layers=2, num_heads=2, num_memory_slots=8, write_top_k=2, mlp_hidden=64

@@ -16,7 +16,7 @@ from nsm_lab.training.__main__ import parse
 from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.loop import train
 from nsm_lab.training.tiers import TierDraw
-from tests.samples import BOOKS_DIR
+from tests.support.samples import BOOKS_DIR
 
 MODEL = ModelConfig(
     vocab_size=512, d_model=32, num_layers=2, num_heads=2, num_memory_slots=8, write_top_k=8, router="sigmoid",

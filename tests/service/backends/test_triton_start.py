@@ -8,8 +8,8 @@ from nsm_core.errors import ConfigError, EngineDead
 from nsm_core.tokenizer import Tokenizer
 from service.backends.triton.backend import TritonBackend
 from tests.nsm_core.engine.harness import make_request
-from tests.triton_servers import eventually
-from tests.triton_stand_in import (
+from tests.support.triton_servers import eventually
+from tests.support.triton_stand_in import (
     StandIn,
     hurry,
     is_up,

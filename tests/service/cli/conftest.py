@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from nsm_core.tokenizer import Tokenizer
 from service.cli.main import app
-from tests.models import save_small_model
+from tests.support.models import save_small_model
 
 # Runs the command; the data directory is the test's own, and no other NSM_* variable is set.
 Nsm = Callable[..., Result]

@@ -10,8 +10,8 @@ import torch
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.baselines.register import register_baselines
-from tests.models import save_small_model
 from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.support.models import save_small_model
 
 
 def test_the_folder_says_what_its_files_are(nsm: Nsm, model_dir: Path, tmp_path: Path) -> None:

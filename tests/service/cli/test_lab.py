@@ -12,8 +12,8 @@ from nsm_core.model import registry
 from nsm_core.tokenizer import Tokenizer
 from nsm_lab.baselines.register import register_baselines
 from service.cli.lab import lab_command
-from tests.models import save_small_model
 from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.support.models import save_small_model
 
 
 def test_a_package_of_the_extra_that_is_missing_is_named_with_the_extra(

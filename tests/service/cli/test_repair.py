@@ -11,10 +11,10 @@ import pytest
 from nsm_core.model.storage import fingerprint
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
-from tests.models import save_small_model
-from tests.redis_servers import Topology
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
+from tests.support.models import save_small_model
+from tests.support.redis_servers import Topology
 
 
 def change_state(data_dir: Path, session_id: str) -> None:

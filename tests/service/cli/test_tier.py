@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
-from tests.models import random_model, small_config
 from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.support.models import random_model, small_config
 
 
 def write_whole(path: Path, tokenizer: Tokenizer) -> Path:

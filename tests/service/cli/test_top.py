@@ -20,7 +20,7 @@ from service.cli.scrape import Interval, Scrape
 from service.cli.top import Watch
 from service.cli.top_view import render
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line
-from tests.tenants import make_key, write_keys
+from tests.support.tenants import make_key, write_keys
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 KEY, READER = make_key("acme"), make_key("ops", metrics=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples import BOOKS_DIR
 from tests.service.cli.conftest import Nsm, assert_one_line
+from tests.support.samples import BOOKS_DIR
 
 TINY = (
     "--preset", "tiny", "--d-model", 32, "--num-layers", 2, "--num-heads", 2, "--num-memory-slots", 8,

@@ -10,9 +10,9 @@ import pytest
 from service.stores.records.base import ABSENT
 from service.stores.records.factory import records_beside
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.redis_servers import Topology
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
+from tests.support.redis_servers import Topology
 
 
 def listed(nsm: Nsm, store: str) -> list[tuple[str, int, int]]:

@@ -10,7 +10,7 @@ from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import Event, Finished, FinishReason, PromptScored, TokenEvent, TokenLogprob
 from nsm_core.sampling.params import SamplingParams
 from service.generate.deltas import Delta, DeltaBuilder
-from tests.fakes import tiny_tokenizer
+from tests.support.fakes import tiny_tokenizer
 
 A, B, C, SPACE = (tiny_tokenizer().encode(char)[0] for char in "abc ")
 WAS = tiny_tokenizer().encode(" was")[0]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from playwright.async_api import Browser
 
-from tests.browsers import chromium
+from tests.support.browsers import chromium
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -8,10 +8,10 @@ from typing import Literal
 import pytest
 from playwright.async_api import Browser, expect
 
-from tests.browsers import Playground, playground
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import gateway
-from tests.tenants import make_key, write_keys
+from tests.support.browsers import Playground, playground
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import gateway
+from tests.support.tenants import make_key, write_keys
 
 pytestmark = [pytest.mark.chromium, pytest.mark.asyncio(loop_scope="session")]
 

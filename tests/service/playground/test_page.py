@@ -5,8 +5,8 @@ import re
 import pytest
 
 from service.playground.page import ASSETS_URL, FOLDER, PAGE_NAME
-from tests.fakes import FakeBackend
-from tests.gateway import error_of, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import error_of, gateway
 
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 TYPES = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -14,11 +14,11 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from tests.browsers import Playground, playground
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend, FakeGeneration
-from tests.gateway import Gateway, gateway
-from tests.models import as_loaded
 from tests.nsm_lab.evaluation.models import random_model, small_config
+from tests.support.browsers import Playground, playground
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend, FakeGeneration
+from tests.support.gateway import Gateway, gateway
+from tests.support.models import as_loaded
 
 pytestmark = [pytest.mark.chromium, pytest.mark.asyncio(loop_scope="session")]
 

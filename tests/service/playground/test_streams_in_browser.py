@@ -11,10 +11,10 @@ from playwright.async_api import Browser, expect
 
 from nsm_core.errors import NumericalError
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.browsers import Playground, playground
-from tests.cutting_proxy import CuttingProxy
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import Gateway, gateway
+from tests.support.browsers import Playground, playground
+from tests.support.cutting_proxy import CuttingProxy
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import Gateway, gateway
 
 pytestmark = [pytest.mark.chromium, pytest.mark.asyncio(loop_scope="session")]
 

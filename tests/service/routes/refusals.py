@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.gateway import Gateway, error_of
+from tests.support.gateway import Gateway, error_of
 
 
 async def assert_refused(server: Gateway, response: httpx.Response, status: int, words: list[str]) -> dict[str, Any]:

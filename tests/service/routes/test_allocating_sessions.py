@@ -12,8 +12,8 @@ from service.backends.local import LocalBackend
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.verify import verify
-from tests.gateway import Gateway, gateway
-from tests.models import RandomModel, as_loaded
+from tests.support.gateway import Gateway, gateway
+from tests.support.models import RandomModel, as_loaded
 
 ALLOCATING: dict[str, Any] = {
     "router": "sigmoid", "write_top_k": 8, "allocation": True, "start_slots": 6, "min_slots": 2,

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.samples import json_parsing_cases, utf8_byte_cases
 from tests.service.routes.refusals import assert_refused
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.samples import json_parsing_cases, utf8_byte_cases
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

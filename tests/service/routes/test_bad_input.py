@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
 from tests.service.routes.refusals import assert_refused
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from nsm_core.errors import Overloaded
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import Gateway, frames_of, gateway
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import Gateway, frames_of, gateway
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,9 +9,9 @@ import pytest
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.tokenizer import IncrementalDecoder
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway
-from tests.samples import naughty_strings
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.samples import naughty_strings
 
 PATH = "/v1/completions"
 EMOJI_SCRIPT = "né 日本 👩‍👩‍👧 e\u0301 end"

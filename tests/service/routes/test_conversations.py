@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.responses import PATH as RESPONSES
-from tests.responses import counts_of, get, log_of, read_stream, respond, session_ids, text_of
-from tests.tenants import make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.responses import PATH as RESPONSES
+from tests.support.responses import counts_of, get, log_of, read_stream, respond, session_ids, text_of
+from tests.support.tenants import make_key, write_keys
 
 PATH = "/v1/conversations"
 SCRIPT = " It was"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import re
 
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
 
 
 async def test_the_docs_page_loads_nothing_from_other_hosts() -> None:

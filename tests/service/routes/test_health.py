@@ -6,8 +6,8 @@ import pytest
 
 from nsm_core.errors import StorageFull
 from service.routes import health
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
 
 
 async def test_ready_when_the_engine_turns_and_the_store_takes_writes() -> None:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from nsm_core.errors import DeadlineExceeded, NsmError, NumericalError
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway
 
 PATH = "/v1/sessions/s1/generate"
 KEY = {"Idempotency-Key": "k1"}

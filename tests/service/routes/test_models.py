@@ -6,9 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.fakes import STATE_BYTES, FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.tenants import make_key, write_keys
+from tests.support.fakes import STATE_BYTES, FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.tenants import make_key, write_keys
 
 
 async def test_the_stock_client_finds_the_model() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from service.stores.sessions.key import SessionKey
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.responses import (
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.responses import (
     PATH,
     SCRIPT,
     counts_of,
@@ -19,8 +19,8 @@ from tests.responses import (
     stream,
     text_of,
 )
-from tests.responses import backend as backend
-from tests.responses import server as server
+from tests.support.responses import backend as backend
+from tests.support.responses import server as server
 
 
 async def test_P12_a_chain_lives_on_one_session_and_reads_only_what_is_new(server: Gateway) -> None:

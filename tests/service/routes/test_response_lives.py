@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from nsm_core.errors import Overloaded
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.responses import (
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.responses import (
     PATH,
     SCRIPT,
     events_of,
@@ -20,8 +20,8 @@ from tests.responses import (
     stream,
     text_of,
 )
-from tests.responses import backend as backend
-from tests.responses import server as server
+from tests.support.responses import backend as backend
+from tests.support.responses import server as server
 
 
 async def test_a_response_in_the_background_is_polled() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.responses import (
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.responses import (
     FIRST_EVENTS,
     LAST_EVENTS,
     PATH,
@@ -22,9 +22,9 @@ from tests.responses import (
     stream,
     text_of,
 )
-from tests.responses import backend as backend
-from tests.responses import server as server
-from tests.tenants import make_key, write_keys
+from tests.support.responses import backend as backend
+from tests.support.responses import server as server
+from tests.support.tenants import make_key, write_keys
 
 
 async def test_the_stock_client_gets_a_response_streams_one_and_reads_both_again() -> None:

@@ -12,10 +12,10 @@ from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.retention import RetainedSnapshot
-from tests.backends import MakeBackend
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, gateway
 from tests.service.routes.test_session_rewind import KEY, create, log_of, ok, rewind, say, snapshot_of
+from tests.support.backends import MakeBackend
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import Gateway, gateway
 
 LONG = tuple(1 + index % 250 for index in range(400))  # more than it takes for a turn to be worth keeping
 

@@ -15,8 +15,8 @@ from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.stores.sessions.key import SessionKey
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import FILE_HEADERS, Gateway, error_of, gateway
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import FILE_HEADERS, Gateway, error_of, gateway
 
 KEY = SessionKey("default", "s1")
 PREFIX = struct.Struct("<8sIIQQ")

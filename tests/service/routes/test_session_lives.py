@@ -11,9 +11,9 @@ import pytest
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, error_of, gateway
-from tests.stored_sessions import Clock
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.stored_sessions import Clock
 
 
 @pytest.fixture

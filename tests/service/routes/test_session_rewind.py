@@ -11,9 +11,9 @@ import pytest
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import LogMark
 from service.stores.sessions.key import SessionKey
-from tests.backends import MakeBackend
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, error_of, gateway
+from tests.support.backends import MakeBackend
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import Gateway, error_of, gateway
 
 KEY = SessionKey("default", "s1")
 EOT = 0

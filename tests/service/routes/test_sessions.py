@@ -18,8 +18,8 @@ from service.settings import load_settings
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.turns.turn import Turn
-from tests.fakes import DEFAULT_SCRIPT, FakeBackend
-from tests.live_server import serving
+from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
+from tests.support.live_server import serving
 
 EOT = 0
 

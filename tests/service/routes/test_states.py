@@ -8,10 +8,10 @@ from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.stores.sessions.memory import MemorySessionStore
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.models import as_loaded
 from tests.nsm_lab.evaluation.models import random_model, small_config
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.models import as_loaded
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from service.stores.sessions.memory import MemorySessionStore
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, frames_of, gateway, without_comments
-from tests.raw_http import connect
-from tests.stored_sessions import Clock
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, frames_of, gateway, without_comments
+from tests.support.raw_http import connect
+from tests.support.stored_sessions import Clock
 
 PATH = "/v1/sessions/s1/generate"
 SCRIPT = "naïve 🦋 日本語 e\u0301nd"  # the tokenizer knows none of these characters: each is several tokens

@@ -12,9 +12,9 @@ import pytest
 
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.tenants import TestKey, make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.tenants import TestKey, make_key, write_keys
 
 ACME, RIVAL = make_key("acme"), make_key("rival")
 SECRET = "the password is swordfish"

@@ -8,9 +8,9 @@ import pytest
 from nsm_core.chat_template import get_template
 from nsm_core.tokenizer import END_OF_TEXT, describe
 from service.prompts import INLINE_CHARS
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.samples import multilingual_texts, naughty_strings
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.samples import multilingual_texts, naughty_strings
 
 
 @pytest.fixture

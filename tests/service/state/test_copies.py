@@ -9,8 +9,8 @@ from service.state.copies import SessionCopy, create_copy, read_copy
 from service.stores.sessions.base import LogMark, Rewind, StoredSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import acquire, commit, create
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import acquire, commit, create
 
 KEY = SessionKey("a", "s1")
 

@@ -8,9 +8,9 @@ import pytest
 
 from service.telemetry.logs import JsonFormatter, configure_logging
 from service.telemetry.request_context import answering
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
 from tests.service.telemetry.tracing.test_traces import TRACE_ID, TRACEPARENT, Spans
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
 
 SECRET = "the canary sings at midnight"
 

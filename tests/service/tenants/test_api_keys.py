@@ -8,7 +8,7 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from service.tenants.api_keys import KEY, ApiKey, KeyFile, digest_of, new_key
-from tests.tenants import StillClock, make_key, write_keys
+from tests.support.tenants import StillClock, make_key, write_keys
 
 DIGEST = "0" * 64
 

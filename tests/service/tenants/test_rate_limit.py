@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.tenants.rate_limit import TokenBucket
-from tests.tenants import StillClock
+from tests.support.tenants import StillClock
 
 
 def test_a_burst_then_the_rate() -> None:

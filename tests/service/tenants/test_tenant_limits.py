@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 
 from service.stores.sessions.key import SessionKey
-from tests.fakes import FakeBackend
-from tests.gateway import FILE_HEADERS, Gateway, error_of, until
-from tests.tenants import StillClock, TestKey, keyed, make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import FILE_HEADERS, Gateway, error_of, until
+from tests.support.tenants import StillClock, TestKey, keyed, make_key, write_keys
 
 COMPLETIONS = "/v1/completions"
 S1 = "/v1/sessions/s1/generate"

@@ -11,8 +11,8 @@ from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.api_keys import KeyFile
 from service.tenants.tenants import Tenants
-from tests.fakes import FakeBackend
-from tests.tenants import StillClock, make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.tenants import StillClock, make_key, write_keys
 
 KEY = make_key("acme")
 

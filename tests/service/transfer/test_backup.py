@@ -19,12 +19,12 @@ from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.archive import ArchiveDamaged
 from service.transfer.backup import Moved, all_sessions, backup, copy_sessions, place, restore
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
-from tests.redis_servers import Topology, own_prefix
-from tests.responses import counts_of, get, respond
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import Clock, acquire, commit, create
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
+from tests.support.redis_servers import Topology, own_prefix
+from tests.support.responses import counts_of, get, respond
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import Clock, acquire, commit, create
 
 KINDS = ["memory", "sqlite", pytest.param("redis_single", marks=pytest.mark.redis)]
 

@@ -16,9 +16,9 @@ from service.transfer.backup import all_sessions
 from service.transfer.migrate import Migrated, Migrator
 from service.transfer.verify import verify
 from service.turns.lease import Leases
-from tests.fakes import FakeBackend
-from tests.stored_sessions import acquire, create
-from tests.told_sessions import SEED, tell, told_snapshot
+from tests.support.fakes import FakeBackend
+from tests.support.stored_sessions import acquire, create
+from tests.support.told_sessions import SEED, tell, told_snapshot
 
 
 async def migrate(store: SessionStore, backend: FakeBackend, **options: Any) -> list[Migrated]:

@@ -15,9 +15,9 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.transfer.backup import all_sessions
 from service.transfer.verify import Verified, compare_states, verify
-from tests.fakes import FakeBackend, state_after
-from tests.stored_sessions import acquire, create
-from tests.told_sessions import SEED, tell
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.stored_sessions import acquire, create
+from tests.support.told_sessions import SEED, tell
 
 NAME = SessionKey("a", "s1")
 

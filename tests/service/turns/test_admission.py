@@ -14,8 +14,8 @@ from nsm_core.errors import (
 )
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
-from tests.fakes import FakeBackend, state_after
-from tests.turns import KEY, collect, make_house, make_request
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.turns import KEY, collect, make_house, make_request
 
 
 async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its_session() -> None:

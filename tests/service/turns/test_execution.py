@@ -20,8 +20,8 @@ from nsm_core.errors import (
     VersionConflict,
 )
 from service.stores.sessions.key import SessionKey
-from tests.fakes import FakeBackend, FakeGeneration
-from tests.turns import KEY, collect, make_house
+from tests.support.fakes import FakeBackend, FakeGeneration
+from tests.support.turns import KEY, collect, make_house
 
 
 async def test_S8_a_cancelled_turn_leaves_the_session_at_its_last_commit() -> None:

@@ -14,8 +14,8 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.lease import Leases
-from tests.fakes import FakeBackend
-from tests.snapshots import make_snapshot
+from tests.support.fakes import FakeBackend
+from tests.support.snapshots import make_snapshot
 
 KEY = SessionKey("default", "s1")
 TURN = {"position": 1, "model_fingerprint": "m1", "new_ids": (1,), "num_sampled": 0, "seed": 0}

@@ -10,8 +10,8 @@ from nsm_core.engine.request import FinishReason
 from nsm_core.errors import (
     TurnCancelled,
 )
-from tests.fakes import FakeBackend
-from tests.turns import KEY, collect, make_house
+from tests.support.fakes import FakeBackend
+from tests.support.turns import KEY, collect, make_house
 
 
 async def test_S6_a_client_that_leaves_does_not_stop_its_turn() -> None:

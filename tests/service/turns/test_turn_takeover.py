@@ -22,9 +22,9 @@ from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
 from service.turns.turn import Turn, TurnEnd, TurnSource
 from service.turns.turns import Turns
-from tests.fakes import FakeBackend, state_after
-from tests.redis_servers import wait_until
-from tests.turns import make_request
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.redis_servers import wait_until
+from tests.support.turns import make_request
 
 KEY = SessionKey("default", "s1")
 RETRY: dict[str, Any] = {"identity": "key:k", "digest": "d"}

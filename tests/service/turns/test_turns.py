@@ -17,8 +17,8 @@ from nsm_core.errors import (
 from nsm_core.sampling.params import SamplingParams
 from service.stores.sessions.key import SessionKey
 from service.turns.turn import TurnEnd
-from tests.fakes import FakeBackend, state_after
-from tests.turns import EOT, KEY, collect, make_house, make_request
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.turns import EOT, KEY, collect, make_house, make_request
 
 
 async def test_a_first_turn_starts_with_end_of_text_and_is_committed() -> None:

@@ -12,9 +12,9 @@ import pytest
 from service.settings import Settings
 from service.tenants.tenants import Tenants
 from service.web.middleware import access_logger
-from tests.fakes import FakeBackend
-from tests.gateway import error_of, gateway
-from tests.tenants import StillClock, TestKey, keyed, make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import error_of, gateway
+from tests.support.tenants import StillClock, TestKey, keyed, make_key, write_keys
 
 COMPLETIONS = "/v1/completions"
 OPEN = [

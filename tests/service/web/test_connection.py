@@ -15,8 +15,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.web import connection
 from service.web.connection import MAX_PIPELINED, connection_class
-from tests.live_server import serving
-from tests.raw_http import RawClient, connect, head
+from tests.support.live_server import serving
+from tests.support.raw_http import RawClient, connect, head
 
 LATE = 10.0  # a test that waits so long has failed
 GET = head("GET", "/x", {})

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from service.web.connection import connection_class
 from service.web.head_limits import MAX_HEAD_BYTES
-from tests.live_server import serving
-from tests.raw_http import RawClient, connect, head
+from tests.support.live_server import serving
+from tests.support.raw_http import RawClient, connect, head
 
 HEAD_S = 0.1
 LATE = 10.0  # a test that waits so long has failed

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from service.web import json_body
 from service.web.json_body import MAX_PARTS, count_parts
-from tests.fakes import FakeBackend
-from tests.gateway import error_of, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import error_of, gateway
 
 TEXTS = st.text(alphabet='a\\"[]{}:,é', max_size=8)
 VALUES = st.recursive(

@@ -9,10 +9,10 @@ import pytest
 
 from nsm_core.errors import EngineDead
 from service.web.load_shedding import GENERATING
-from tests.fakes import FakeBackend
-from tests.gateway import error_of, gateway
-from tests.raw_http import connect, head
-from tests.tenants import make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import error_of, gateway
+from tests.support.raw_http import connect, head
+from tests.support.tenants import make_key, write_keys
 
 COMPLETION: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
 TURN: dict[str, Any] = {"input": "x", "max_tokens": 3}

@@ -9,9 +9,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.web.middleware import Body, logfmt
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway, until
-from tests.raw_http import RawClient, connect, head
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway, until
+from tests.support.raw_http import RawClient, connect, head
 
 PATH = "/v1/completions"
 

@@ -11,10 +11,10 @@ import pytest
 from nsm_core.errors import ConfigError
 from service.settings import load_settings
 from service.web.origin import host_name
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, error_of, gateway
-from tests.raw_http import connect
-from tests.tenants import make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.raw_http import connect
+from tests.support.tenants import make_key, write_keys
 
 SESSIONS = "/v1/sessions"
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
-from tests.tenants import TestKey, make_key, write_keys
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
+from tests.support.tenants import TestKey, make_key, write_keys
 
 ELSEWHERE = "https://elsewhere.example"
 JSON = {"content-type": "application/json"}

@@ -14,9 +14,9 @@ from starlette.types import Message
 from nsm_core.engine.request import GenerationRequest
 from service.web import sse
 from service.web.sse import DONE, EventStream, TextFrame, frame, until_done
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
-from tests.raw_http import connect
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
+from tests.support.raw_http import connect
 
 PINGING = {"state": {"stream_ping_s": 0.001}}
 

@@ -12,7 +12,7 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.cuda import options
 from nsm_core.model.nsm import NsmModel
 from nsm_core.tokenizer import Tokenizer
-from tests.models import as_loaded, random_model, small_config
+from tests.support.models import as_loaded, random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from benchmarks import gpu_decode_checks as checks  # noqa: E402  imports the compiler

@@ -11,7 +11,7 @@ from torch import Tensor
 from nsm_core.config import ModelConfig
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
-from tests.models import random_model
+from tests.support.models import random_model
 
 linear_kernel = pytest.importorskip("nsm_core.execution.cuda.kernels.linear", reason="the compiler is not installed")
 from benchmarks.gpu_decode_checks import stream_of  # noqa: E402  imports the compiler

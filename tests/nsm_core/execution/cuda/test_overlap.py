@@ -12,8 +12,8 @@ from nsm_core.execution.base import Executor, NextInputs, SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.result import NOT_FINITE
 from nsm_core.tokenizer import Tokenizer
-from tests.models import random_model, small_config
 from tests.nsm_core.engine.harness import make_engine, make_request, run_all
+from tests.support.models import random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402

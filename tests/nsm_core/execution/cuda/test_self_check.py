@@ -11,7 +11,7 @@ from torch import Tensor
 from nsm_core.errors import ConfigError
 from nsm_core.execution import choose
 from nsm_core.model.nsm import NsmModel
-from tests.models import random_model, small_config
+from tests.support.models import random_model, small_config
 
 executor_module = pytest.importorskip("nsm_core.execution.cuda.executor", reason="the compiler is not installed")
 from nsm_core.execution.cuda.executor import CudaExecutor  # noqa: E402  imports the compiler

@@ -10,7 +10,7 @@ import pytest
 from nsm_lab.evaluation.config import EvalConfig
 from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.run import run_evaluation
-from tests.samples import BOOKS_DIR
+from tests.support.samples import BOOKS_DIR
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from nsm_lab.evaluation.tasks import babi
 from nsm_lab.evaluation.tasks.babi import Question, draw_story, read_questions, words
 from tests.nsm_lab.evaluation.tasks.learning import Examples, accuracy, as_examples, best_guess, learn, tiny_model
-from tests.samples import babi_text
+from tests.support.samples import babi_text
 
 VOCABULARY = sorted(
     {word for verb in (*babi.MOVES, *babi.TAKES, *babi.DROPS) for word in verb.split()}

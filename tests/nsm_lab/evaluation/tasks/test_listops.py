@@ -17,7 +17,7 @@ from nsm_lab.evaluation.tasks.listops import (
     write_source,
 )
 from tests.nsm_lab.evaluation.tasks.learning import Examples, accuracy, as_examples, best_guess, learn, tiny_model
-from tests.samples import listops_lines
+from tests.support.samples import listops_lines
 
 SHORT = ListOpsRules(max_depth=2, max_args=3, longer_than=3, shorter_than=6)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.nsm_lab.evaluation.tasks.learning import fit, tiny_model
-from tests.samples import shakespeare_text
+from tests.support.samples import shakespeare_text
 
 SOFTMAX = {"router": "softmax", "write_top_k": 4}
 FAMILIES: dict[str, dict[str, object]] = {

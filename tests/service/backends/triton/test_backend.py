@@ -24,8 +24,8 @@ from nsm_core.wire.calls import DescribeCall, StatusCall
 from service.backends.triton import generation as triton_generation
 from service.backends.triton.backend import TritonBackend
 from tests.nsm_core.engine.harness import TOLERANCE, Outcome, assert_same_state, make_request, random_ids, small_model
-from tests.triton_servers import eventually
-from tests.triton_stand_in import (
+from tests.support.triton_servers import eventually
+from tests.support.triton_stand_in import (
     MAX_SLOTS,
     QUEUE_LIMIT,
     StandIn,

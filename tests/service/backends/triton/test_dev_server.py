@@ -12,9 +12,9 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from service.backends.triton.dev_server import REPOSITORY, ServerTls, TritonServer, write_repository
-from tests.certificates import Authority
-from tests.redis_servers import free_port
-from tests.triton_servers import wait_until
+from tests.support.certificates import Authority
+from tests.support.redis_servers import free_port
+from tests.support.triton_servers import wait_until
 
 
 @pytest.fixture

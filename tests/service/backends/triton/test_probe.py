@@ -14,7 +14,7 @@ from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
 from service.backends.triton.channel import TritonChannel
 from service.backends.triton.probe import Probe, ask_worker
-from tests.triton_stand_in import MAX_SLOTS, QUEUE_LIMIT, StandIn, random_loaded, stand_ins
+from tests.support.triton_stand_in import MAX_SLOTS, QUEUE_LIMIT, StandIn, random_loaded, stand_ins
 
 ALL: tuple[Probe, ...] = ("startup", "readiness", "liveness")
 ENDLESS = SamplingParams(max_tokens=131_072, seed=0, ignore_eos=True)

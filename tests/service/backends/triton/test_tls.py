@@ -19,11 +19,11 @@ from service.backends.triton import upstream as triton_upstream
 from service.backends.triton.backend import TritonBackend
 from service.backends.triton.channel import TritonChannel, Unreached
 from service.backends.triton.tls import TritonTls
-from tests.certificates import Authority, Certificate
 from tests.nsm_core.engine.harness import Outcome, make_request
-from tests.redis_servers import free_port
-from tests.triton_servers import eventually
-from tests.triton_stand_in import StandIn, random_loaded, stand_ins
+from tests.support.certificates import Authority, Certificate
+from tests.support.redis_servers import free_port
+from tests.support.triton_servers import eventually
+from tests.support.triton_stand_in import StandIn, random_loaded, stand_ins
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from nsm_core.state.quantize import StateFormat, rounded_state
 from service.stores.prefixes.base import PrefixKey
 from service.stores.prefixes.entry import decode_entry, encode_entry
 from service.stores.prefixes.keys import PromptDigests
-from tests.counts import scaled
-from tests.fakes import FakeBackend, state_after
+from tests.support.counts import scaled
+from tests.support.fakes import FakeBackend, state_after
 
 BACKEND = FakeBackend()
 IDS = tuple(range(1, 101))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service.stores.prefixes.keys import MIN_TOKENS, PromptDigests
 from service.stores.prefixes.sightings import PrefixSightings
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 MODEL = FakeBackend().model
 IDS = tuple(range(1, 400))

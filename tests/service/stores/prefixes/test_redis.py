@@ -11,7 +11,7 @@ from service.stores.prefixes.base import PrefixBounds, PrefixKey, PrefixUsage
 from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
 from tests.integration.test_redis_access import documented_acl_rules
-from tests.redis_servers import Topology, own_prefix, start_single
+from tests.support.redis_servers import Topology, own_prefix, start_single
 
 pytestmark = pytest.mark.redis
 BOUNDS = PrefixBounds(max_bytes=2**30, ttl_s=60.0)

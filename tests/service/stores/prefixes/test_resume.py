@@ -11,9 +11,9 @@ from nsm_core.errors import StoreUnavailable
 from service.stores.prefixes.base import PrefixBounds, PrefixKey
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.writer import MAX_TENANT_PENDING, Breaker
-from tests.fakes import FakeBackend, state_after
-from tests.gateway import Gateway, gateway
-from tests.tenants import StillClock
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.gateway import Gateway, gateway
+from tests.support.tenants import StillClock
 
 BOUNDS = PrefixBounds(max_bytes=2**20, ttl_s=60.0)
 

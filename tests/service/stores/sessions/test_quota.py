@@ -11,7 +11,7 @@ from service.stores.sessions.base import LogMark, NewSession, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.quota import QuotaStore
-from tests.snapshots import make_snapshot
+from tests.support.snapshots import make_snapshot
 
 
 class Ledger:

@@ -24,11 +24,11 @@ from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
-from tests import stored_sessions
-from tests.counts import scaled
 from tests.service.stores.sessions.writer_process import turn_ids
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, opened
+from tests.support import stored_sessions
+from tests.support.counts import scaled
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import LEASE_S, Clock, acquire, commit, commit_under, opened
 
 REPOSITORY = Path(__file__).parents[4]
 KEY = SessionKey("default", "s1")

@@ -16,8 +16,8 @@ from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
-from tests import stored_sessions
-from tests.stored_sessions import acquire, commit, opened
+from tests.support import stored_sessions
+from tests.support.stored_sessions import acquire, commit, opened
 
 KEY = SessionKey("default", "s1")
 

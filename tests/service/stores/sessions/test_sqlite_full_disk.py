@@ -18,10 +18,10 @@ from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Re
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.reserve import RESERVE_BYTES, Reserve
 from service.stores.sqlite.schema import CHECKPOINT_PAGES, PAGE_BYTES
-from tests import stored_sessions
 from tests.service.stores.sessions.test_sqlite import start_writer
-from tests.snapshots import make_snapshot
-from tests.stored_sessions import commit, opened
+from tests.support import stored_sessions
+from tests.support.snapshots import make_snapshot
+from tests.support.stored_sessions import commit, opened
 
 TENANT = "default"
 NUM_FLOATS = 100_000

@@ -14,7 +14,7 @@ from nsm_core.errors import SessionBusy, VersionConflict
 from service.stores.sessions.base import Commit, NewSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
-from tests.snapshots import make_snapshot
+from tests.support.snapshots import make_snapshot
 
 
 def turn_ids(version: int) -> tuple[int, ...]:

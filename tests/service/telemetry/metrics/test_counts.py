@@ -8,8 +8,8 @@ import random
 import httpx
 
 from nsm_core.tokenizer import Tokenizer
-from tests.gateway import Gateway, gateway
-from tests.models import local_backend
+from tests.support.gateway import Gateway, gateway
+from tests.support.models import local_backend
 
 NUM_BODIES = 40
 ENDS = ("stop", "length", "abort", "abort_before_first_token", "error")

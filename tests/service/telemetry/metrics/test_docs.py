@@ -7,7 +7,7 @@ from pathlib import Path
 
 from service.backends.base import UpstreamStats
 from service.telemetry.metrics.metrics import Metrics
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 

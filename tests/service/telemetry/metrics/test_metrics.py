@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nsm_core.errors import DeadlineExceeded
 from service.telemetry.metrics.buckets import SECONDS
 from service.telemetry.metrics.metrics import Metrics
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
 
 TTFT = "nsm_time_to_first_token_seconds_count"
 PATH = "/v1/completions"

@@ -10,10 +10,10 @@ from nsm_core.stats import EnergyUse
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.telemetry.metrics.metrics import Metrics
-from tests.fake_meters import FakeMeter
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
-from tests.models import local_backend
+from tests.support.fake_meters import FakeMeter
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
+from tests.support.models import local_backend
 
 PATH = "/v1/completions"
 

@@ -13,9 +13,9 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
-from tests.fakes import FakeBackend
-from tests.gateway import gateway
-from tests.triton_servers import eventually
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
+from tests.support.triton_servers import eventually
 
 
 async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:

@@ -22,7 +22,7 @@ PROCESS = textwrap.dedent(
     from nsm_core.stats import EnergyUse
     from service.telemetry.metrics.metrics import Metrics
     from service.telemetry.metrics.shared import sharing
-    from tests.fakes import FakeBackend
+    from tests.support.fakes import FakeBackend
 
     async def main():
         backend, number = FakeBackend(), int(sys.argv[1])

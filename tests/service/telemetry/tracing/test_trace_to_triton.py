@@ -6,9 +6,9 @@ import math
 
 from nsm_core.tokenizer import Tokenizer
 from service.backends.triton.backend import TritonBackend
-from tests.gateway import gateway
 from tests.service.telemetry.tracing.test_traces import TRACE_ID, TRACEPARENT, Spans
-from tests.triton_stand_in import StandIn, random_loaded, stand_ins
+from tests.support.gateway import gateway
+from tests.support.triton_stand_in import StandIn, random_loaded, stand_ins
 
 PATH = "/v1/completions"
 

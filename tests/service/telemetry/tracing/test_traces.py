@@ -17,10 +17,10 @@ from nsm_core.errors import ConfigError, DeadlineExceeded, Overloaded, StoreUnav
 from nsm_core.tokenizer import Tokenizer
 from service.stores.prefixes.keys import MIN_TOKENS
 from service.telemetry.tracing.tracing import Tracing, make_tracing
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
-from tests.models import local_backend
-from tests.otlp_receiver import receiving
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
+from tests.support.models import local_backend
+from tests.support.otlp_receiver import receiving
 
 PATH = "/v1/completions"
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

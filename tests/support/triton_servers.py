@@ -29,10 +29,10 @@ from nsm_core.wire.errors import decode_failure
 from nsm_core.wire.events import EventDecoder
 from nsm_core.wire.tensors import Tensors
 from service.backends.triton.dev_server import TritonServer, default_home, write_repository
-from tests.models import save_small_model
-from tests.redis_servers import die_with_the_tests, free_port
+from tests.support.models import save_small_model
+from tests.support.redis_servers import die_with_the_tests, free_port
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
 MODEL = "nsm"
 MAX_SLOTS, QUEUE_LIMIT = 8, 40

@@ -12,7 +12,7 @@ from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
-from tests.snapshots import make_snapshot
+from tests.support.snapshots import make_snapshot
 
 LEASE_S = 10.0
 Store = TypeVar("Store", bound=SessionStore)

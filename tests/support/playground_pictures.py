@@ -1,4 +1,4 @@
-"""The pictures of docs/playground.md: `python -m tests.playground_pictures --url http://127.0.0.1:8000`.
+"""The pictures of docs/playground.md: `python -m tests.support.playground_pictures --url http://127.0.0.1:8000`.
 
 The server has the bundled model, and no sessions yet.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests.browsers import Playground, chromium, playground
+from tests.support.browsers import Playground, chromium, playground
 
 NUM_COLOURS = 128  # of a picture's palette: a third of the bytes, and nobody sees it
 DESK: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}, "color_scheme": "light"}

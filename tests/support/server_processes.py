@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SERVE = "from service.server import run; from service.settings import load_settings; run(load_settings())"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from service.state.rebuild import sampled_counts
 from service.stores.sessions.base import Commit, LogMark, SessionHead, SessionStore
-from tests.fakes import FakeBackend, state_after
-from tests.stored_sessions import acquire, create
+from tests.support.fakes import FakeBackend, state_after
+from tests.support.stored_sessions import acquire, create
 
 SEED = 7
 

@@ -22,9 +22,9 @@ from nsm_core.wire.tensors import Tensors
 from service.backends.triton import generation as triton_generation
 from service.backends.triton import upstream as triton_upstream
 from service.backends.triton.backend import TritonBackend
-from tests.models import RandomModel, as_loaded
 from tests.nsm_core.triton.fake_triton import worker_config
-from tests.redis_servers import free_port
+from tests.support.models import RandomModel, as_loaded
+from tests.support.redis_servers import free_port
 
 MAX_SLOTS, QUEUE_LIMIT = 2, 3
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}

@@ -10,8 +10,8 @@ import pytest
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
 from service.backends.triton.backend import TritonBackend
-from tests.models import local_backend
-from tests.triton_servers import RunningTriton
+from tests.support.models import local_backend
+from tests.support.triton_servers import RunningTriton
 
 BACKENDS = ["local", pytest.param("triton", marks=pytest.mark.triton)]
 MakeBackend = Callable[[], InferenceBackend]

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.redis_servers import die_with_the_tests, free_port
+from tests.support.redis_servers import die_with_the_tests, free_port
 
-DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
 START_S = 20.0
 

@@ -20,7 +20,7 @@ from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
 from service.turns.turn import Turn, TurnEnd
 from service.turns.turns import Turns
-from tests.fakes import FakeBackend
+from tests.support.fakes import FakeBackend
 
 KEY = SessionKey("default", "s1")
 

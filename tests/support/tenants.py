@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from service.tenants.api_keys import digest_of, new_key
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from service.stores.sessions.key import SessionKey
-from tests.fakes import FakeBackend
-from tests.gateway import Gateway, gateway, without_comments
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, gateway, without_comments
 
 PATH = "/v1/responses"
 FIRST_EVENTS = (

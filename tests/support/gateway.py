@@ -25,7 +25,7 @@ from service.stores.sessions.base import SessionStore
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.tracing.tracing import Tracing
 from service.web.head_limits import RECEIVE_TIMEOUT_S
-from tests.live_server import serving
+from tests.support.live_server import serving
 
 FILE_HEADERS = {"content-type": "application/octet-stream"}  # of a session's file
 

@@ -13,7 +13,7 @@ import zstandard
 
 from nsm_lab.training.data_files import Split, read_documents
 
-DATA_DIR = Path(__file__).resolve().parent.parent / "data"
+DATA_DIR = Path(__file__).resolve().parents[2] / "data"
 BOOKS_DIR = DATA_DIR / "books-sample"
 TRICKY_DIR = DATA_DIR / "tricky"
 TASKS_DIR = DATA_DIR / "public-tasks"
