@@ -28,7 +28,7 @@ import openai
 
 from benchmarks.response_chain import QUESTION, Served, measure_turn, serving
 from nsm_lab.charts import Line, line_chart
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 
 CONTEXTS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 KINDS = ("responses", "chat", "chat, not streamed", "chat, all read again")

@@ -27,7 +27,7 @@ from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import SamplingRow
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 
 Logits = npt.NDArray[np.float32]

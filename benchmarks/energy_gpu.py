@@ -27,7 +27,7 @@ from nsm_core.engine.request import Finished, GenerationRequest
 from nsm_core.execution.choose import choose_executor
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 TOLERANCE = 0.05
 CANCELS_PER_STEP = 1e-3

@@ -26,7 +26,7 @@ from nsm_core.execution.names import EXECUTOR_NAMES
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.bench.machine import cpu_name
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 Timing = tuple[float, float]  # wall and CPU seconds
 

@@ -34,7 +34,7 @@ from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 from service.generate.deltas import DeltaBuilder
 from service.telemetry.metrics.requests import RequestMetrics
 from service.web.sse import TextFrame, frame

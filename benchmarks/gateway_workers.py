@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gateway_cost import HERE, Server, create_session, read_streams
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 
 
 async def turns_of(server: Server, number: int, num_turns: int, num_tokens: int, taken: list[float]) -> None:

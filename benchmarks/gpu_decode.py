@@ -64,7 +64,7 @@ def load_model(is_tiny: bool, device: torch.device) -> NsmModel:
 
 def commit() -> str | None:
     try:
-        from nsm_lab.evaluation.provenance import source_commit
+        from nsm_lab.provenance import source_commit
     except ImportError:  # it knows the versions of packages that are not needed here
         return None
     return source_commit()

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu_subjects import SUBJECTS, Subject, keep_few_configurations
 from nsm_lab.bench.machine import cpu_name
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 SIZES = {
     "prefill": (2048, 8192, 32768, 131072),  # tokens of the prompt

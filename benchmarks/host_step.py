@@ -29,7 +29,7 @@ from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
 from nsm_core.tokenizer import Tokenizer
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 SPEC = StateSpec((TensorSpec(POSITION, (), torch.int64),))
 

@@ -333,7 +333,7 @@ def run_tiny() -> dict[str, Any]:
 
 def source_commit() -> str | None:
     try:
-        from nsm_lab.evaluation import provenance
+        from nsm_lab import provenance
     except ImportError:  # the packages that evaluation needs are not on every machine with a GPU
         return None
     return provenance.source_commit()

@@ -30,7 +30,7 @@ from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.observer import MAX_ROWS, MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
 from nsm_core.sampling.params import SamplingParams
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.server import bind, serve, uvicorn_config

@@ -22,7 +22,7 @@ from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 # Outputs x inputs of the bundled model's matrices: slot projection, feed-forward up and down, embedding
 SHAPES = ((2048, 512), (3136, 512), (512, 1568), (8192, 512))

@@ -22,7 +22,7 @@ from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.evaluation.perplexity import EncodedDocument, encode_document
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from nsm_lab.training.data_files import Split, read_documents
 
 PIECE_LEN = 512  # tokens of a call

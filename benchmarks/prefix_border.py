@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.prefix_resume import opened
 from nsm_core.model.loader import load_checkpoint
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.deps import Arrival, Services

@@ -111,7 +111,7 @@ def main() -> None:
     runs = [in_new_process(args, executor, slots) for executor in args.executors for slots in args.slots]
     for run in runs:
         show(run)
-    from nsm_lab.evaluation.provenance import source_commit
+    from nsm_lab.provenance import source_commit
 
     print(json.dumps({"commit": source_commit(), "runs": runs}))
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import openai
 
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 
 START_S = 120.0
 NUM_COMPARED = 5  # turns: the last ones against those from the second on

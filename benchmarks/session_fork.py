@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.session_store import make_snapshot
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from service.state.copies import create_copy, read_copy
 from service.stores.sessions.base import Commit, NewSession
 from service.stores.sessions.key import SessionKey

@@ -34,7 +34,7 @@ from nsm_core.model.loader import load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 from service.backends.local import LocalBackend
 from service.state.at_position import read_up_to

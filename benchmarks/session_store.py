@@ -27,7 +27,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader, TensorLayout
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import Commit, NewSession, SessionStore
 from service.stores.sessions.key import SessionKey

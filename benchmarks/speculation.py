@@ -30,7 +30,7 @@ from nsm_core.model.bundled import CHECKPOINTS
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EngineStats
-from nsm_lab.evaluation.provenance import source_commit
+from nsm_lab.provenance import source_commit
 from nsm_lab.training.data_files import read_documents
 
 BOOKS = Path("data/books-sample")

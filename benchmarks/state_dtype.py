@@ -37,8 +37,8 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.state.spec import State
-from nsm_lab.evaluation.provenance import command_line, source_commit
 from nsm_lab.evaluation.stored_state_quality import stored_state
+from nsm_lab.provenance import command_line, source_commit
 from service.backends.local import LocalBackend
 
 NUM_TIMED = 20

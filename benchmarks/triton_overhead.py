@@ -38,7 +38,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.triton.supervisor import children_of, stubs_of
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 from service.backends.base import InferenceBackend
 from service.backends.local import LocalBackend
 from service.backends.triton.backend import TritonBackend

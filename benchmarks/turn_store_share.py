@@ -30,7 +30,7 @@ from fastapi import FastAPI
 from benchmarks.session_store import opened
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 from service.app import create_app
 from service.backends.local import LocalBackend
 from service.settings import Settings

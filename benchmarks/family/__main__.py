@@ -29,7 +29,7 @@ from benchmarks.family.models import ENTRIES, SIZES
 from benchmarks.family.page import put_on_page
 from benchmarks.family.quality import TEXT
 from benchmarks.family.report import write_report
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab.provenance import command_line, source_commit
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 # size, lengths, rows and steps of training, learning rates, workers

@@ -25,8 +25,8 @@ from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
 from benchmarks.peers.llama import Llama
 from benchmarks.peers.report import report
 from nsm_core.errors import NsmError
-from nsm_lab.bench.machine import machine, versions
-from nsm_lab.evaluation.provenance import command_line, source_commit, utc_now
+from nsm_lab.bench.machine import machine
+from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
 PARTS = ("ceilings", "engines", "context", "streams", "sessions")
 CEILING_REPEATS = 9

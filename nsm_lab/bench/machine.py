@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import time
@@ -12,7 +11,6 @@ from typing import Any
 
 from nsm_core.errors import ConfigError
 
-PACKAGES = ("nsm-serve", "torch", "numpy", "tokenizers", "fastapi", "uvicorn", "orjson")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 MIB = 2**20
 
@@ -27,17 +25,6 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "load": load,
     }
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def cpu_name() -> str:

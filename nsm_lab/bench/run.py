@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nsm_lab.bench.machine import machine, versions
+from nsm_lab.bench.machine import machine
 from nsm_lab.bench.result import BenchResult, collect
-from nsm_lab.evaluation.provenance import command_line, source_commit, utc_now
+from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from nsm_lab.evaluation.history.section import history_lines
 from nsm_lab.evaluation.losses import SUMMARY_EDGES, BucketLoss, PositionLosses
 from nsm_lab.evaluation.model_facts import ModelFacts
 from nsm_lab.evaluation.passkey import PasskeyResult
-from nsm_lab.evaluation.provenance import Provenance
 from nsm_lab.evaluation.samples import Sample
 from nsm_lab.evaluation.slots import SlotUsage
 from nsm_lab.evaluation.splits import SplitResult
 from nsm_lab.evaluation.stored_state_quality import StoredStateResult
+from nsm_lab.provenance import Provenance
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

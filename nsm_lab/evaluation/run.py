@@ -22,12 +22,12 @@ from nsm_lab.evaluation.losses import PositionLosses
 from nsm_lab.evaluation.model_facts import model_facts
 from nsm_lab.evaluation.passkey import PasskeyResult, measure_passkey
 from nsm_lab.evaluation.perplexity import EncodedDocument, encode_documents, evaluate
-from nsm_lab.evaluation.provenance import Provenance, command_line, source_commit, utc_now, versions
 from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.samples import Sample, write_samples
 from nsm_lab.evaluation.slots import SlotUsage, measure_slot_usage
 from nsm_lab.evaluation.splits import SplitResult, measure_splits
 from nsm_lab.evaluation.stored_state_quality import StoredStateResult, measure_stored_states
+from nsm_lab.provenance import Provenance, command_line, source_commit, utc_now, versions
 from nsm_lab.training.data_files import read_documents
 
 Result = TypeVar("Result")

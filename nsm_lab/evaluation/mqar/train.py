@@ -22,7 +22,7 @@ from nsm_lab.evaluation.devices import resolve_device, resolve_precision
 from nsm_lab.evaluation.mqar.config import MqarConfig
 from nsm_lab.evaluation.mqar.data import Examples, Task, generate
 from nsm_lab.evaluation.mqar.report import Accuracy, Epoch, MqarReport, count_state
-from nsm_lab.evaluation.provenance import command_line, source_commit, utc_now, versions
+from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
 # Test sequences side by side: the longest have 1,024 tokens.
 _TEST_TOKENS = 1 << 16

@@ -9,12 +9,12 @@ import pytest
 from nsm_lab.evaluation.losses import BucketLoss, PositionLosses
 from nsm_lab.evaluation.model_facts import ModelFacts
 from nsm_lab.evaluation.passkey import PasskeyCell, PasskeyResult
-from nsm_lab.evaluation.provenance import Provenance
 from nsm_lab.evaluation.report import Report
 from nsm_lab.evaluation.samples import Sample
 from nsm_lab.evaluation.slots import LayerSlots, SlotUsage
 from nsm_lab.evaluation.splits import SplitDifference, SplitResult
 from nsm_lab.evaluation.stored_state_quality import StoredFormat, StoredStateBucket, StoredStateResult
+from nsm_lab.provenance import Provenance
 
 
 def passkey_cell(length: int, depth: float, num_chosen: int) -> PasskeyCell:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsm_lab.evaluation import provenance
-from nsm_lab.evaluation.provenance import command_line, source_commit
+from nsm_lab import provenance
+from nsm_lab.provenance import command_line, source_commit
 
 
 @pytest.mark.parametrize(

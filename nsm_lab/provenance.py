@@ -1,9 +1,11 @@
-"""Where an evaluation's numbers come from: model, machine, source, time."""
+"""The origin of figures: model, machine, source, time."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import platform
 import shlex
 import subprocess
@@ -11,14 +13,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import tokenizers
-import torch
+PACKAGES = ("nsm-serve", "torch", "numpy", "tokenizers", "fastapi", "uvicorn", "orjson")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where the numbers come from."""
+    """The origin of an evaluation's figures."""
 
     model: str
     fingerprint: str
@@ -33,7 +33,7 @@ class Provenance:
 
 
 def command_line() -> str:
-    """How this process was started, without the place it is installed at."""
+    """The command that started this process, without its folder."""
     spec = sys.modules["__main__"].__spec__  # set when started by `python -m`
     program = [Path(sys.argv[0]).name] if spec is None else ["python", "-m", spec.name.removesuffix(".__main__")]
     return shlex.join([*program, *sys.argv[1:]])
@@ -57,13 +57,12 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that the figures depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "tokenizers": tokenizers.__version__,
-        "numpy": np.__version__,
-    }
+    """Versions of Python and of the installed packages that figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def utc_now() -> str:
