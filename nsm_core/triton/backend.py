@@ -16,6 +16,7 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.model.loader import load_checkpoint
+from nsm_core.triton.call_stats import MeasuredResponder
 from nsm_core.triton.config import WorkerConfig, read_config
 from nsm_core.triton.metrics import TritonMetrics
 from nsm_core.triton.responder import TritonResponder
@@ -82,7 +83,7 @@ class Backend:
                 parameters = json.loads(request.parameters() or "{}")
             except Exception as error:
                 logger.exception("a request could not be read")
-                responder.fail(Failure(error=error))
+                MeasuredResponder(responder, self._worker.calls).fail(Failure(error=error))
             else:
                 self._worker.accept(tensors, parameters, responder)
 
@@ -127,7 +128,7 @@ class Backend:
                 asking_s = time.monotonic() - began
                 if began >= publish_at:
                     publish_at = began + PUBLISH_S
-                    self._metrics.publish(self._worker.status())
+                    self._metrics.publish(self._worker.status(), self._worker.calls)
             except Exception:
                 logger.exception("watching the requests failed")
                 asking_s = WATCH_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsm_core.triton.call_stats import CallStats, Histogram
 from nsm_core.wire.description import WorkerStatus
 
 # name -> (description, where in the status); counters rise for ever
@@ -28,28 +29,60 @@ COUNTERS = {
 }
 
 
+OUTCOMES = ("nsm_worker_calls_total", "Calls for tokens by how they ended: a finish reason, or the code of an error")
+# Triton's own histograms take one observation at a time, a round trip each; these are counters with a label `le`
+HISTOGRAMS = {
+    "nsm_worker_time_to_first_token_seconds": ("Arrival to the first answer with tokens, of streams", "first_token"),
+    "nsm_worker_inter_token_latency_seconds": ("Gap before each further token of a stream", "gaps"),
+    "nsm_worker_call_seconds": ("Arrival to the last answer, of calls that ended well", "whole"),
+}
+Key = tuple[str, str]  # a metric's name, and the value of the label that its family has beside the instance's
+
+
 class TritonMetrics:
     """`pb_utils`: the module `triton_python_backend_utils`. `labels` tell the instances of a model apart."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
-        kinds = pb_utils.MetricFamily
-        self._families = []  # a metric lives as long as its family
-        self._metrics: dict[str, Any] = {}
-        self._published = dict.fromkeys([*GAUGES, *COUNTERS], 0.0)
-        for kind, table in ((kinds.GAUGE, GAUGES), (kinds.COUNTER, COUNTERS)):
-            for name, (description, _) in table.items():
-                family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-                self._families.append(family)
-                self._metrics[name] = family.Metric(labels=labels)
+        self._pb_utils = pb_utils
+        self._labels = labels
+        self._families: dict[str, Any] = {}  # a metric lives as long as its family
+        self._metrics: dict[Key, Any] = {}
+        self._published: dict[Key, float] = {}
 
-    def publish(self, status: WorkerStatus) -> None:
+    def publish(self, status: WorkerStatus, calls: CallStats) -> None:
         """Each metric that changed costs a round trip through shared memory."""
-        for name, (_, source) in (GAUGES | COUNTERS).items():
+        for name, (description, source) in (GAUGES | COUNTERS).items():
             part, _, field = source.partition(".")
-            value = float(getattr(getattr(status, part), field))
-            change = value - self._published[name]
-            if change and name in GAUGES:
-                self._metrics[name].set(value)
-            elif change:
-                self._metrics[name].increment(change)
-            self._published[name] = value
+            self._follow(name, description, getattr(getattr(status, part), field))
+        name, description = OUTCOMES
+        for outcome, count in calls.outcomes().items():
+            self._follow(name, description, count, outcome=outcome)
+        for name, (description, source) in HISTOGRAMS.items():
+            self._follow_histogram(name, description, getattr(calls, source))
+
+    def _follow_histogram(self, name: str, description: str, histogram: Histogram) -> None:
+        count = 0
+        for bound, count in histogram.cumulative():
+            self._follow(f"{name}_bucket", description, count, le=bound)
+        self._follow(f"{name}_count", description, count)
+        self._follow(f"{name}_sum", description, histogram.total)
+
+    def _follow(self, name: str, description: str, value: float, **more: str) -> None:
+        """Brings one metric to `value`; those that are no gauges only rise. It begins at 0 when first followed."""
+        key = (name, "".join(more.values()))
+        if key not in self._metrics:
+            self._metrics[key] = self._family(name, description).Metric(labels={**self._labels, **more})
+            self._published[key] = 0.0
+        change = float(value) - self._published[key]
+        if change and name in GAUGES:
+            self._metrics[key].set(float(value))
+        elif change:
+            self._metrics[key].increment(change)
+        self._published[key] = float(value)
+
+    def _family(self, name: str, description: str) -> Any:
+        if name not in self._families:
+            kinds = self._pb_utils.MetricFamily
+            kind = kinds.GAUGE if name in GAUGES else kinds.COUNTER
+            self._families[name] = kinds(name=name, description=description, kind=kind)
+        return self._families[name]

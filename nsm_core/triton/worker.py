@@ -23,6 +23,7 @@ from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
 from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.inspection import inspect_state
+from nsm_core.triton.call_stats import CallStats, MeasuredResponder
 from nsm_core.triton.config import MIB, WorkerConfig
 from nsm_core.triton.forwarding import Pacing, forward_stream, forward_whole
 from nsm_core.triton.limits import CallLimits
@@ -71,6 +72,7 @@ class Worker:
             ),
             after_step=self._stepped.set,
         )
+        self.calls = CallStats()
         self._states = StateCache(config.kept_states_mb * MIB)
         tokenizer = loaded.tokenizer
         self._max_token_bytes = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
@@ -147,12 +149,13 @@ class Worker:
 
     async def _answer(self, tensors: Tensors, parameters: Mapping[str, Any], responder: Responder) -> None:
         """A call's whole life. However it ends, its client gets one last answer."""
+        responder, plain = MeasuredResponder(responder, self.calls), responder
         try:
             call = decode_call(tensors, parameters, draw_seed=lambda: secrets.randbits(SEED_BITS))
             if isinstance(call, GenerateCall):
                 await self._generate(call, responder)
             else:
-                responder.send(await self._tell(call), is_last=True)
+                plain.send(await self._tell(call), is_last=True)
         except (NsmError, StateMissing) as error:
             responder.fail(Failure(error=error))
         except asyncio.CancelledError:

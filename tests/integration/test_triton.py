@@ -158,6 +158,32 @@ async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTrit
         await eventually(is_published)
 
 
+async def test_X22_refusals_are_errors_in_the_metrics_of_the_server(
+    client: TritonClient, triton: RunningTriton
+) -> None:
+    """Of Triton's own page, so with its real metrics: labels and counters of every kind that is published."""
+    async with httpx.AsyncClient() as http:
+
+        async def figures() -> dict[str, float]:
+            page = (await http.get(f"http://127.0.0.1:{triton.server.metrics_port}/metrics")).text
+            lines = re.findall(r"^(nsm_worker_\w+)\{(.*)\} (\S+)$", page, re.MULTILINE)
+            kept = re.compile(r'(?:le|outcome)="[^"]*"')
+            return {" ".join((name, *kept.findall(labels))): float(value) for name, labels, value in lines}
+
+        before = await figures()
+        await client.call(stream_call(sampling=sampling(5)))
+        with pytest.raises(InvalidRequest):
+            await client.call(stream_call(prompt_ids=(10**6,), sampling=sampling(1)))
+
+        async def is_published() -> bool:
+            now = await figures()
+            names = ('nsm_worker_calls_total outcome="length"', 'nsm_worker_calls_total outcome="invalid_request"')
+            names += ('nsm_worker_time_to_first_token_seconds_bucket le="+Inf"', "nsm_worker_call_seconds_count")
+            return [now.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
+
+        await eventually(is_published)
+
+
 async def test_T4_cancel_is_seen(client: TritonClient) -> None:
     running = client.stream(encode_call(stream_call(sampling=sampling(ENDLESS))))
     waiting = [client.stream(encode_call(stream_call(sampling=sampling(ENDLESS)))) for _ in range(MAX_SLOTS)]

@@ -109,11 +109,19 @@ class _Metric:
         self.value = 0.0
         self.num_writes = 0
         self.is_written = threading.Event()
+        self._changed = threading.Condition()
 
     def set(self, value: float) -> None:
-        self.value = value
-        self.num_writes += 1
+        with self._changed:
+            self.value = value
+            self.num_writes += 1
+            self._changed.notify_all()
         self.is_written.set()
+
+    def reaches(self, value: float) -> bool:
+        """Waits for it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.value == value, WAIT_S)
 
     def increment(self, value: float) -> None:
         assert value > 0
@@ -139,12 +147,13 @@ class FakeTriton:
 
             def __init__(self, *, name: str, description: str, kind: str) -> None:
                 assert description
-                assert kind == ("counter" if name.endswith("_total") else "gauge")
+                assert kind == ("counter" if name.endswith(("_total", "_bucket", "_count", "_sum")) else "gauge")
                 self._name = name
 
             def Metric(self, *, labels: Mapping[str, str]) -> _Metric:
                 assert labels
-                return triton.metrics.setdefault(self._name, _Metric())
+                more = "".join(value for name, value in labels.items() if name in ("outcome", "le"))
+                return triton.metrics.setdefault(f"{self._name} {more}".strip(), _Metric())
 
         self.MetricFamily = MetricFamily
 

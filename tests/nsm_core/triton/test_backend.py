@@ -18,8 +18,9 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton import backend as backend_module
 from nsm_core.triton.backend import Backend, device_of
+from nsm_core.triton.call_stats import Histogram
 from nsm_core.triton.config import WorkerConfig
-from nsm_core.triton.metrics import COUNTERS, GAUGES
+from nsm_core.triton.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from nsm_core.triton.stop_signal import STOP_SIGNAL, StopSignal
 from nsm_core.wire.call_tensors import encode_call
 from nsm_core.wire.calls import GenerateCall
@@ -219,9 +220,39 @@ def test_figures_are_published(backend: Backend, triton: FakeTriton) -> None:
     wait(request)
     assert triton.metrics["nsm_worker_kept_states"].is_written.wait(WAIT_S)
     assert triton.metrics["nsm_worker_steps_total"].is_written.wait(WAIT_S)
-    assert set(triton.metrics) == {*GAUGES, *COUNTERS}
+    assert {*GAUGES, *COUNTERS} <= set(triton.metrics)
     assert triton.metrics["nsm_worker_kept_states"].value == 1
     assert triton.metrics["nsm_worker_slots"].num_writes == 1
+
+
+def test_X22_calls_are_counted_by_their_end_and_timed(backend: Backend, triton: FakeTriton) -> None:
+    """Triton's own nv_inference_request_success counts a refusal as a success."""
+    ids = {"input_ids": np.array([0, 5], dtype=np.int32)}
+    good = generate(max_tokens=4)
+    whole, bad = FakeRequest(ids, {"max_tokens": 3, "ignore_eos": True}), FakeRequest(ids, {"max_tokens": -1})
+    backend.execute([good, whole, bad])
+    for request in (good, whole, bad):
+        wait(request)
+    wanted = {"nsm_worker_calls_total length": 2, "nsm_worker_calls_total invalid_request": 1}
+    wanted |= {"nsm_worker_call_seconds_count": 2, "nsm_worker_time_to_first_token_seconds_count": 1}
+    wanted |= {"nsm_worker_inter_token_latency_seconds_count": 3}
+    for name, value in wanted.items():
+        assert triton.metrics[name].reaches(value), name
+    for name in HISTOGRAMS:
+        buckets = [metric.value for key, metric in triton.metrics.items() if key.startswith(f"{name}_bucket")]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == triton.metrics[f"{name}_count"].value
+    assert triton.metrics["nsm_worker_call_seconds_sum"].value > 0
+    assert "nsm_worker_calls_total overloaded" in triton.metrics  # before the first
+
+
+def test_X22_a_histogram_counts_as_prometheus_does() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for value in (0.1, 0.11, 5.0):
+        histogram.observe(value)
+    histogram.observe(0.5, times=2)
+    assert list(histogram.cumulative()) == [("0.1", 1), ("1.0", 4), ("+Inf", 5)]
+    assert histogram.total == pytest.approx(6.21)
 
 
 def test_a_worker_does_not_outlive_its_server(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
