@@ -38,7 +38,7 @@ class Speed:
     read: float  # tokens/s
     decode: tuple[tuple[int, float], ...]  # (requests at once, tokens/s of them all), rising
     token_s: float  # of the gateway, for each token
-    turn_s: float  # of the gateway, for each turn: its snapshot unpacked and packed
+    turn_s: float  # of the gateway, for each turn: its snapshot decoded and encoded
 
     def tokens_per_s(self, running: int) -> float:
         """Of each of `running` requests, the gateway's share included."""

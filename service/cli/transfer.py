@@ -18,7 +18,7 @@ from service.cli.stores import opened_store, source_settings, target_settings
 
 if TYPE_CHECKING:
     from service.settings import Settings
-    from service.transfer.backup import Moved, Outcome
+    from service.transfer.backup import Outcome, TransferResult
 
 Tenant = Annotated[str | None, typer.Option(help="Only this tenant's sessions.", show_default="all tenants")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace sessions that are there under the same id.")]
@@ -109,7 +109,7 @@ async def _copy(source: Settings, target: Settings, tenant: str | None, is_overw
         await _follow(steps, tally, label="copy", total=len(names))
 
 
-async def _follow(steps: AsyncGenerator[Moved], tally: Tally, *, label: str, total: int) -> None:
+async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label: str, total: int) -> None:
     """Counts and shows what is done. `total`: sessions, or bytes where the steps tell those."""
     from nsm_core.errors import NsmError
 
@@ -129,13 +129,13 @@ class Tally:
     def __init__(self) -> None:
         self._sessions: Counter[Outcome] = Counter()
         self._documents: Counter[Outcome] = Counter()
-        self._odd: list[Moved] = []
+        self._odd: list[TransferResult] = []
 
     @property
     def num_sessions(self) -> int:
         return self._sessions.total()
 
-    def add(self, moved: Moved) -> None:
+    def add(self, moved: TransferResult) -> None:
         (self._documents if moved.is_document else self._sessions)[moved.outcome] += 1
         if moved.outcome in ("exists", "failed"):
             self._odd.append(moved)

@@ -115,7 +115,7 @@ class ReadAnswer:
         text, num_given, ended = ResponseText(self._services), 0, None
         try:
             self._source = await self._services.turns.follow(
-                SessionKey(self._tenant, stored.chain.place.session_id), turn_id=stored.id
+                SessionKey(self._tenant, stored.chain.end.session_id), turn_id=stored.id
             )
             async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as batches:
                 async for batch in batches:

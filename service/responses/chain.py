@@ -1,4 +1,4 @@
-"""Where a response's turn begins: a chain of responses as a place in a session's token log.
+"""Where a response's turn begins: a chain of responses as a position in a session's token log.
 
 A chain lives on one session for as long as its turns follow each other. Instructions are no part of it: a turn that
 brings some runs on a session of its own, which has them in front of what the chain has read; while they stay the same,
@@ -19,7 +19,7 @@ from service.stores.sessions.key import SessionKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LogPosition:
     """The end of one turn of a session."""
 
     session_id: str
@@ -31,51 +31,53 @@ class Place:
 class Chain:
     """What the next turn inherits.
 
-    `place`: where the newest turn ended. Its log holds `num_instruction_tokens` of `instructions` after the token that
-    starts a text. `plain`: the newest place whose log is a beginning of the chain, without any instructions; None when
-    there is none, and when `place` is one itself.
+    `end`: the end of the newest turn. Its log holds `num_instruction_tokens` of `instructions` after the token that
+    starts a text. `plain`: the newest position whose log is the start of the chain, without any instructions; None when
+    there is none, and when `end` is one itself.
     """
 
-    place: Place
+    end: LogPosition
     instructions: str | None = None
     num_instruction_tokens: int = 0
-    plain: Place | None = None
+    plain: LogPosition | None = None
 
     @property
     def session_ids(self) -> set[str]:
         """The sessions it needs."""
-        return {place.session_id for place in (self.place, self.plain) if place is not None}
+        return {position.session_id for position in (self.end, self.plain) if position is not None}
 
     @property
-    def plain_place(self) -> Place | None:
-        return self.place if self.instructions is None else self.plain
+    def plain_end(self) -> LogPosition | None:
+        return self.end if self.instructions is None else self.plain
 
     def to_document(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Chain:
-        places = {name: None if document[name] is None else Place(**document[name]) for name in ("place", "plain")}
-        return cls(**{**document, **places})
+        positions = {
+            name: None if document[name] is None else LogPosition(**document[name]) for name in ("end", "plain")
+        }
+        return cls(**{**document, **positions})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """A turn on the session at `place` (None: on a new one) that reads `input_ids`.
+    """A turn on the session at `start` (None: on a new one) that reads `input_ids`.
 
     The rest is of the chain after it.
     """
 
-    place: Place | None
+    start: LogPosition | None
     input_ids: tuple[int, ...]
     instructions: str | None = None
     num_instruction_tokens: int = 0
-    plain: Place | None = None
+    plain: LogPosition | None = None
 
-    def chain_at(self, place: Place) -> Chain:
-        """The chain when this turn ended at `place`."""
+    def chain_to(self, end: LogPosition) -> Chain:
+        """The chain when this turn ended at `end`."""
         return Chain(
-            place=place,
+            end=end,
             instructions=self.instructions,
             num_instruction_tokens=self.num_instruction_tokens,
             plain=self.plain,
@@ -98,20 +100,20 @@ async def plan_turn(
     text_ids = await encoder.encode(_text(template, base, items), param="input")
     if base is not None and base.instructions == instructions:
         return TurnPlan(
-            place=base.place,
+            start=base.end,
             input_ids=tuple(text_ids),
             instructions=instructions,
             num_instruction_tokens=base.num_instruction_tokens,
             plain=base.plain,
         )
     chain_ids = await _chain_ids(services, tenant, base)
-    plain = None if base is None else base.plain_place
+    plain = None if base is None else base.plain_end
     if instructions is None:
         num_read = 0 if plain is None else plain.num_log_tokens
-        return TurnPlan(place=plain, input_ids=(*chain_ids[num_read:], *text_ids))
+        return TurnPlan(start=plain, input_ids=(*chain_ids[num_read:], *text_ids))
     preface = await encoder.encode(template.render_preface(instructions), param="instructions")
     return TurnPlan(
-        place=None,
+        start=None,
         input_ids=(chain_ids[0], *preface, *chain_ids[1:], *text_ids),
         instructions=instructions,
         num_instruction_tokens=len(preface),
@@ -132,8 +134,6 @@ async def _chain_ids(services: Services, tenant: str, base: Chain | None) -> tup
     """The chain without instructions, from the token that starts a text."""
     if base is None:
         return (services.backend.tokenizer.end_of_text_id,)
-    place = base.place
-    log_ids = await services.store.read_log(
-        SessionKey(tenant, place.session_id), stop=place.num_log_tokens
-    )  # fmt: skip
+    key = SessionKey(tenant, base.end.session_id)
+    log_ids = await services.store.read_log(key, stop=base.end.num_log_tokens)
     return (log_ids[0], *log_ids[1 + base.num_instruction_tokens :])

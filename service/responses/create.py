@@ -204,4 +204,4 @@ async def count_input_tokens(services: Services, tenant: str, body: ContextField
         plan = await make_plan(services, tenant, body, context, body.items())
     except NotFound as error:
         raise _gone(body, error) from error
-    return len(plan.input_ids) + (0 if plan.place is None else plan.place.num_log_tokens)
+    return len(plan.input_ids) + (0 if plan.start is None else plan.start.num_log_tokens)

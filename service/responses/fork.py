@@ -13,7 +13,7 @@ from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.deps import Services
-from service.responses.chain import Place
+from service.responses.chain import LogPosition
 from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.rebuild import sampled_counts, seed_of
@@ -29,7 +29,7 @@ def new_session_id() -> str:
     return f"sess_{uuid.uuid4().hex}"
 
 
-async def create_session(services: Services, tenant: str) -> Place:
+async def create_session(services: Services, tenant: str) -> LogPosition:
     """A new, empty session. Raises QuotaExceeded."""
     new = NewSession(
         key=SessionKey(tenant, new_session_id()),
@@ -37,51 +37,52 @@ async def create_session(services: Services, tenant: str) -> Place:
         metadata=METADATA,
     )
     head = await services.store.create(new)
-    return Place(session_id=head.session_id, version=head.version, num_log_tokens=0)
+    return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=0)
 
 
-async def fork_at(services: Services, tenant: str, place: Place, *, deadline: float) -> Place:
-    """The same place of a new session. Its state is copied or, when the session has moved on, made by reading the log
-    from the nearest older snapshot that it keeps.
+async def fork_at(services: Services, tenant: str, position: LogPosition, *, deadline: float) -> LogPosition:
+    """The same position in a new session. Its state is a copy. When the session has moved on, the state is made by
+    reading the log from the nearest retained snapshot.
 
-    Raises NotFound when the session's log does not have that place any more, and what `TurnPlan`s raise.
+    Raises NotFound when the session's log does not have that position any more, and what `TurnPlan`s raise.
     """
-    copy = await read_copy(services.store, SessionKey(tenant, place.session_id))
-    if copy.head.version != place.version:
+    copy = await read_copy(services.store, SessionKey(tenant, position.session_id))
+    if copy.head.version != position.version:
         with services.tenants.enter(tenant):
-            copy = await _cut(services, copy, place, deadline=deadline)
+            copy = await _cut(services, copy, position, deadline=deadline)
     head = await create_copy(
         services.store,
         copy,
         SessionKey(tenant, new_session_id()),
         metadata=METADATA,
         ttl_s=copy.head.ttl_s,
-        forked_from=f"{place.session_id}@{copy.head.position}",
+        forked_from=f"{position.session_id}@{copy.head.position}",
     )
-    return Place(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
+    return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
 
 
-async def _cut(services: Services, copy: SessionCopy, place: Place, *, deadline: float) -> SessionCopy:
-    """The session as it was at `place`; the last token of its log may wait to be read, as after a rewind."""
-    marks = tuple(mark for mark in copy.marks if mark.version <= place.version)
-    if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (place.version, place.num_log_tokens):
+async def _cut(services: Services, copy: SessionCopy, position: LogPosition, *, deadline: float) -> SessionCopy:
+    """The session as it was at `position`; the last token of its log may wait to be read, as after a rewind."""
+    marks = tuple(mark for mark in copy.marks if mark.version <= position.version)
+    if not marks or (marks[-1].version, marks[-1].num_log_tokens) != (position.version, position.num_log_tokens):
         raise NotFound(
-            f"session {place.session_id!r} was taken back behind version {place.version}", code="session_not_found"
+            f"session {position.session_id!r} was taken back behind version {position.version}",
+            code="session_not_found",
         )
     backend = services.backend
     model, tokenizer = backend.model, backend.tokenizer
     # refuses what this model must not read; the state itself is not used
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
-    log_ids = copy.log_ids[: place.num_log_tokens]
+    log_ids = copy.log_ids[: position.num_log_tokens]
     end, rounding = await _state_after(backend, services.store, copy.head, marks, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
-    before = dataclasses.replace(copy.head, version=place.version - 1)
+    before = dataclasses.replace(copy.head, version=position.version - 1)
     start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
     snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), form=services.state_format)
     head = dataclasses.replace(
         copy.head,
-        version=place.version,
+        version=position.version,
         position=end.position,
         num_log_tokens=len(log_ids),
         snapshot_bytes=len(snapshot),

@@ -115,18 +115,18 @@ def opening_of(response: Response) -> Response:
 def texts_before(opened: Response, item_id: str) -> list[Event]:
     """The events before the first piece of text."""
     item = output_item(item_id, None, status="in_progress")
-    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
     return [
         {"type": "response.created", "response": opened},
         {"type": "response.in_progress", "response": opened},
         {"type": "response.output_item.added", "output_index": 0, "item": item},
-        {"type": "response.content_part.added", **place, "part": output_text("")},
+        {"type": "response.content_part.added", **location, "part": output_text("")},
     ]
 
 
 def delta_event(item_id: str, text: str) -> Event:
-    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    return {"type": "response.output_text.delta", **place, "delta": text, "logprobs": []}
+    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    return {"type": "response.output_text.delta", **location, "delta": text, "logprobs": []}
 
 
 def texts_after(ended: Response, item_id: str) -> list[Event]:
@@ -136,10 +136,10 @@ def texts_after(ended: Response, item_id: str) -> list[Event]:
         return [last]
     item = ended["output"][0]
     part = item["content"][0]
-    place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
     return [
-        {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []},
-        {"type": "response.content_part.done", **place, "part": part},
+        {"type": "response.output_text.done", **location, "text": part["text"], "logprobs": []},
+        {"type": "response.content_part.done", **location, "part": part},
         {"type": "response.output_item.done", "output_index": 0, "item": item},
         last,
     ]

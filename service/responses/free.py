@@ -7,7 +7,7 @@ import dataclasses
 
 from nsm_core.engine.request import GenerationRequest
 from service.generate.choices import RequestGroup
-from service.responses.chain import Place, TurnPlan
+from service.responses.chain import LogPosition, TurnPlan
 from service.responses.opening import Opening
 from service.state.resume import Continuation, resume
 from service.stores.sessions.key import SessionKey
@@ -30,22 +30,22 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
         sampling=opening.sampling,
         deadline=opening.deadline,
     )
-    if plan.place is None:
+    if plan.start is None:
         return fresh
-    start = await _start(opening, plan.place)
+    start = await _start(opening, plan.start)
     if start is not None:
-        request = start.generation_request(opening.turn_request(response_id, plan, plan.place))
+        request = start.generation_request(opening.turn_request(response_id, plan, plan.start))
         return dataclasses.replace(request, keep_state=False)
     log_ids = await opening.services.store.read_log(
-        SessionKey(opening.tenant, plan.place.session_id), stop=plan.place.num_log_tokens
+        SessionKey(opening.tenant, plan.start.session_id), stop=plan.start.num_log_tokens
     )
     return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
 
 
-async def _start(opening: Opening, place: Place) -> Continuation | None:
-    """The state at `place`; None when the session has none that can be used, and its log is to be read."""
-    stored = await opening.services.store.load(SessionKey(opening.tenant, place.session_id))
+async def _start(opening: Opening, position: LogPosition) -> Continuation | None:
+    """The state at `position`; None when the session has none that can be used, and its log is to be read."""
+    stored = await opening.services.store.load(SessionKey(opening.tenant, position.session_id))
     backend = opening.services.backend
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
-    is_there = isinstance(found, Continuation) and stored.head.version == place.version
+    is_there = isinstance(found, Continuation) and stored.head.version == position.version
     return found if is_there and isinstance(found, Continuation) else None

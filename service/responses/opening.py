@@ -8,7 +8,7 @@ import dataclasses
 from nsm_core.errors import NotFound, SessionBusy, TurnCancelled, VersionConflict
 from nsm_core.sampling.params import SamplingParams
 from service.deps import Services
-from service.responses.chain import Place, TurnPlan
+from service.responses.chain import LogPosition, TurnPlan
 from service.responses.conversations import Conversation, begin_turn
 from service.responses.fork import create_session, fork_at
 from service.responses.records import Draft, StoredResponse, hold_sessions, let_go_of_sessions, put_response
@@ -36,8 +36,8 @@ class Opening:
         Raises what `Turns.open_turn` raises, NotFound when the session is gone, VersionConflict when another try of the
         same response has begun.
         """
-        place, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
-        stored = StoredResponse.begun(draft, plan.chain_at(place))
+        position, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
+        stored = StoredResponse.begun(draft, plan.chain_to(position))
         services, tenant = self.services, self.tenant
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(_stop, turn)
@@ -55,49 +55,49 @@ class Opening:
 
     async def _turn(
         self, response_id: str, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
-    ) -> tuple[Place, Turn]:
-        """The turn, and the place it begins at."""
-        if plan.place is not None and not is_shared and await self._is_head(plan.place):
+    ) -> tuple[LogPosition, Turn]:
+        """The turn, and the position it begins at."""
+        if plan.start is not None and not is_shared and await self._is_head(plan.start):
             try:
-                return plan.place, await self._open(response_id, plan, plan.place)
+                return plan.start, await self._open(response_id, plan, plan.start)
             except SessionBusy:
                 if conversation is not None:
                     raise
             except VersionConflict:
                 pass  # another turn was faster
-        place = await self._new_session(plan)
+        position = await self._new_session(plan)
         try:
-            return place, await self._open(response_id, plan, place)
+            return position, await self._open(response_id, plan, position)
         except BaseException:
             with contextlib.suppress(NotFound):
-                await self.services.turns.delete(SessionKey(self.tenant, place.session_id))
+                await self.services.turns.delete(SessionKey(self.tenant, position.session_id))
             raise
 
-    async def _is_head(self, place: Place) -> bool:
+    async def _is_head(self, position: LogPosition) -> bool:
         """Whether its session has not gone on from there. Raises NotFound."""
-        head = await self.services.store.get(SessionKey(self.tenant, place.session_id))
-        return head.version == place.version
+        head = await self.services.store.get(SessionKey(self.tenant, position.session_id))
+        return head.version == position.version
 
-    async def _new_session(self, plan: TurnPlan) -> Place:
-        if plan.place is None:
+    async def _new_session(self, plan: TurnPlan) -> LogPosition:
+        if plan.start is None:
             return await create_session(self.services, self.tenant)
-        return await fork_at(self.services, self.tenant, plan.place, deadline=self.deadline)
+        return await fork_at(self.services, self.tenant, plan.start, deadline=self.deadline)
 
-    async def _open(self, response_id: str, plan: TurnPlan, place: Place) -> Turn:
-        return await self.services.turns.open_turn(self.turn_request(response_id, plan, place))
+    async def _open(self, response_id: str, plan: TurnPlan, position: LogPosition) -> Turn:
+        return await self.services.turns.open_turn(self.turn_request(response_id, plan, position))
 
-    def turn_request(self, response_id: str, plan: TurnPlan, place: Place) -> TurnRequest:
+    def turn_request(self, response_id: str, plan: TurnPlan, position: LogPosition) -> TurnRequest:
         """The ids begin a text themselves on a new session, and the seed is this response's own: two answers to one
         question differ.
         """
         return TurnRequest(
             request_id=response_id,
-            key=SessionKey(self.tenant, place.session_id),
+            key=SessionKey(self.tenant, position.session_id),
             input_ids=plan.input_ids,
             is_verbatim=True,
             sampling=self.sampling,
             has_own_seed=True,
-            expected_version=place.version,
+            expected_version=position.version,
             arrival=self.arrival,
             deadline=self.deadline,
             is_resumable=self.is_resumable,

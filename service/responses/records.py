@@ -35,7 +35,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response as it is kept. Its turn runs on `chain.place`'s session, under the response's id.
+    """A response as it is kept. Its turn runs on the session of `chain.end`, under the response's id.
 
     `chain`: what a next turn inherits; while it runs, and if it failed, where its turn began. `deltas`: the pieces of
     text that its stream has, empty until the end. `conversation_id` is None for a response of none. `version` is the

@@ -13,7 +13,7 @@ async def cancel_response(services: Services, tenant: str, response_id: str) -> 
     stored = await settled(services, tenant, await load_response(services, tenant, response_id))
     if stored.has_ended:
         return stored
-    await services.turns.cancel(SessionKey(tenant, stored.chain.place.session_id))
+    await services.turns.cancel(SessionKey(tenant, stored.chain.end.session_id))
     return await read_to_its_end(services, tenant, stored)
 
 

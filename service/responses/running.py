@@ -11,7 +11,7 @@ from nsm_core.errors import LeaseLost, NotFound, NsmError, StoreUnavailable, Tur
 from service.deps import Services
 from service.generate.chat import PrefixCutter
 from service.generate.deltas import Delta
-from service.responses.chain import Place, chat_template
+from service.responses.chain import LogPosition, chat_template
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
@@ -80,7 +80,7 @@ async def keep_end(services: Services, tenant: str, stored: StoredResponse, text
 async def _brief_record(services: Services, tenant: str, stored: StoredResponse) -> TurnRecord | None:
     """What the record of the response's turn says, without request and chunks."""
     return await services.store.get_turn(
-        SessionKey(tenant, stored.chain.place.session_id),
+        SessionKey(tenant, stored.chain.end.session_id),
         turn_id=stored.id,
         first_chunk=NO_CHUNKS,
         with_request=False,
@@ -118,11 +118,11 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
     elif error is not None or end is None:
         response = failed_response(stored.response, error or _lost())
     else:
-        head, before = end.head, stored.chain.place
-        place = Place(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
+        head, before = end.head, stored.chain.end
+        position = LogPosition(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
         whole = "".join(text.deltas)
         response = ended_response(stored.response, end.finished, item_id=stored.item_id, text=whole)
-        stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, place=place))
+        stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, end=position))
     return dataclasses.replace(stored, response=response, deltas=text.deltas)
 
 
@@ -130,7 +130,7 @@ async def settled(services: Services, tenant: str, stored: StoredResponse) -> St
     """The response as it is now. One whose process was lost is taken over, or found to have ended."""
     if stored.has_ended:
         return stored
-    key = SessionKey(tenant, stored.chain.place.session_id)
+    key = SessionKey(tenant, stored.chain.end.session_id)
     turn = await services.store.get_turn(key, turn_id=stored.id, first_chunk=NO_CHUNKS)
     if turn is None:
         return await store_end(services, tenant, stored, ResponseText(services), _lost())
@@ -149,7 +149,7 @@ async def read_to_its_end(services: Services, tenant: str, stored: StoredRespons
     Still in progress when the turn was handed over: this process stops.
     """
     text = ResponseText(services)
-    key = SessionKey(tenant, stored.chain.place.session_id)
+    key = SessionKey(tenant, stored.chain.end.session_id)
     try:
         source = await services.turns.follow(key, turn_id=stored.id)
         async with contextlib.aclosing(source.events()) as events:

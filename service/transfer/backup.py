@@ -25,7 +25,7 @@ Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
+class TransferResult:
     """What became of one session or document. The key of a document has its kind and its id for the session's id.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
@@ -61,7 +61,7 @@ async def _newest_first(store: SessionStore, tenant: str) -> AsyncIterator[Sessi
 
 async def backup(
     store: SessionStore, names: Sequence[SessionKey], path: Path, *, tenant: str | None = None
-) -> AsyncGenerator[Moved]:
+) -> AsyncGenerator[TransferResult]:
     """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
 
     `path` appears, or is replaced, when all are written.
@@ -74,14 +74,14 @@ async def backup(
                 copy = await read_copy(store, name)
                 await asyncio.to_thread(archive.add, copy)
             except NotFound:
-                yield Moved(name, "gone")
+                yield TransferResult(name, "gone")
             except (SnapshotCorrupt, SessionBusy, InvalidRequest) as error:
-                yield Moved(name, "failed", error)
+                yield TransferResult(name, "failed", error)
             else:
-                yield Moved(name, "written")
+                yield TransferResult(name, "written")
         async for owned in records_beside(store).scan(tenant=tenant):
             archive.add_document(owned)
-            yield Moved(_name_of(owned), "written", is_document=True)
+            yield TransferResult(_name_of(owned), "written", is_document=True)
         archive.finish()
 
 
@@ -111,7 +111,7 @@ def _sync_directory(directory: Path) -> None:
 
 async def restore(
     store: SessionStore, file: IO[bytes], *, tenant: str | None = None, is_overwriting: bool = False
-) -> AsyncGenerator[Moved]:
+) -> AsyncGenerator[TransferResult]:
     """Makes the sessions and documents of a backup, `tenant`'s only if given; each is checked before it is written.
 
     Raises ArchiveDamaged where the file's good part ends: what was yielded before is in the store.
@@ -122,11 +122,11 @@ async def restore(
         if tenant not in (None, name.tenant):
             continue
         if isinstance(content, SessionCopy):
-            outcome = await place(store, content, is_overwriting=is_overwriting)
+            outcome = await restore_session(store, content, is_overwriting=is_overwriting)
         else:
-            outcome = await place_document(records, content, is_overwriting=is_overwriting)
+            outcome = await restore_document(records, content, is_overwriting=is_overwriting)
         is_document = isinstance(content, OwnedRecord)
-        yield Moved(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
+        yield TransferResult(name, outcome, num_bytes_read=entry.num_bytes_read, is_document=is_document)
 
 
 def _name_of(content: SessionCopy | OwnedRecord) -> SessionKey:
@@ -142,7 +142,7 @@ async def copy_sessions(
     *,
     tenant: str | None = None,
     is_overwriting: bool = False,
-) -> AsyncGenerator[Moved]:
+) -> AsyncGenerator[TransferResult]:
     """Makes the sessions in `target`, each as of its newest commit, and the documents, `tenant`'s only if given;
     `source` stays as it is.
 
@@ -151,18 +151,18 @@ async def copy_sessions(
     for name in names:
         try:
             copy = await read_copy(source, name)
-            yield Moved(name, await place(target, copy, is_overwriting=is_overwriting))
+            yield TransferResult(name, await restore_session(target, copy, is_overwriting=is_overwriting))
         except NotFound:
-            yield Moved(name, "gone")
+            yield TransferResult(name, "gone")
         except (SnapshotCorrupt, SessionBusy) as error:
-            yield Moved(name, "failed", error)
+            yield TransferResult(name, "failed", error)
     records = records_beside(target)
     async for owned in records_beside(source).scan(tenant=tenant):
-        outcome = await place_document(records, owned, is_overwriting=is_overwriting)
-        yield Moved(_name_of(owned), outcome, is_document=True)
+        outcome = await restore_document(records, owned, is_overwriting=is_overwriting)
+        yield TransferResult(_name_of(owned), outcome, is_document=True)
 
 
-async def place_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:
+async def restore_document(records: RecordStore, owned: OwnedRecord, *, is_overwriting: bool) -> Outcome:
     """Makes the document under its own name. One that is equal is left alone."""
     key: dict[str, Any] = {"tenant": owned.tenant, "kind": owned.kind, "record_id": owned.record_id}
     old = await records.get(**key)
@@ -172,7 +172,7 @@ async def place_document(records: RecordStore, owned: OwnedRecord, *, is_overwri
     return "written" if old is None else "replaced"
 
 
-async def place(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool) -> Outcome:
+async def restore_session(store: SessionStore, copy: SessionCopy, *, is_overwriting: bool) -> Outcome:
     """Makes the session in `store` under its own name, and reads it back.
 
     One that is equal is left alone, so doing it again changes nothing. Its TTL begins anew. Raises SnapshotCorrupt when

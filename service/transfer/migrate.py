@@ -162,7 +162,7 @@ class Migrator:
         return replay
 
     async def _commit(self, held: HeldLease, replay: Replay) -> None:
-        """The next version: the same place, another model's state of it."""
+        """The next version: the same position, another model's state of it."""
         head = held.stored.head
         backend = self._backend
         fed, pending = replay.log_ids[: head.position], replay.log_ids[head.position :]

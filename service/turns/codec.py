@@ -30,8 +30,8 @@ class StoredToken:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a committed turn left its session."""
+class CommitPoint:
+    """The head of a session right after a committed turn."""
 
     version: int
     position: int
@@ -40,7 +40,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What is kept of a turn that ended. `place` is None, and `error` is not, when it was not committed.
+    """What is kept of a turn that ended. `commit_point` is None, and `error` is not, when it was not committed.
 
     `render_options`: see TurnRequest. Counts, reason and energy are those of `finished`;
     its text follows from the tokens. `session_joules`: see TurnEnd.
@@ -50,7 +50,7 @@ class TurnResult:
     render_options: Mapping[str, Any]
     tokens: Sequence[StoredToken]
     finished: Finished
-    place: Place | None = None
+    commit_point: CommitPoint | None = None
     rebuilt: str | None = None
     other_numerics: str | None = None
     session_joules: float = 0.0
@@ -118,7 +118,7 @@ def encode_result(result: TurnResult) -> bytes:
         "prompt_tokens": finished.prompt_tokens,
         "cached_tokens": finished.cached_tokens,
         "completion_tokens": finished.completion_tokens,
-        "place": None if result.place is None else dataclasses.asdict(result.place),
+        "commit_point": None if result.commit_point is None else dataclasses.asdict(result.commit_point),
         "rebuilt": result.rebuilt,
         "other_numerics": result.other_numerics,
         "energy": [dataclasses.asdict(use) for use in finished.energy],
@@ -137,7 +137,7 @@ def decode_result(raw: bytes) -> TurnResult:
         render_options=fields["render_options"],
         tokens=[_token_of(token) for token in fields["tokens"]],
         finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
-        place=None if fields["place"] is None else Place(**fields["place"]),
+        commit_point=None if fields["commit_point"] is None else CommitPoint(**fields["commit_point"]),
         rebuilt=fields["rebuilt"],
         other_numerics=fields["other_numerics"],
         session_joules=fields["session_joules"],
@@ -173,7 +173,7 @@ def _token_of(fields: Sequence[Any]) -> StoredToken:
         return StoredToken(fields[0])
     token_id, logprob, top = fields
     return StoredToken(
-        token_id, TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((place[0], place[1]) for place in top))
+        token_id, TokenLogprob(token_id=token_id, logprob=logprob, top=tuple((entry[0], entry[1]) for entry in top))
     )
 
 

@@ -17,7 +17,7 @@ from service.state.resume import Continuation
 from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
 from service.telemetry.metrics.metrics import Metrics
-from service.turns.codec import Place, StoredToken, TurnResult, encode_result, stored_token
+from service.turns.codec import CommitPoint, StoredToken, TurnResult, encode_result, stored_token
 from service.turns.lease import HeldLease
 from service.turns.token_writer import TurnLog
 from service.turns.turn import HandedOver, TakenOver, Turn, TurnEnd
@@ -119,7 +119,7 @@ class TurnRun:
         started = time.monotonic()
         start, seed = self.start, self.request.sampling.seed
         new_ids = start.new_log_ids(end)
-        place = Place(
+        commit_point = CommitPoint(
             version=start.head.version + 1,
             position=end.position,
             num_log_tokens=start.head.num_log_tokens + len(new_ids),
@@ -133,7 +133,7 @@ class TurnRun:
                 form=self.held.state_format,
                 joules=joules_of((finished,)),
             )
-            return snapshot.encode(), self._ended(finished, tokens, place=place)
+            return snapshot.encode(), self._ended(finished, tokens, commit_point=commit_point)
 
         raw, ended = await asyncio.to_thread(encode)
         try:
@@ -162,7 +162,7 @@ class TurnRun:
         finished: Finished,
         tokens: Iterable[StoredToken],
         *,
-        place: Place | None = None,
+        commit_point: CommitPoint | None = None,
         error: NsmError | None = None,
     ) -> EndedTurn:
         result = TurnResult(
@@ -170,10 +170,10 @@ class TurnRun:
             render_options=self.render_options,
             tokens=list(tokens),
             finished=finished,
-            place=place,
+            commit_point=commit_point,
             rebuilt=self.start.rebuilt,
             other_numerics=self.start.other_numerics,
-            session_joules=0.0 if place is None else self._session_joules(finished),
+            session_joules=0.0 if commit_point is None else self._session_joules(finished),
             error=error,
         )
         return EndedTurn(turn_id=self.turn.turn_id, result=encode_result(result), ttl_s=self.record_ttl_s)

@@ -15,7 +15,7 @@ from service.messages import quoted
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
-from service.turns.codec import Place, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
+from service.turns.codec import CommitPoint, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
 from service.turns.detokenize import EventReplayer
 from service.turns.token_writer import happens
 from service.turns.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEnd, TurnEvent
@@ -157,12 +157,12 @@ class TurnFollower:
         finished = self._replayer.finish(result.finished)
         return TurnEnd(
             finished=finished,
-            head=_head_at(head, result.place),
+            head=_head_at(head, result.commit_point),
             session_joules=result.session_joules,
             error=result.error,
         )
 
 
-def _head_at(head: SessionHead, place: Place | None) -> SessionHead:
+def _head_at(head: SessionHead, commit_point: CommitPoint | None) -> SessionHead:
     """The head as a turn left it that is not the newest any more."""
-    return head if place is None else dataclasses.replace(head, **dataclasses.asdict(place))
+    return head if commit_point is None else dataclasses.replace(head, **dataclasses.asdict(commit_point))

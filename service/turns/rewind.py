@@ -62,9 +62,9 @@ async def rewind_session(
     """The head after the rewind, at a new version. The state is made by reading what stays of the log, from the nearest
     older snapshot that is kept.
 
-    The last token that stays is not fed but pending, whether it was sampled or read: so the next turn may be given more
-    to read, or nothing, and is the one that an unbroken session would have had at that place. Only a log of one token
-    is fed: a state stands on at least one.
+    The last token that stays is pending and not fed, whether it was sampled or read. So the next turn may bring more
+    input, or none, and equals the turn of a session that never went further. A log of one token is fed: a state stands
+    on at least one token.
 
     Raises what `Turns.open_turn` raises; then nothing has changed.
     """

@@ -108,8 +108,8 @@ def test_the_fleet_that_is_found_keeps_the_objective_and_is_not_idle() -> None:
 
 
 def test_memory_is_sessions_times_what_one_took() -> None:
-    assert session_bytes("fp32", 2) == pytest.approx(3_780_616 * 3.01)
-    assert memory_shards(10_000_000, "fp32", 2, 64) == 2_208
+    assert session_bytes("fp32", 2) == pytest.approx(3_780_616 * 3.42)
+    assert memory_shards(10_000_000, "fp32", 2, 64) == 2_509
     assert memory_shards(10_000_000, "int8", 0, 64) == 272
     assert memory_shards(1, "int8", 0, 64) == 1
 
@@ -118,7 +118,7 @@ def test_a_turn_reads_its_snapshot_and_writes_it_with_log_and_older_one() -> Non
     rows = [TraceRow(0.0, 200, 55, 0), TraceRow(1.0, 200, 56, 1)]  # 255 tokens, and 256
     read, written = store_bytes(rows, "fp32", 2)
     assert read == 3_780_616
-    assert written == pytest.approx(3_780_616 * (1 + 0.838 / 2) + 4 * 255.5)
+    assert written == pytest.approx(3_780_616 * 1.5 + 4 * 255.5)
     assert store_bytes(rows, "fp32", 0)[1] == pytest.approx(3_780_616 + 4 * 255.5)
 
 
@@ -126,10 +126,10 @@ def test_sizes_are_those_that_were_measured() -> None:
     text = (RESULTS / "state_dtype-cpu.txt").read_text()
     assert f"a raw state has {sizing.RAW_STATE_BYTES} bytes" in text
     for dtype in sizing.IN_REDIS:
-        once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", text, re.MULTILINE)
+        once = re.search(rf"^{dtype} +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
         assert once is not None
-        stored, packed, encode_ms, decode_ms = map(float, once.groups())
-        assert (stored, packed) == (sizing.STORED[dtype], sizing.PACKED[dtype])
+        stored, encode_ms, decode_ms = map(float, once.groups())
+        assert stored == sizing.STORED[dtype]
         if dtype == "fp32":
             assert SPEEDS["cpu core"].turn_s == pytest.approx((encode_ms + decode_ms) / 1000)
         kept = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)

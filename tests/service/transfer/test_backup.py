@@ -18,7 +18,7 @@ from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.archive import ArchiveDamaged
-from service.transfer.backup import Moved, all_sessions, backup, copy_sessions, place, restore
+from service.transfer.backup import TransferResult, all_sessions, backup, copy_sessions, restore, restore_session
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
 from tests.support.redis_servers import Topology, own_prefix
@@ -88,7 +88,7 @@ async def contents(store: SessionStore) -> list[tuple[Any, ...]]:
     return [(dataclasses.replace(copy.head, **times), copy.snapshot, copy.log_ids, copy.marks) for copy in copies]
 
 
-async def outcomes(steps: AsyncIterator[Moved]) -> list[tuple[str, str, str]]:
+async def outcomes(steps: AsyncIterator[TransferResult]) -> list[tuple[str, str, str]]:
     return [(moved.name.tenant, moved.name.session_id, moved.outcome) async for moved in steps]
 
 
@@ -223,7 +223,7 @@ async def test_what_cannot_be_replaced_stays() -> None:
     before = await contents(target)
     target.max_log = 3
     with pytest.raises(StorageFull):
-        await place(target, await read_copy(source, SessionKey("a", "s1")), is_overwriting=True)
+        await restore_session(target, await read_copy(source, SessionKey("a", "s1")), is_overwriting=True)
     assert await contents(target) == before
 
 
@@ -239,7 +239,7 @@ async def test_what_is_read_back_must_be_what_was_written() -> None:
     await turn(source, await create(source))
     copy: SessionCopy = await read_copy(source, SessionKey("a", "s1"))
     with pytest.raises(SnapshotCorrupt, match="read back as something else"):
-        await place(ForgetfulStore(clock=Clock()), copy, is_overwriting=False)
+        await restore_session(ForgetfulStore(clock=Clock()), copy, is_overwriting=False)
 
 
 async def test_responses_and_conversations_go_along(tmp_path: Path) -> None:

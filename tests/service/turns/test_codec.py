@@ -14,7 +14,7 @@ from nsm_core.sampling.params import SamplingParams
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import (
-    Place,
+    CommitPoint,
     StoredToken,
     TurnResult,
     decode_request,
@@ -95,7 +95,7 @@ def test_tokens_come_back_as_they_were(given_tokens: list[StoredToken]) -> None:
         render_options={"x": None},
         tokens=given_tokens,
         finished=FINISHED,
-        place=Place(version=3, position=7, num_log_tokens=8),
+        commit_point=CommitPoint(version=3, position=7, num_log_tokens=8),
         rebuilt="missing",
         other_numerics="cpu",
     )
