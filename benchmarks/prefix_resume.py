@@ -38,7 +38,7 @@ from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.memory import MemorySessionStore
 
-BOUNDS = PrefixBounds(max_bytes=2**29, max_tenant_bytes=2**29, ttl_s=3600.0)
+BOUNDS = PrefixBounds(max_bytes=2**29, ttl_s=3600.0)
 SYSTEM = "The old house stood at the end of the lane, and nobody had lived in it for thirty years or more. " * 40
 QUESTION = (
     "Number {turn}: and who, of all the people that you have met in this town, would go there with me at night? " * 3

@@ -52,11 +52,11 @@ WITHOUT = 1_600  # without older snapshots each takes the same
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A store, and what measures the session in it; `form`: how states are stored."""
+    """A store, and what measures the session in it; `state_format`: how states are stored."""
 
     store: SessionStore
     max_retained: int
-    form: StateFormat = StateFormat.FP32
+    state_format: StateFormat = StateFormat.FP32
     redis: Redis | None = None
     path: Path | None = None
 
@@ -98,14 +98,14 @@ async def main() -> None:
 async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     ids = book_ids(backend, args.turns * args.turn_tokens)
     async with contextlib.AsyncExitStack() as stack:
-        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.retained]
+        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.kept]
         if args.redis:
-            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.retained]
+            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.kept]
         await tell(backend, places, ids, args)
         sizes = {(place.max_retained, place.redis is None): await place.num_bytes() for place in places}
         newest = (await places[0].store.get(KEY)).position
         rows = []
-        for kept in args.retained:
+        for kept in args.kept:
             place = next(place for place in places if place.max_retained == kept and place.path is not None)
             found = await place.store.list_retained(KEY)
             row: dict[str, Any] = {
@@ -133,29 +133,35 @@ def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.asynccontextmanager
-async def file_place(directory: Path, max_retained: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
+async def file_place(
+    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
+) -> AsyncIterator[Place]:
     path = directory / f"kept-{max_retained}" / "sessions.db"
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        yield Place(store, max_retained, form, path=path)
+        yield Place(store, max_retained, state_format, path=path)
     finally:
         await store.close()
 
 
 @contextlib.asynccontextmanager
-async def redis_place(directory: Path, max_retained: int, form: StateFormat = StateFormat.FP32) -> AsyncIterator[Place]:
+async def redis_place(
+    directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
+) -> AsyncIterator[Place]:
     data = directory / f"redis-{max_retained}"
     data.mkdir(parents=True)
     async with redis_store(data, "everysec") as (store, client):
-        yield Place(store, max_retained, form, redis=client)
+        yield Place(store, max_retained, state_format, redis=client)
 
 
 async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, ...], args: argparse.Namespace) -> None:
     """The same session in every place, turn by turn: each as a committed turn leaves it."""
     metrics = Metrics(backend)
     leases = [
-        Leases(place.store, lease_s=60.0, metrics=metrics, max_retained=place.max_retained, state_format=place.form)
+        Leases(
+            place.store, lease_s=60.0, metrics=metrics, max_retained=place.max_retained, state_format=place.state_format
+        )
         for place in places
     ]
     for place in places:
@@ -189,8 +195,10 @@ def resume_from(backend: LocalBackend, event: PromptState) -> Resume:
 
 async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new_ids: tuple[int, ...]) -> None:
     version = held.stored.head.version
-    form = held.state_format
-    raw = snapshot_of(backend, event.state, position=event.position, version=version + 1, form=form).encode()
+    state_format = held.state_format
+    raw = snapshot_of(
+        backend, event.state, position=event.position, version=version + 1, state_format=state_format
+    ).encode()
     await held.commit(
         Commit(
             expected_version=version,
@@ -205,15 +213,15 @@ async def commit(backend: LocalBackend, held: HeldLease, event: PromptState, new
 
 
 def snapshot_of(
-    backend: LocalBackend, state: bytes, *, position: int, version: int, form: StateFormat = StateFormat.FP32
+    backend: LocalBackend, state: bytes, *, position: int, version: int, state_format: StateFormat = StateFormat.FP32
 ) -> Snapshot:
     header = SnapshotHeader(
         model_fingerprint=backend.model.fingerprint,
         numerics=backend.model.numerics,
         tokenizer_fingerprint=backend.tokenizer.fingerprint,
         layout=backend.model.state_layout,
-        stored_dtype=form.dtype,
-        rounded_to=form.dtype,
+        stored_dtype=state_format.dtype,
+        rounded_to=state_format.dtype,
         position=position,
         pending_id=None,
         sampler=SamplerState(seed=0, generated_counts={}),

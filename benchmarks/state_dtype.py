@@ -125,7 +125,7 @@ async def measure_sessions(
                 "dtype": place.state_format.value,
                 "kept": place.max_retained,
                 "store": "redis" if args.redis else "sqlite",
-                "stored_bytes": (await place.store.usage(tenant=KEY["tenant"])).num_bytes,
+                "stored_bytes": (await place.store.usage(tenant=KEY.tenant)).num_bytes,
                 "store_bytes": await place.num_bytes(),
             }
             for place in places
