@@ -1,4 +1,4 @@
-"""`nsm bench`: how fast this engine or any server is, what changed between two builds, and whether that is a loss."""
+"""`nsm bench`: measures this engine or any server, and compares two builds."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def http(
     plots: Plots = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """A server over HTTP: streams of many clients, long prompts, conversations that go on, stored sessions."""
+    """A server over HTTP: streams of many clients, long prompts, growing conversations, stored sessions."""
     from nsm_lab.bench.http_bench import bench_http
     from nsm_lab.bench.http_client import Endpoint
     from nsm_lab.bench.http_load import HttpWork
@@ -149,7 +149,7 @@ def compare(
     plots: Plots = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """How many times as good the second result is, with what the spread of both leaves of that."""
+    """The second result relative to the first, with an interval from the spread of both."""
     import dataclasses
 
     from nsm_lab.bench import compare as comparing
@@ -205,7 +205,7 @@ def gate(
     num_measures = len(_numbers(batches, "--batches")) + 2 * len(_numbers(lengths, "--lengths"))
     if rounds < gating.rounds_needed(num_measures):
         raise typer.BadParameter(
-            f"must be at least {gating.rounds_needed(num_measures)} to tell a loss of one of {num_measures} measures "
+            f"must be at least {gating.rounds_needed(num_measures)} to detect a loss in one of {num_measures} measures "
             f"from chance, got {rounds}",
             param_hint="'--rounds'",
         )

@@ -1,4 +1,4 @@
-"""`nsm chat`: a session that one can leave and come back to."""
+"""`nsm chat`: a session that can be left and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "you> "
 HELP = "/info: where the session is   /exit or Ctrl-D: leave   Ctrl-C: end an answer"
 
 SessionId = Annotated[
-    str | None, typer.Option("--session", show_default=False, help="Session to come back to, or a name for a new one.")
+    str | None, typer.Option("--session", show_default=False, help="Session to resume, or the id of a new one.")
 ]
 
 
@@ -43,7 +43,7 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
 ) -> None:
-    """Talk in a session that you can leave and come back to.
+    """Talk in a session that you can leave and resume.
 
     It needs no server and shares the server's store. Every answer is committed when it ends. Without a terminal each
     line of standard input is a message.
@@ -78,13 +78,13 @@ def _chat(
         stack = contextlib.AsyncExitStack()
         try:
             conversation = runner.run(stack.enter_async_context(context))
-            way_back = None if settings.store == "memory" else _way_back(flags, conversation.session_id)
-            Chat(runner, conversation, way_back).run()
+            resume_command = None if settings.store == "memory" else _resume_command(flags, conversation.session_id)
+            Chat(runner, conversation, resume_command).run()
         finally:
             runner.run(stack.aclose())
 
 
-def _way_back(flags: Mapping[str, Path | str | None], session_id: str) -> str:
+def _resume_command(flags: Mapping[str, Path | str | None], session_id: str) -> str:
     """The command that finds the same store, model and session again; a password is not repeated."""
     shown = {name: str(value) for name, value in flags.items() if value is not None and "@" not in str(value)}
     given = [(f"--{name.replace('_', '-')}", value) for name, value in shown.items()]
@@ -94,10 +94,10 @@ def _way_back(flags: Mapping[str, Path | str | None], session_id: str) -> str:
 class Chat:
     """The loop between a person, or a file of messages, and a conversation."""
 
-    def __init__(self, runner: asyncio.Runner, conversation: Conversation, way_back: str | None) -> None:
+    def __init__(self, runner: asyncio.Runner, conversation: Conversation, resume_command: str | None) -> None:
         self._runner = runner
         self._conversation = conversation
-        self._way_back = way_back
+        self._resume_command = resume_command
         self._is_interactive = sys.stdin.isatty()
 
     def run(self) -> None:
@@ -111,7 +111,7 @@ class Chat:
             self._part()
 
     def _lines(self) -> Iterator[str]:
-        """What was typed, less blank lines; without a terminal every line of standard input is a message."""
+        """Typed lines without blank ones; without a terminal every line of standard input is a message."""
         if self._is_interactive:
             import readline  # noqa: F401  # line editing and history for `input`
         with contextlib.suppress(EOFError, KeyboardInterrupt):
@@ -136,7 +136,7 @@ class Chat:
         try:
             self._runner.run(self._conversation.say(message, show=write_text))
         except (KeyboardInterrupt, TurnCancelled):
-            note("\nstopped; nothing of this turn was kept")
+            note("\nstopped; this turn was not saved")
             if not self._is_interactive:
                 raise KeyboardInterrupt from None
         except NsmError as error:
@@ -159,21 +159,21 @@ class Chat:
     def _tell_place(self) -> None:
         head = self._conversation.head
         version, position, num_bytes = (head.version, head.position, head.snapshot_bytes) if head else (0, 0, 0)
-        place = f"version {version}, position {position}, {num_bytes} bytes"
-        note(f"session {self._conversation.session_id}: {place}")
+        summary = f"version {version}, position {position}, {num_bytes} bytes"
+        note(f"session {self._conversation.session_id}: {summary}")
 
     def _part(self) -> None:
         head = self._conversation.head
         if head is None or (head.version == 0 and self._conversation.is_new):
-            note("nothing was said; no session was kept")
-        elif self._way_back is None:
+            note("no turns; no session was saved")
+        elif self._resume_command is None:
             note("the session was in this process's memory, and ends with it")
         else:
-            note(f"session {head.session_id} is at position {head.position}; come back with\n  {self._way_back}")
+            note(f"session {head.session_id} is at position {head.position}; resume it with\n  {self._resume_command}")
 
 
 def _read_line() -> str:
-    """Strictly: whatever the locale, a byte that is no text is told as that, as by `nsm generate -`."""
+    """Strict in every locale: a byte that is not UTF-8 is an error, as in `nsm generate -`."""
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError

@@ -25,7 +25,7 @@ from service.stores.sessions.factory import make_store
 from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn, TurnEnd
 
-MADE_UP = "sess_"  # how ids begin that nobody chose
+GENERATED_PREFIX = "sess_"  # of ids that no user chose
 _ANY = "\0"  # stands for a message where a template is taken apart
 
 
@@ -38,12 +38,12 @@ class Exchange:
 
 
 class Conversation:
-    """A session and what it takes to go on with it. `head` is None until something was said or it was come back to."""
+    """A session and its turns. `head` is None before the first turn of a new session."""
 
     def __init__(
         self, services: Services, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
     ) -> None:
-        self.session_id = f"{MADE_UP}{uuid.uuid4().hex}" if session_id is None else session_id
+        self.session_id = f"{GENERATED_PREFIX}{uuid.uuid4().hex}" if session_id is None else session_id
         self.head: SessionHead | None = None
         self.is_new = True
         self._backend = services.backend
@@ -54,11 +54,11 @@ class Conversation:
         self._sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *self._template.stop))
         self._has_own_seed = has_own_seed
 
-    async def come_back(self) -> None:
-        """Finds the session that was left. A name of one's own that is not there begins a session.
+    async def resume(self) -> None:
+        """Finds the session; an id of the user's own without a session begins one.
 
-        Raises InvalidRequest for what cannot be an id, NotFound for a made-up id that is not there: it was given out
-        once and cannot be begun again. Raises StateMismatch when another model made the session.
+        Raises InvalidRequest for a malformed id, NotFound for a generated id without a session (it was deleted), and
+        StateMismatch when another model made the session.
         """
         if not SESSION_ID.fullmatch(self.session_id):
             raise InvalidRequest(
@@ -67,7 +67,7 @@ class Conversation:
         try:
             head = await self._store.get(self._key)
         except NotFound:
-            if self.session_id.startswith(MADE_UP):
+            if self.session_id.startswith(GENERATED_PREFIX):
                 raise
             return
         fingerprint = self._backend.model.fingerprint
@@ -81,7 +81,7 @@ class Conversation:
     async def say(self, message: str, *, show: Callable[[str], None]) -> None:
         """One turn, committed when it returns; `show` gets the answer as it comes.
 
-        Raises what `Turns.open_turn` or the turn's end tells, and TurnCancelled when this task is cancelled.
+        Raises the errors of `Turns.open_turn` and of the turn's end, and TurnCancelled when this task is cancelled.
         """
         turn = await self._open_turn(message)
         end = await self._follow(turn, _without_prefix(self._template.answer_prefix, show))
@@ -101,7 +101,7 @@ class Conversation:
         return None
 
     async def tidy(self) -> None:
-        """A new session in which nothing was said is not kept."""
+        """A new session without a turn is deleted."""
         if self.is_new and self.head is not None and (await self._store.get(self._key)).version == 0:
             await self._turns.delete(self._key)
 
@@ -148,7 +148,7 @@ class Conversation:
                     elif isinstance(event, TurnEnd):
                         show(event.finished.text)
         except asyncio.CancelledError:  # Ctrl-C: this answer ends, not the conversation
-            turn.stop(TurnCancelled("stopped; nothing of this turn was kept"))
+            turn.stop(TurnCancelled("stopped; this turn was not saved"))
         await turn.ended.wait()
         if turn.end is None:
             raise RuntimeError("the turn ended without an end")
@@ -167,13 +167,13 @@ async def opened(
             app.state.services, session_id=session_id, sampling=sampling, has_own_seed=has_own_seed
         )
         if session_id is not None:
-            await conversation.come_back()
+            await conversation.resume()
         yield conversation
         await conversation.tidy()
 
 
 def _without_prefix(prefix: str, show: Callable[[str], None]) -> Callable[[str], None]:
-    """`show`, less `prefix` (one character or none) at the very beginning of what it gets."""
+    """`show`, without `prefix` (one character or none) at the beginning of the text."""
     is_first = True
 
     def show_rest(text: str) -> None:

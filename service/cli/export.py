@@ -16,7 +16,7 @@ MAX_PROMPT_LEN = 2048
 
 
 class ExportFormat(enum.StrEnum):
-    """What other runtimes read."""
+    """Export for other runtimes."""
 
     ONNX = "onnx"
     TORCH = "torch"

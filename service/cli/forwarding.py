@@ -13,13 +13,13 @@ Config = TypeVar("Config")
 
 
 class WrongUsage(typer.TyperException):
-    """What argparse found wrong with the options."""
+    """An error of argparse."""
 
     exit_code = 2
 
 
 def parsed(parse: Callable[[Sequence[str]], Config], argv: Sequence[str]) -> Config:
-    """`parse(argv)`; what argparse would print about wrong usage becomes one line."""
+    """`parse(argv)`; argparse's usage error becomes one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 
-Prompt = Annotated[str, typer.Argument(help="Text to go on from; - reads it from standard input.", show_default=False)]
+Prompt = Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False)]
 
 
 def generate(
@@ -98,7 +98,7 @@ def _generate(settings: Settings, prompt: str, sampling: SamplingParams, *, as_j
 async def _run(
     settings: Settings, backend: InferenceBackend, prompt: str, sampling: SamplingParams, *, show: Callable[[str], None]
 ) -> tuple[str, Finished]:
-    """The whole text and how it ended; each piece is shown as it comes. Raises what the engine gives as an error."""
+    """The whole text and its last event; each piece is shown as it comes. Raises the engine's error."""
     from nsm_core.engine.request import Finished, GenerationRequest, TokenEvent
     from service.prompts import PromptEncoder
 

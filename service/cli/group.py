@@ -40,12 +40,12 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:  # typer does not name its context's base class publicly
         is_debug = bool(ctx.params["debug"])
         if not is_debug:
-            # without a handler Python would print what goes wrong deep inside, traceback and all
+            # without a handler Python prints every warning of the libraries, with traceback
             logging.getLogger("nsm").addHandler(logging.NullHandler())
         try:
             return super().invoke(ctx)
         except (typer.TyperException, typer.Exit, typer.Abort, BrokenPipeError):
-            raise  # typer's own; when nobody reads the output any more, it ends quietly
+            raise  # typer's own; a closed output ends the command silently
         except Exception as error:
             if is_debug:
                 raise
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
 
 
 def _describe(error: Exception) -> str:
-    """What happened, for a user."""
+    """The error as one line for a user."""
     if isinstance(error, NsmError):
         return error.with_notes()
     if isinstance(error, UnicodeDecodeError):

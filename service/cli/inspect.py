@@ -1,4 +1,4 @@
-"""`nsm inspect`: what a text does to the model's states, as figures, as a page, as a picture."""
+"""`nsm inspect`: the effect of a text on the model's states, as figures, a page or a picture."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inspect(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """What a text does to the model's states: routing, what states hold, which tokens a token rests on."""
+    """Effect of a text on the model's states: routing, content of states, influence of earlier tokens."""
     if sum(given is not None for given in (text or None, file, session)) != 1:
         raise typer.BadParameter("give one of a text, --file and --session")
     if token is not None and html is None and png is None:
@@ -129,7 +129,7 @@ def _write(
     from service.generate.openai_format import token_text
 
     labels = [token_text(loaded.tokenizer, token_id) for token_id in inspection.ids]
-    title = f"{loaded.name}: what a text does to its states"
+    title = f"{loaded.name}: effect of a text on its states"
     if html is not None:
         from nsm_lab.inspection.page import inspection_page
 

@@ -33,8 +33,8 @@ def new(
         Path | None, typer.Option(help="Add it to this file of keys; made when there is none.", show_default=False)
     ] = None,
 ) -> None:
-    """Make a key. It is shown once, on standard error; what goes into the file of keys goes there (--file) or to
-    standard output."""
+    """Make a key. It is shown once, on standard error. Its entry goes to the file of keys (--file) or to standard
+    output."""
     from pydantic import ValidationError
 
     from service.settings import load_settings

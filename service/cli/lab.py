@@ -1,4 +1,4 @@
-"""What commands of nsm_lab share."""
+"""Shared by the commands of nsm_lab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they are made into."""
+"""Options of several commands, and their conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Model = Annotated[
     Path | None, typer.Option(show_default=False, help="Model directory (default: NSM_MODEL, or the bundled model).")
 ]
 DataDir = Annotated[
-    Path | None, typer.Option(show_default=False, help="Where sessions are kept (default: NSM_DATA_DIR).")
+    Path | None, typer.Option(show_default=False, help="Directory of the SQLite store (default: NSM_DATA_DIR).")
 ]
 Store = Annotated[
     str | None, typer.Option(show_default=False, help="sqlite, sqlite:///PATH or a Redis URL (default: NSM_STORE).")

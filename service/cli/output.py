@@ -1,4 +1,4 @@
-"""What goes to the terminal: a model's text, notes beside it, JSON, tables."""
+"""Terminal output: a model's text, notes on standard error, JSON, tables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if ch
 
 def write_text(text: str) -> None:
     """Text of a model or a client, to standard output, at once; as it is, unless a terminal shows it."""
-    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """Something about the text, to standard error: standard output holds the text alone."""
-    typer.secho(harmless(text), err=True, dim=True)
+    typer.secho(printable(text), err=True, dim=True)
 
 
-def harmless(text: str) -> str:
-    """`text` without what a terminal would obey."""
+def printable(text: str) -> str:
+    """`text` without control sequences."""
     return text.translate(_CONTROLS)
 
 
@@ -42,7 +42,7 @@ def print_fields(fields: Mapping[str, str]) -> None:
     """Names and values, one pair a line; further lines of a value stand below its first."""
     width = max(map(len, fields)) + 2
     for name, value in fields.items():
-        print(harmless(name).ljust(width) + harmless(value).replace("\n", "\n" + " " * width))
+        print(printable(name).ljust(width) + printable(value).replace("\n", "\n" + " " * width))
 
 
 def console() -> Console:

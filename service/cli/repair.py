@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.output import harmless, note, print_json
+from service.cli.output import note, print_json, printable
 from service.cli.progress import progress
 from service.cli.stores import opened_store, source_settings
 from service.stores.sessions.base import DEFAULT_TENANT
@@ -80,7 +80,7 @@ def verify(
     if as_json:
         print_json(report.to_json())
     else:
-        report.tell()
+        report.show()
     if any(report.counts[verdict] for verdict in BAD):
         raise typer.Exit(1)
 
@@ -88,7 +88,7 @@ def verify(
 def migrate(
     sessions: Sessions = None,
     tenant: Tenant = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the changes, make none.")] = False,
     damaged: Annotated[bool, typer.Option("--damaged", help="Also make missing and damaged states again.")] = False,
     model: options.Model = None,
     data_dir: options.DataDir = None,
@@ -104,7 +104,7 @@ def migrate(
 
 
 class Report:
-    """What `verify` found; of sessions that are as they should be, only how many and how close."""
+    """Findings of `verify`; of correct sessions only their number and largest difference."""
 
     def __init__(self, backend: InferenceBackend, tolerances: Mapping[StateFormat, float]) -> None:
         self.counts: Counter[str] = Counter()
@@ -130,9 +130,9 @@ class Report:
         elif verified.verdict != "empty":
             self._odd.append(verified)
 
-    def tell(self) -> None:
+    def show(self) -> None:
         for verified in self._odd:
-            print(harmless(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified)}"))
+            print(printable(f"{_title(verified.name)}: {VERIFIED[verified.verdict]}{_because(verified)}"))
         closest = "".join(
             f", {_stored_in(form)}differing by at most {size:.2g}" for form, size in self._differences.items()
         )

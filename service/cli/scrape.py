@@ -1,4 +1,4 @@
-"""What a server's /metrics said, and what happened between two such answers: the numbers that Prometheus would give."""
+"""Two answers of a server's /metrics, and rates between them as Prometheus computes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scrape:
     """One answer of a server: samples by name and labels. `at`: seconds of `time.monotonic()`."""
 
     def __init__(self, text: str, at: float) -> None:
-        """Raises ValueError for what is not Prometheus's text format."""
+        """Raises ValueError for text in another format than Prometheus's."""
         self.at = at
         self._samples: dict[str, dict[Labels, float]] = defaultdict(dict)
         for family in text_string_to_metric_families(text):
@@ -79,7 +79,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> NsmError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """From one answer of a server to a later one. What it cannot know is None: no such metric, or nothing happened."""
+    """From one answer of a server to a later one. A value is None without its metric or without events."""
 
     before: Scrape
     after: Scrape

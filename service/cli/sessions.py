@@ -1,4 +1,4 @@
-"""`nsm sessions`: what the store holds. Works beside a running server; the model is not loaded."""
+"""`nsm sessions`: lists, shows and deletes sessions of a store, also beside a running server. Loads no model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def show(
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """One session: where it is and what it takes."""
+    """One session: version, position and size."""
     head = asyncio.run(_get(store_settings(data_dir, store), SessionKey(tenant, session_id)))
     if as_json:
         print_json(session_fields(head))

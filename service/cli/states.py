@@ -1,4 +1,4 @@
-"""`nsm sessions states`: what the states of a session are doing, under the model at hand."""
+"""`nsm sessions states`: report on a session's states, with the local model."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def store_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
-    """For commands that look something up. A file that was named must be there; in the usual place there may be none
-    yet. Raises ConfigError.
+    """For commands that read single sessions. A file named by the user must exist; the default file need not. Raises
+    ConfigError.
     """
     settings = target_settings(data_dir, store, model=model)
     return settings if settings.store == "sqlite" else _require_file(settings)
 
 
 def source_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
-    """For commands that take all of a store: one that is not there is no empty one. Raises ConfigError."""
+    """For commands that read a whole store, which must exist. Raises ConfigError."""
     return _require_file(target_settings(data_dir, store, model=model))
 
 
@@ -37,7 +37,7 @@ def _require_file(settings: Settings) -> Settings:
 def target_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
     """For commands that may begin a store.
 
-    Raises ConfigError for one in a server's memory, which no other process can look into.
+    Raises ConfigError for a memory store, which other processes cannot read.
     """
     from nsm_core.errors import ConfigError
     from service.settings import load_settings

@@ -1,4 +1,4 @@
-"""`nsm top`: what a server does now, from its /metrics."""
+"""`nsm top`: live figures of a server, from its /metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def top(
     watch = Watch(url, key)
     if once:
         time.sleep(interval)
-        console().print(render(watch.look(), url))
+        console().print(render(watch.sample(), url))
     else:
         _follow(watch, url, interval)
 
@@ -51,10 +51,10 @@ class Watch:
         self._scrapes: deque[Scrape] = deque([scrape(url, key)])
 
     def first(self) -> Interval:
-        """No time has passed: what stands now, and no rates."""
+        """An interval of no length: current values, no rates."""
         return Interval(self._scrapes[0], self._scrapes[0])
 
-    def look(self) -> Interval:
+    def sample(self) -> Interval:
         """Ask again: from the oldest answer within the window to this one. Raises NsmError."""
         now = scrape(self._url, self._key)
         while len(self._scrapes) > 1 and now.at - self._scrapes[0].at > WINDOW_S:
@@ -72,13 +72,13 @@ def _follow(watch: Watch, url: str, interval: float) -> None:
         if not sys.stdout.isatty():
             while True:
                 time.sleep(interval)
-                screen.print(render(watch.look(), url))
+                screen.print(render(watch.sample(), url))
         latest = watch.first()
         with Live(render(latest, url), console=screen, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
-                    latest, trouble = watch.look(), ""
+                    latest, trouble = watch.sample(), ""
                 except NsmError as error:  # it may come back: a restart, or a proxy's
                     trouble = str(error)
                 live.update(render(latest, url, trouble), refresh=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from service.cli.output import harmless
+from service.cli.output import printable
 from service.cli.scrape import Interval
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def render(interval: Interval, url: str, trouble: str = "") -> RenderableType:
         _box("sessions", _sessions(interval)),
         _box("energy", _energy(interval)),
     )
-    head = [Text(_headline(interval, url), style="bold"), Text(harmless(trouble), style="red")]
+    head = [Text(_headline(interval, url), style="bold"), Text(printable(trouble), style="red")]
     return Group(*(line for line in head if line.plain), Columns(boxes, padding=(0, 1)))
 
 
 def _headline(interval: Interval, url: str) -> str:
     name = interval.after.label("nsm_model_info", "model_name")
     clock = time.strftime("%H:%M:%S")
-    return harmless(f"{name} at {url}  {clock}  rates over {interval.seconds:.3g} s")
+    return printable(f"{name} at {url}  {clock}  rates over {interval.seconds:.3g} s")
 
 
 def _box(title: str, rows: Rows, *header: str) -> RenderableType:
@@ -60,7 +60,7 @@ def _box(title: str, rows: Rows, *header: str) -> RenderableType:
     for number, name in enumerate(header or [""] * len(rows[0])):
         table.add_column(name, justify="right" if number else "left", no_wrap=True, min_width=0)
     for row in rows:
-        table.add_row(*(harmless(cell) for cell in row))
+        table.add_row(*(printable(cell) for cell in row))
     return Panel(table, title=title, title_align="left", padding=0, expand=False)
 
 

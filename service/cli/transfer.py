@@ -44,7 +44,7 @@ def backup(
         raise typer.BadParameter(f"there is no directory {file.parent}", param_hint="'FILE'")
     tally = Tally()
     asyncio.run(_backup(source_settings(data_dir, store), file.absolute(), tenant, tally))
-    tally.tell(f"backup {file}")
+    tally.show(f"backup {file}")
 
 
 async def _backup(settings: Settings, file: Path, tenant: str | None, tally: Tally) -> None:
@@ -57,18 +57,18 @@ async def _backup(settings: Settings, file: Path, tenant: str | None, tally: Tal
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(help="What `nsm sessions backup` wrote.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="File written by `nsm sessions backup`.", show_default=False)],
     tenant: Tenant = None,
     overwrite: Overwrite = False,
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
-    """Bring what a backup holds into a store."""
+    """Restore a backup into a store."""
     tally = Tally()
     settings = target_settings(data_dir, store)
     with file.open("rb") as raw:
         asyncio.run(_restore(settings, raw, file.stat().st_size, tenant, overwrite, tally))
-    tally.tell(f"restore {file}")
+    tally.show(f"restore {file}")
 
 
 async def _restore(
@@ -97,7 +97,7 @@ def copy(
         raise ConfigError(f"--from and --to are the same store, {settings[0].store_name()}")
     tally = Tally()
     asyncio.run(_copy(*settings, tenant, overwrite, tally))
-    tally.tell(f"copy to {settings[1].store_name()}")
+    tally.show(f"copy to {settings[1].store_name()}")
 
 
 async def _copy(source: Settings, target: Settings, tenant: str | None, is_overwriting: bool, tally: Tally) -> None:
@@ -110,7 +110,7 @@ async def _copy(source: Settings, target: Settings, tenant: str | None, is_overw
 
 
 async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label: str, total: int) -> None:
-    """Counts and shows what is done. `total`: sessions, or bytes where the steps tell those."""
+    """Counts and shows progress. `total`: sessions, or bytes if the steps report bytes."""
     from nsm_core.errors import NsmError
 
     try:
@@ -124,7 +124,7 @@ async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label:
 
 
 class Tally:
-    """What became of how many sessions, and of how many documents."""
+    """Outcomes by number of sessions and documents."""
 
     def __init__(self) -> None:
         self._sessions: Counter[Outcome] = Counter()
@@ -140,8 +140,8 @@ class Tally:
         if moved.outcome in ("exists", "failed"):
             self._odd.append(moved)
 
-    def tell(self, title: str) -> None:
-        """The counts; on standard error what was not done; exit status 1 when something failed."""
+    def show(self, title: str) -> None:
+        """The counts; on standard error the failures, and exit status 1 after one."""
         for moved in self._odd:
             reason = SAID[moved.outcome] if moved.error is None else f"{SAID[moved.outcome]}: {moved.error}"
             note(f"{moved.name.tenant}/{moved.name.session_id}: {reason}")

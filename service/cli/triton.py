@@ -51,7 +51,7 @@ def serve(
 
 @app.command()
 def probe(
-    kind: Annotated[Literal["startup", "readiness", "liveness"], typer.Argument(help="What is asked.")],
+    kind: Annotated[Literal["startup", "readiness", "liveness"], typer.Argument(help="Kind of probe.")],
     url: Annotated[str, typer.Option(help="host:port of the server's gRPC.")] = "localhost:8001",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds for each of three questions at most.")] = 1.5,
     tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the CA of its certificate.")] = None,
@@ -59,7 +59,7 @@ def probe(
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
     tls_name: Annotated[str | None, typer.Option(help="The name in its certificate.", show_default="the host")] = None,
 ) -> None:
-    """Ask a Triton server's worker whether it is well; the exit status tells. For the probes of a container.
+    """Check a Triton server's worker; the exit status is the result. For the probes of a container.
 
     liveness: the engine's loop runs. startup, readiness: the model makes a step, now.
     """

@@ -93,14 +93,14 @@ def test_the_way_back_names_what_was_given(nsm: Nsm, model_dir: Path, tmp_path: 
     elsewhere = tmp_path / "my sessions"
     result = nsm("chat", "--model", model_dir, "--data-dir", elsewhere, *SHORT, stdin="Hello")
     way_back = f"nsm chat --model {model_dir} --data-dir '{elsewhere}' --session {id_of(result.stderr)}"
-    assert result.stderr.endswith(f"come back with\n  {way_back}\n")
+    assert result.stderr.endswith(f"resume it with\n  {way_back}\n")
     assert (elsewhere / "sessions.db").exists()
 
 
 def test_nothing_said_leaves_no_session(nsm: Nsm) -> None:
     result = nsm("chat", stdin="/info\n")
     assert result.exit_code == 0
-    assert result.stderr.endswith("nothing was said; no session was kept\n")
+    assert result.stderr.endswith("no turns; no session was saved\n")
     assert json.loads(nsm("sessions", "list", "--json").stdout) == []
 
 
@@ -115,12 +115,12 @@ def test_P9_an_unknown_session_is_never_started_afresh(nsm: Nsm) -> None:
 def test_a_name_of_ones_own_begins_a_session_and_finds_it_again(nsm: Nsm) -> None:
     first = nsm("chat", "--session", "mine", *SHORT, stdin="Hello")
     assert first.stderr.startswith("new session mine; ")
-    assert first.stderr.endswith("come back with\n  nsm chat --session mine\n")
+    assert first.stderr.endswith("resume it with\n  nsm chat --session mine\n")
     position = head_of(nsm, "mine")["position"]
     assert nsm("chat", "--session", "mine", stdin="").stderr.startswith(
         f"session mine at position {position}, version 1"
     )
-    assert nsm("chat", "--session", "other", stdin="").stderr.endswith("nothing was said; no session was kept\n")
+    assert nsm("chat", "--session", "other", stdin="").stderr.endswith("no turns; no session was saved\n")
     assert [session["id"] for session in json.loads(nsm("sessions", "list", "--json").stdout)] == ["mine"]
 
 
@@ -207,13 +207,13 @@ def test_S8_ctrl_c_ends_an_answer_and_keeps_nothing_of_it(nsm: Nsm, person: Pers
     person.see("Hello")  # the terminal's echo
     person.see(beginning)
     person.press_ctrl_c()
-    person.see("stopped; nothing of this turn was kept")
+    person.see("stopped; this turn was not saved")
     person.see("you> ")
     person.type("/info\n")
     person.see("version 0, position 0")
     person.see("you> ")
     person.press_ctrl_c()  # at the prompt: leaves
-    person.see("nothing was said; no session was kept")
+    person.see("no turns; no session was saved")
     assert person.process.wait() == 0
 
 

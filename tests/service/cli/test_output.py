@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from service.cli.output import harmless, note, print_fields, print_json, write_text
+from service.cli.output import note, print_fields, print_json, printable, write_text
 
 
 class Terminal(io.StringIO):
@@ -23,9 +23,9 @@ def test_a_terminal_gets_nothing_that_it_would_obey(monkeypatch: pytest.MonkeyPa
     assert pipe.getvalue() == hostile
 
 
-def test_all_text_of_the_world_but_controls_is_harmless() -> None:
+def test_text_without_control_characters_stays_as_it_is() -> None:
     text = "".join(map(chr, (*range(0x20, 0x7F), *range(0xA0, 0xD800), *range(0xE000, 0x11000))))
-    assert harmless(text) == text
+    assert printable(text) == text
 
 
 def test_notes_stay_off_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,4 +197,4 @@ def test_rates_look_back_over_the_window_and_no_further(monkeypatch: pytest.Monk
     answers = iter([Scrape(INFO, at=float(at)) for at in (0, 10, 20, 30, 40, 50)])
     monkeypatch.setattr(top_module, "scrape", lambda url, key: next(answers))
     watch = Watch("http://x", None)
-    assert [watch.look().seconds for _ in range(5)] == [10, 20, 30, 30, 30]
+    assert [watch.sample().seconds for _ in range(5)] == [10, 20, 30, 30, 30]
