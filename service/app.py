@@ -54,7 +54,7 @@ from service.telemetry.tracing.middleware import TraceRequests
 from service.telemetry.tracing.tracing import Tracing
 from service.tenants.api_keys import KeyFile
 from service.tenants.tenants import Tenants
-from service.turns.turns import Turns
+from service.turns.turns import TurnRegistry
 from service.web.authentication import Authenticate
 from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
@@ -125,7 +125,7 @@ def create_app(
             state_format=StateFormat(settings.state_dtype),
             min_tokens=prefix_min_tokens,
         ),
-        turns=Turns(
+        turns=TurnRegistry(
             backend,
             store,
             metrics=collected,

@@ -26,7 +26,7 @@ from service.stores.sessions.base import SessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.tracing.tracing import Tracing
 from service.tenants.tenants import Caller, Tenants
-from service.turns.turns import Turns
+from service.turns.turns import TurnRegistry
 
 prompt_logger = logging.getLogger("nsm.prompts")
 
@@ -42,7 +42,7 @@ class Services:
     lifecycle: Lifecycle
     prompts: PromptEncoder
     prefix_resume: PrefixResume
-    turns: Turns
+    turns: TurnRegistry
     tenants: Tenants
     records: RecordStore
     background: Background

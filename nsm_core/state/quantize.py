@@ -47,56 +47,56 @@ class StateFormat(enum.StrEnum):
 
 _DTYPES = {StateFormat.FP32: FLOAT, StateFormat.FP16: "float16", StateFormat.INT8: "int8"}
 _WORD_BYTES = {StateFormat.FP32: 4, StateFormat.FP16: 2, StateFormat.INT8: 1}
-FORMATS = {form.dtype: form for form in StateFormat}
+FORMATS = {one.dtype: one for one in StateFormat}
 
 
-def coarsest(*forms: StateFormat) -> StateFormat:
+def coarsest(*formats: StateFormat) -> StateFormat:
     """The one that loses most."""
-    return min(forms, key=lambda form: form.word_bytes)
+    return min(formats, key=lambda one: one.word_bytes)
 
 
-def encode_state(layout: Sequence[TensorLayout], raw: bytes, form: StateFormat) -> bytes:
-    """A running state's bytes (`StateSpec.pack`) as `form` stores them: tensor by tensor, and in int8 the scales of a
-    tensor behind its numbers.
+def encode_state(layout: Sequence[TensorLayout], raw: bytes, state_format: StateFormat) -> bytes:
+    """A running state's bytes (`StateSpec.pack`) as `state_format` stores them, tensor by tensor. In int8 the scales of
+    a tensor follow its numbers.
 
-    Raises NumericalError when a number does not fit into `form`.
+    Raises NumericalError when a number does not fit into `state_format`.
     """
-    if form is StateFormat.FP32:
+    if state_format is StateFormat.FP32:
         return raw
     parts, offset = [], 0
     for tensor in layout:
         part = raw[offset : offset + tensor.num_bytes]
         offset += tensor.num_bytes
-        parts.append(_encode_floats(part, tensor, form) if tensor.dtype == FLOAT else part)
+        parts.append(_encode_floats(part, tensor, state_format) if tensor.dtype == FLOAT else part)
     return b"".join(parts)
 
 
-def decode_state(layout: Sequence[TensorLayout], stored: bytes, form: StateFormat) -> bytes:
+def decode_state(layout: Sequence[TensorLayout], stored: bytes, state_format: StateFormat) -> bytes:
     """The inverse of `encode_state`, but for its rounding. Raises SnapshotCorrupt when the length does not fit."""
-    want = stored_bytes(layout, form)
+    want = stored_bytes(layout, state_format)
     if len(stored) != want:
         raise SnapshotCorrupt(f"snapshot refused: the layout has {want} bytes, the state {len(stored)}")
-    if form is StateFormat.FP32:
+    if state_format is StateFormat.FP32:
         return stored
     parts, offset = [], 0
     for tensor in layout:
-        part = stored[offset : offset + _tensor_bytes(tensor, form)]
+        part = stored[offset : offset + _tensor_bytes(tensor, state_format)]
         offset += len(part)
-        parts.append(_decode_floats(part, tensor, form) if tensor.dtype == FLOAT else part)
+        parts.append(_decode_floats(part, tensor, state_format) if tensor.dtype == FLOAT else part)
     return b"".join(parts)
 
 
-def rounded_state(layout: Sequence[TensorLayout], raw: bytes, form: StateFormat) -> bytes:
-    """What comes back of `raw` when it is stored in `form`: itself, where it does not fit and stays in fp32."""
+def rounded_state(layout: Sequence[TensorLayout], raw: bytes, state_format: StateFormat) -> bytes:
+    """What comes back of `raw` when it is stored in `state_format`: itself, where it does not fit and stays in fp32."""
     try:
-        return decode_state(layout, encode_state(layout, raw, form), form)
+        return decode_state(layout, encode_state(layout, raw, state_format), state_format)
     except NumericalError:
         return raw
 
 
-def stored_bytes(layout: Sequence[TensorLayout], form: StateFormat) -> int:
-    """Bytes of one state in `form`, scales included."""
-    return sum(_tensor_bytes(tensor, form) for tensor in layout)
+def stored_bytes(layout: Sequence[TensorLayout], state_format: StateFormat) -> int:
+    """Bytes of one state in `state_format`, scales included."""
+    return sum(_tensor_bytes(tensor, state_format) for tensor in layout)
 
 
 def group_len(tensor: TensorLayout) -> int:
@@ -105,17 +105,17 @@ def group_len(tensor: TensorLayout) -> int:
     return GROUP_LEN if width % GROUP_LEN == 0 else width
 
 
-def _tensor_bytes(tensor: TensorLayout, form: StateFormat) -> int:
+def _tensor_bytes(tensor: TensorLayout, state_format: StateFormat) -> int:
     if tensor.dtype != FLOAT:
         return tensor.num_bytes
-    num_scales = tensor.num_values // group_len(tensor) if form is StateFormat.INT8 else 0
-    return form.word_bytes * tensor.num_values + _FP16.itemsize * num_scales
+    num_scales = tensor.num_values // group_len(tensor) if state_format is StateFormat.INT8 else 0
+    return state_format.word_bytes * tensor.num_values + _FP16.itemsize * num_scales
 
 
-def _encode_floats(raw: bytes, tensor: TensorLayout, form: StateFormat) -> bytes:
+def _encode_floats(raw: bytes, tensor: TensorLayout, state_format: StateFormat) -> bytes:
     values: Floats = np.frombuffer(raw, _FP32)
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is told by name
-        if form is StateFormat.FP16:
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that does not fit raises below
+        if state_format is StateFormat.FP16:
             halves: NDArray[np.float16] = values.astype(_FP16)
             _require_finite(halves, tensor)
             return halves.tobytes()
@@ -128,8 +128,8 @@ def _encode_floats(raw: bytes, tensor: TensorLayout, form: StateFormat) -> bytes
     return steps.astype(np.int8).tobytes() + scales.tobytes()
 
 
-def _decode_floats(stored: bytes, tensor: TensorLayout, form: StateFormat) -> bytes:
-    if form is StateFormat.FP16:
+def _decode_floats(stored: bytes, tensor: TensorLayout, state_format: StateFormat) -> bytes:
+    if state_format is StateFormat.FP16:
         return np.frombuffer(stored, _FP16).astype(_FP32).tobytes()
     steps = np.frombuffer(stored, np.int8, count=tensor.num_values).reshape(-1, group_len(tensor))
     scales = np.frombuffer(stored, _FP16, offset=tensor.num_values).astype(_FP32)

@@ -171,7 +171,7 @@ def _encode_generate(call: GenerateCall, *, with_state: bool) -> dict[str, Any]:
 
 
 def _is_default(value: object) -> bool:
-    """Of an option of GenerateCall: 0 alternatives is a wish, none at all is not."""
+    """Whether an option of GenerateCall is left out. 0 alternatives are asked for, None is not."""
     return value is None or value is False or value in ((), [])
 
 

@@ -26,7 +26,7 @@ class ResumePoint:
     """Where a state stands, without its bytes: what the last event of a turn tells and the next turn gives back.
 
     `pending`: the token sampled last, if it was not fed; the worker reads it in front of the prompt. `state_id`: under
-    which a worker may have kept the bytes.
+    which a worker may have cached the bytes.
     """
 
     position: int

@@ -1,4 +1,4 @@
-"""Values of a JSON object, checked one by one: every refusal names the field, the wish and what was given."""
+"""Values of a JSON object, checked one by one: every refusal names the field, the expected value and the given one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def token_biases(name: str, value: Any) -> dict[int, float]:
 
 
 def parse(fields: Mapping[str, Any], parsers: Mapping[str, Parser], *, within: str = "") -> dict[str, Any]:
-    """Every field through its parser; an unknown one is refused: a misspelt wish must not run with its default."""
+    """Every field through its parser; an unknown one is refused: a misspelt option must not run with its default."""
     unknown = sorted(set(fields) - set(parsers))
     if unknown:
         _refuse_unknown(unknown[0], fields[unknown[0]], parsers, within)
@@ -105,8 +105,8 @@ def parse(fields: Mapping[str, Any], parsers: Mapping[str, Parser], *, within: s
 def _refuse_unknown(name: str, value: Any, parsers: Mapping[str, Parser], within: str) -> NoReturn:
     if not name:
         refuse(within.removesuffix(".") or OPTIONS, "an object whose fields have names", {name: value})
-    wish = f"one of {', '.join(sorted(parsers))}" if parsers else "left out, as this operation takes no such option"
-    refuse(f"{within}{name[:MAX_SHOWN_CHARS]}", wish, value)
+    expected = f"one of {', '.join(sorted(parsers))}" if parsers else "left out, as this operation takes no such option"
+    refuse(f"{within}{name[:MAX_SHOWN_CHARS]}", expected, value)
 
 
 def _is_token_id(key: str) -> bool:

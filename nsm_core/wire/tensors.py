@@ -55,9 +55,9 @@ OUTPUTS = (
 )
 
 
-def refuse(name: str, wish: str, given: object) -> NoReturn:
-    """Raises InvalidRequest that names the field, the wish and what was given."""
-    raise InvalidRequest(f"{name} must be {wish}, got {shown(given)}", param=name)
+def refuse(name: str, expected: str, given: object) -> NoReturn:
+    """Raises InvalidRequest that names the field, the expected value and the given one."""
+    raise InvalidRequest(f"{name} must be {expected}, got {shown(given)}", param=name)
 
 
 def shown(value: object) -> str:

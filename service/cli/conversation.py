@@ -23,7 +23,7 @@ from service.state.resume import TurnRequest
 from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead
 from service.stores.sessions.factory import make_store
 from service.stores.sessions.key import SessionKey
-from service.turns.turn import Turn, TurnEnd
+from service.turns.turn import Turn, TurnOutcome
 
 GENERATED_PREFIX = "sess_"  # of ids that no user chose
 _ANY = "\0"  # stands for a message where a template is taken apart
@@ -81,7 +81,7 @@ class Conversation:
     async def say(self, message: str, *, show: Callable[[str], None]) -> None:
         """One turn, committed when it returns; `show` gets the answer as it comes.
 
-        Raises the errors of `Turns.open_turn` and of the turn's end, and TurnCancelled when this task is cancelled.
+        Raises the errors of `TurnRegistry.open_turn` and of the turn, and TurnCancelled when this task is cancelled.
         """
         turn = await self._open_turn(message)
         end = await self._follow(turn, _without_prefix(self._template.answer_prefix, show))
@@ -139,13 +139,13 @@ class Conversation:
         self.head = await self._store.create(NewSession(key=self._key, model_fingerprint=fingerprint, metadata={}))
         return self.head
 
-    async def _follow(self, turn: Turn, show: Callable[[str], None]) -> TurnEnd:
+    async def _follow(self, turn: Turn, show: Callable[[str], None]) -> TurnOutcome:
         try:
             async with contextlib.aclosing(turn.events()) as events:
                 async for event in events:
                     if isinstance(event, TokenEvent):
                         show(event.text)
-                    elif isinstance(event, TurnEnd):
+                    elif isinstance(event, TurnOutcome):
                         show(event.finished.text)
         except asyncio.CancelledError:  # Ctrl-C: this answer ends, not the conversation
             turn.stop(TurnCancelled("stopped; this turn was not saved"))

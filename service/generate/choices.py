@@ -165,7 +165,7 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
             return ()
         choice.record.token()
     elif isinstance(event, Finished):
-        event = settle(event, choice)
+        event = final_event(event, choice)
         choice.finished = event
         if event.end_state is not None and choice.keep is not None:
             choice.keep(event.end_state)
@@ -222,7 +222,7 @@ def ends_of(group: RequestGroup) -> list[Finished]:
     return [choice.finished for choice in group.choices if choice.finished is not None]
 
 
-def settle(event: Finished, choice: Choice) -> Finished:
+def final_event(event: Finished, choice: Choice) -> Finished:
     """The end as the client shall see it. Raises when there is no good end."""
     choice.finished = event
     if event.reason is FinishReason.ERROR:

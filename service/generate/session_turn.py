@@ -27,7 +27,7 @@ from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import digest_of
 from service.turns.follower import stream_not_found
-from service.turns.turn import TurnEnd, TurnSource
+from service.turns.turn import TurnOutcome, TurnSource
 from service.web.errors import shown
 from service.web.json_body import json_response
 from service.web.sse import EventStream, TextFrame, frame, until_done
@@ -121,7 +121,7 @@ class SessionAnswer:
         return self._envelope.wrap(KIND, [{"index": 0, **piece}], **fields)
 
     @property
-    def _end(self) -> TurnEnd:
+    def _end(self) -> TurnOutcome:
         if self._source.end is None:
             raise RuntimeError("the turn has not ended")
         return self._source.end

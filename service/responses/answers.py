@@ -25,10 +25,10 @@ from service.responses.format import (
     texts_before,
 )
 from service.responses.records import StoredResponse
-from service.responses.running import ResponseText, keep_end, read_to_its_end, settled
+from service.responses.running import ResponseText, finish_response, refresh_status, wait_for_result
 from service.schemas.items import new_item_id
 from service.stores.sessions.key import SessionKey
-from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource
+from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource
 from service.web.errors import report
 
 
@@ -108,7 +108,7 @@ class ReadAnswer:
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """From the first one, each as the first client got it."""
-        stored = await settled(self._services, self._tenant, self._stored)
+        stored = await refresh_status(self._services, self._tenant, self._stored)
         if stored.has_ended:
             yield _events_of(stored)
             return
@@ -122,21 +122,21 @@ class ReadAnswer:
                     num_given += len(batch)
                     yield batch
         except (NotFound, TurnCancelled):  # it ended without an end of its own
-            ended = await read_to_its_end(self._services, self._tenant, stored)
-        ended = ended or await keep_end(self._services, self._tenant, stored, text)
+            ended = await wait_for_result(self._services, self._tenant, stored)
+        ended = ended or await finish_response(self._services, self._tenant, stored, text)
         _require_ended(ended, text.end)
         yield _events_of(ended)[num_given:]
 
     async def collect(self) -> Response:
         """Of one that runs in the background: as it is now."""
-        stored = await settled(self._services, self._tenant, self._stored)
+        stored = await refresh_status(self._services, self._tenant, self._stored)
         if not stored.has_ended and not stored.response["background"]:
-            stored = await read_to_its_end(self._services, self._tenant, stored)
+            stored = await wait_for_result(self._services, self._tenant, stored)
             _require_ended(stored, None)
         return stored.response
 
 
-class FreeAnswer:
+class UnstoredResponse:
     """A response of which nothing is kept: it ends when its client leaves."""
 
     def __init__(self, services: Services, group: RequestGroup, opened: Response) -> None:
@@ -200,7 +200,7 @@ async def _until_end(
                 number += len(pieces)
 
 
-def _require_ended(stored: StoredResponse, end: TurnEnd | None) -> None:
+def _require_ended(stored: StoredResponse, end: TurnOutcome | None) -> None:
     """Raises why the client cannot have the end here; it can come back for it."""
     if not stored.has_ended:
         raise (None if end is None else end.error) or HandedOver()

@@ -9,14 +9,14 @@ from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, Ve
 from nsm_core.hashing import identity_of
 from service.deps import Arrival, Services
 from service.messages import quoted
-from service.responses.answers import FreeAnswer, ReadAnswer, ResponseAnswer, StoredAnswer
+from service.responses.answers import ReadAnswer, ResponseAnswer, StoredAnswer, UnstoredResponse
 from service.responses.chain import Chain, TurnPlan, chat_template, plan_turn
 from service.responses.conversations import Conversation, finish_turn, forget_turn, load_conversation, read_items
 from service.responses.format import Response, opened_response
-from service.responses.free import open_free_run
 from service.responses.opening import Opening
 from service.responses.records import Draft, StoredResponse, find_response, load_response
-from service.responses.running import run_to_its_end, settled
+from service.responses.running import refresh_status, save_when_ended
+from service.responses.unstored import open_unstored
 from service.schemas.items import Item
 from service.schemas.responses import ContextFields, CreateResponseBody
 from service.turns.codec import digest_of
@@ -53,7 +53,7 @@ async def open_response(
         return ReadAnswer(services, tenant, earlier)
     opened = opened_response(body, response_id=response_id, model=services.model_name)
     if not body.store:
-        return await _open_free(services, tenant, body, arrival, opened)
+        return await _open_unstored(services, tenant, body, arrival, opened)
     try:
         opening = _opening(
             services, tenant, body, arrival, is_resumable=body.stream or body.background or key is not None
@@ -72,24 +72,24 @@ async def _earlier(services: Services, tenant: str, response_id: str, digest: st
         return None
     if found.digest != digest:
         raise KeyReused("Idempotency-Key was used before for another request; a new request needs a new key")
-    return await settled(services, tenant, found)
+    return await refresh_status(services, tenant, found)
 
 
 def _id_of(tenant: str, key: str) -> str:
     return f"resp_{identity_of(tenant, key)}"
 
 
-async def _open_free(
+async def _open_unstored(
     services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, opened: Response
-) -> FreeAnswer:
+) -> UnstoredResponse:
     context = await find_context(services, tenant, body)
     plan = await make_plan(services, tenant, body, context, body.items())
     opening = _opening(services, tenant, body, arrival, is_resumable=False)
     try:
-        group = await open_free_run(opening, plan, response_id=opened["id"], is_stream=body.stream)
+        group = await open_unstored(opening, plan, response_id=opened["id"], is_stream=body.stream)
     except NotFound as error:
         raise _gone(body, error) from error
-    return FreeAnswer(services, group, opened)
+    return UnstoredResponse(services, group, opened)
 
 
 async def _open_stored(
@@ -110,7 +110,7 @@ async def _open_stored(
         context = await _from_the_start(services, tenant, context.conversation)
         plan = await make_plan(services, tenant, body, context, items)
         stored, turn = await opening.begin(draft, plan, context.conversation, is_shared=False)
-    ending = run_to_its_end(services, tenant, stored, turn)
+    ending = save_when_ended(services, tenant, stored, turn)
     return StoredAnswer(services, stored, turn, ending, is_background=body.background)
 
 
@@ -150,7 +150,7 @@ async def make_plan(
 
 async def _after_response(services: Services, tenant: str, response_id: str) -> Context:
     param = "previous_response_id"
-    previous = await settled(services, tenant, await load_response(services, tenant, response_id, param=param))
+    previous = await refresh_status(services, tenant, await load_response(services, tenant, response_id, param=param))
     if not previous.has_ended:
         raise SessionBusy(f"response {response_id!r} is still in progress")
     status = previous.response["status"]
@@ -181,7 +181,7 @@ async def _end_running(services: Services, tenant: str, conversation: Conversati
     if running is None:  # deleted
         await forget_turn(services, tenant, conversation)
         return
-    running = await settled(services, tenant, running)
+    running = await refresh_status(services, tenant, running)
     if not running.has_ended:
         raise SessionBusy(f"conversation {conversation.id!r} is busy: response {running.id!r} is in progress")
     await finish_turn(services, tenant, running)

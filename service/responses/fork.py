@@ -17,7 +17,7 @@ from service.responses.chain import LogPosition
 from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.rebuild import sampled_counts, seed_of
-from service.state.resume import Continuation, resume
+from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
@@ -78,8 +78,10 @@ async def _cut(services: Services, copy: SessionCopy, position: LogPosition, *, 
     end, rounding = await _state_after(backend, services.store, copy.head, marks, log_ids, deadline=deadline)
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
     before = dataclasses.replace(copy.head, version=position.version - 1)
-    start = Continuation(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
-    snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), form=services.state_format)
+    start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+    snapshot = await start.encode_next(
+        end, seed=seed_of(marks), created_at=time.time(), state_format=services.state_format
+    )
     head = dataclasses.replace(
         copy.head,
         version=position.version,

@@ -33,8 +33,8 @@ class Opening:
     ) -> tuple[StoredResponse, Turn]:
         """`is_shared`: the session of `plan` stays as it is, and the turn runs on a fork of it.
 
-        Raises what `Turns.open_turn` raises, NotFound when the session is gone, VersionConflict when another try of the
-        same response has begun.
+        Raises the errors of `TurnRegistry.open_turn`, NotFound when the session is gone, VersionConflict when another
+        try of the same response has begun.
         """
         position, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
         stored = StoredResponse.begun(draft, plan.chain_to(position))

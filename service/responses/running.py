@@ -18,7 +18,7 @@ from service.responses.records import StoredResponse, load_response, put_respons
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.lease import NO_CHUNKS
-from service.turns.turn import HandedOver, Turn, TurnEnd, TurnEvent
+from service.turns.turn import HandedOver, Turn, TurnEvent, TurnOutcome
 
 logger = logging.getLogger("nsm.responses")
 
@@ -31,11 +31,11 @@ class ResponseText:
     def __init__(self, services: Services) -> None:
         self._cutter = PrefixCutter(chat_template(services).answer_prefix)
         self.deltas: list[str] = []
-        self.end: TurnEnd | None = None
+        self.end: TurnOutcome | None = None
 
     def feed(self, event: TurnEvent) -> str | None:
         """The piece that this event gives, if it gives one; it may be empty."""
-        if isinstance(event, TurnEnd):
+        if isinstance(event, TurnOutcome):
             self.end = event
             if not event.finished.text:
                 return None
@@ -46,7 +46,9 @@ class ResponseText:
         return self.deltas[-1]
 
 
-def run_to_its_end(services: Services, tenant: str, stored: StoredResponse, turn: Turn) -> asyncio.Task[StoredResponse]:
+def save_when_ended(
+    services: Services, tenant: str, stored: StoredResponse, turn: Turn
+) -> asyncio.Task[StoredResponse]:
     """A task that stores the end of a turn of this process. It does not count as a reader of the turn."""
 
     async def run() -> StoredResponse:
@@ -55,23 +57,25 @@ def run_to_its_end(services: Services, tenant: str, stored: StoredResponse, turn
             async with contextlib.aclosing(turn.all_events()) as events:
                 async for event in events:
                     text.feed(event)
-            return await keep_end(services, tenant, stored, text)
+            return await finish_response(services, tenant, stored, text)
 
     return services.background.start(run())
 
 
-async def keep_end(services: Services, tenant: str, stored: StoredResponse, text: ResponseText) -> StoredResponse:
+async def finish_response(
+    services: Services, tenant: str, stored: StoredResponse, text: ResponseText
+) -> StoredResponse:
     """The response after its turn has ended here; still in progress when the turn goes on elsewhere, or may do so."""
     error = None if text.end is None else text.end.error
     if isinstance(error, HandedOver):
         return stored
     if not isinstance(error, UNSURE):
-        return await store_end(services, tenant, stored, text)
+        return await save_result(services, tenant, stored, text)
     try:
         turn = await _brief_record(services, tenant, stored)
         if turn is not None and turn.result is not None and turn.status != "committed":
-            return await store_end(services, tenant, stored, text)  # this is how the turn itself ended
-        return await read_to_its_end(services, tenant, stored)
+            return await save_result(services, tenant, stored, text)  # this is how the turn itself ended
+        return await wait_for_result(services, tenant, stored)
     except NsmError as store_error:
         logger.warning("the end of response %s is not known yet: %s", stored.id, store_error)
         return stored
@@ -87,7 +91,7 @@ async def _brief_record(services: Services, tenant: str, stored: StoredResponse)
     )
 
 
-async def store_end(
+async def save_result(
     services: Services, tenant: str, stored: StoredResponse, text: ResponseText, error: NsmError | None = None
 ) -> StoredResponse:
     """The response as it ended, also when it could not be stored so: whoever reads it next will.
@@ -126,24 +130,24 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
     return dataclasses.replace(stored, response=response, deltas=text.deltas)
 
 
-async def settled(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+async def refresh_status(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
     """The response as it is now. One whose process was lost is taken over, or found to have ended."""
     if stored.has_ended:
         return stored
     key = SessionKey(tenant, stored.chain.end.session_id)
     turn = await services.store.get_turn(key, turn_id=stored.id, first_chunk=NO_CHUNKS)
     if turn is None:
-        return await store_end(services, tenant, stored, ResponseText(services), _lost())
+        return await save_result(services, tenant, stored, ResponseText(services), _lost())
     if turn.status == "running":
         if not turn.lease_left_s:
             taken = await services.turns.take_over(key, stored.id)
             if taken is not None:
-                run_to_its_end(services, tenant, stored, taken)
+                save_when_ended(services, tenant, stored, taken)
         return stored
-    return await read_to_its_end(services, tenant, stored)
+    return await wait_for_result(services, tenant, stored)
 
 
-async def read_to_its_end(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+async def wait_for_result(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
     """Waits for the end of a turn that runs anywhere, or reads what is kept of it.
 
     Still in progress when the turn was handed over: this process stops.
@@ -156,12 +160,12 @@ async def read_to_its_end(services: Services, tenant: str, stored: StoredRespons
             async for event in events:
                 text.feed(event)
     except NotFound:
-        return await store_end(services, tenant, stored, text, _lost())
+        return await save_result(services, tenant, stored, text, _lost())
     except TurnCancelled as error:  # without an end of its own
         turn = await _brief_record(services, tenant, stored)
         was_cancelled = turn is not None and turn.status == "cancelled"
-        return await store_end(services, tenant, stored, text, error if was_cancelled else _lost())
-    return await keep_end(services, tenant, stored, text)
+        return await save_result(services, tenant, stored, text, error if was_cancelled else _lost())
+    return await finish_response(services, tenant, stored, text)
 
 
 def _lost() -> NsmError:

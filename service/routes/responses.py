@@ -16,7 +16,7 @@ from service.responses.create import count_input_tokens, open_response
 from service.responses.format import frames
 from service.responses.records import load_response
 from service.responses.removal import cancel_response, delete_response
-from service.responses.running import settled
+from service.responses.running import refresh_status
 from service.routes.streams import MAX_ID_DIGITS, MAX_NUMBER
 from service.schemas.answers import DeletedAnswer, InputTokens, ItemPage, ResponseObject
 from service.schemas.items import list_object, page_of
@@ -75,7 +75,7 @@ async def get_response(
     """As it is now; with `stream` its events after `starting_after`, each once, on any replica."""
     stored = await load_response(services, tenant, response_id)
     if not stream:
-        return json_response((await settled(services, tenant, stored)).response)
+        return json_response((await refresh_status(services, tenant, stored)).response)
     after = _last_number(last_event_id) if starting_after is None else starting_after
     answer = ReadAnswer(services, tenant, stored)
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)

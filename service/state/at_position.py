@@ -24,7 +24,7 @@ from service.stores.sessions.retention import RetainedSnapshot
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """How the reading ended, with the state; `rounding`: see Continuation."""
+    """How the reading ended, with the state; `rounding`: see ResumedSession."""
 
     finished: Finished
     rounding: StateFormat

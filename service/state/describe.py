@@ -10,7 +10,7 @@ from nsm_core.state.report import Detail
 from service.backends.base import InferenceBackend
 from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
-from service.state.resume import Continuation, resume
+from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 
@@ -65,9 +65,9 @@ async def _recent(
     }
 
 
-def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
-    """Raises for a state that the next turn would make again: there is nothing to look at until then."""
-    if isinstance(found, Continuation):
+def _usable(found: ResumedSession | LostState, session_id: str) -> ResumedSession:
+    """Raises for a state that the next turn would rebuild: until then nothing can be inspected."""
+    if isinstance(found, ResumedSession):
         return found
     if found.reason == "fingerprint_mismatch":
         raise StateMismatch(f"the state of session {session_id!r} was made by another model than the one that runs")
@@ -76,8 +76,8 @@ def _usable(found: Continuation | LostState, session_id: str) -> Continuation:
 
 def _without_unset(layer: dict[str, Any]) -> dict[str, Any]:
     """A layer with the fields of its kind and detail; figures that are not defined stay, as null."""
-    kept = {name: value for name, value in layer.items() if value is not None}
-    for use in (kept.get("use"), *kept.get("heads", ())):
+    shown = {name: value for name, value in layer.items() if value is not None}
+    for use in (shown.get("use"), *shown.get("heads", ())):
         if use is not None and use["slots"] is None:
             del use["slots"]
-    return kept
+    return shown

@@ -1,4 +1,4 @@
-"""The last tokens that a session has read, and the state before them: what there is to look at of its past."""
+"""The last tokens that a session has read, and the state before them: the part of its past that can be inspected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def recent_text(
 ) -> RecentText:
     """Of the session at `head`, whose log the running model can read: its last `num_tokens` fed tokens, or all it has.
 
-    The state is read from the nearest older snapshot that is kept. Raises what the engine gives as an error.
+    The state is read from the nearest retained snapshot. Raises what the engine gives as an error.
     """
     ids = await store.read_log(head.key, stop=head.position)
     split = max(0, len(ids) - num_tokens)

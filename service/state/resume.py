@@ -27,7 +27,7 @@ from service.stores.sessions.key import SessionKey
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One wish to continue a session.
+    """A request to continue a session.
 
     `is_verbatim`: the ids were given as ids, and nothing is put in front of a first turn. `has_own_seed`: whether the
     client named `sampling.seed`; otherwise the session's own is used once it has one. `expected_version`: None or the
@@ -56,7 +56,7 @@ class TurnRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
+class ResumedSession:
     """A session at the start of a turn. Built by `resume`, which checks.
 
     `snapshot` is None when the session has had none, or when `replay` stands in for it. `rounding`: the coarsest format
@@ -149,25 +149,25 @@ class Continuation:
         _require_log(self.head, num_log_tokens, end.position, end.pending)
         return new_ids
 
-    async def encode_next(self, end: EndState, *, seed: int, created_at: float, form: StateFormat) -> bytes:
+    async def encode_next(self, end: EndState, *, seed: int, created_at: float, state_format: StateFormat) -> bytes:
         """`next_snapshot` as bytes; in a thread, as megabytes are rounded and hashed."""
         return await asyncio.to_thread(
-            lambda: self.next_snapshot(end, seed=seed, created_at=created_at, form=form).encode()
+            lambda: self.next_snapshot(end, seed=seed, created_at=created_at, state_format=state_format).encode()
         )
 
     def next_snapshot(
-        self, end: EndState, *, seed: int, created_at: float, form: StateFormat, joules: float = 0.0
+        self, end: EndState, *, seed: int, created_at: float, state_format: StateFormat, joules: float = 0.0
     ) -> Snapshot:
-        """The state after the turn, as the session's next version, to be stored in `form`. `seed` is the one the turn
-        drew with, `joules` what it has cost.
+        """The state after the turn, as the session's next version, to be stored in `state_format`. `seed`: of the
+        turn's sampling; `joules`: its energy.
         """
         header = SnapshotHeader(
             model_fingerprint=self.model.fingerprint,
             numerics=self.model.numerics,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             layout=self.model.state_layout,
-            stored_dtype=form.dtype,
-            rounded_to=coarsest(form, self.rounding).dtype,
+            stored_dtype=state_format.dtype,
+            rounded_to=coarsest(state_format, self.rounding).dtype,
             position=end.position,
             pending_id=end.pending,
             sampler=SamplerState(seed=seed, generated_counts=end.generated_counts),
@@ -181,7 +181,7 @@ class Continuation:
         return Snapshot(header, end.state)
 
 
-def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> Continuation | LostState:
+def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession | LostState:
     """Decodes and checks what the store gave; LostState when it is to be made again from the log.
 
     Raises StateMismatch for a session of another tokenizer, also for a damaged state of a model that may have another
@@ -198,7 +198,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         return LostState(reason=stored.damage)
     if stored.snapshot is None:
         _require_log(head, head.num_log_tokens, 0, None)
-        return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+        return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer)
     try:
         snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
     except SnapshotCorrupt:  # in spite of its checksum: bytes that this build does not understand
@@ -213,7 +213,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
         raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
     if implausible_tensor(header.layout, snapshot.state) is not None:  # the log is as good as ever
         return LostState(reason="corrupt", sampler=header.sampler)
-    return Continuation(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, rounding=header.rounding)
+    return ResumedSession(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, rounding=header.rounding)
 
 
 def require_version(head: SessionHead, expected_version: int | None) -> None:
@@ -223,7 +223,7 @@ def require_version(head: SessionHead, expected_version: int | None) -> None:
 
 
 def version_conflict(head: SessionHead, expected_version: int | None) -> VersionConflict:
-    """As told to the client that named the version."""
+    """The error for the client that named the version."""
     message = f"session {head.session_id!r} is at version {head.version}, expected_version was {expected_version}"
     return VersionConflict(message, param="expected_version")
 

@@ -28,7 +28,7 @@ from nsm_core.errors import (
 from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
 from service.state.rebuild import LostState, Replay, read_replay
-from service.state.resume import Continuation, resume
+from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import Commit, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
 from service.turns.lease import HeldLease, Leases
@@ -133,7 +133,7 @@ class Migrator:
         except SnapshotCorrupt:
             lost = dataclasses.replace(stored, snapshot=None, damage="corrupt")
             found = resume(lost, model=model, tokenizer=tokenizer)
-        return None if isinstance(found, Continuation) else found
+        return None if isinstance(found, ResumedSession) else found
 
     async def _rebuild(self, name: SessionKey, outcome: Migration) -> Migrated:
         held = await self._leases.take(
@@ -176,10 +176,12 @@ class Migrator:
             new_ids=(),
             generated_counts=replay.generated_counts,
         )
-        start = Continuation(head=head, snapshot=None, model=backend.model, tokenizer=backend.tokenizer)
+        start = ResumedSession(head=head, snapshot=None, model=backend.model, tokenizer=backend.tokenizer)
         commit = Commit(
             expected_version=head.version,
-            snapshot=await start.encode_next(end, seed=replay.seed, created_at=time.time(), form=held.state_format),
+            snapshot=await start.encode_next(
+                end, seed=replay.seed, created_at=time.time(), state_format=held.state_format
+            ),
             position=head.position,
             model_fingerprint=backend.model.fingerprint,
             new_ids=(),

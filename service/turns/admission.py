@@ -13,7 +13,7 @@ from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
 from service.state.rebuild import LostState, read_replay
-from service.state.resume import Continuation, TurnRequest, require_version, resume, version_conflict
+from service.state.resume import ResumedSession, TurnRequest, require_version, resume, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.codec import naming
 from service.stores.sessions.key import SessionKey
@@ -22,7 +22,7 @@ from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
-from service.turns.execution import TurnRun
+from service.turns.execution import TurnExecution
 from service.turns.lease import HeldLease, Leases
 from service.turns.turn import Turn
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("nsm.turns")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TurnOpening:
+class TurnAdmission:
     """What turns are opened with. `record_ttl_s`, `max_records`: how long, and of how many turns of a session, results
     are kept; `clock`: unix seconds, for snapshots.
     """
@@ -67,7 +67,7 @@ class TurnOpening:
             except VersionConflict as error:  # the store's, which knows no fields
                 raise version_conflict(held.stored.head, request.expected_version) from error
 
-    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnRun:
+    async def begin(self, turn: Turn, held: HeldLease, request: TurnRequest, record: TurnRecord) -> TurnExecution:
         """A new turn, whose record was begun; a refusal leaves no record."""
         try:
             await self.tenants.check_stored_bytes(request.key.tenant, num_own_bytes=len(record.request))
@@ -78,7 +78,7 @@ class TurnOpening:
                 await held.forget_turn(request.request_id)
             raise
 
-    async def go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> TurnRun:
+    async def go_on(self, turn: Turn, held: HeldLease, record: TurnRecord) -> TurnExecution:
         """Another process's turn, from where its record ends. A refusal leaves it for another try."""
         head, model = held.stored.head, self.backend.model
         request, model_fingerprint = decode_request(record.request, head.key, turn_id=record.turn_id)
@@ -103,12 +103,12 @@ class TurnOpening:
         self,
         turn: Turn,
         held: HeldLease,
-        start: Continuation,
+        start: ResumedSession,
         request: TurnRequest,
         generation_request: GenerationRequest,
         earlier: Sequence[StoredToken] = (),
         num_chunks: int = 0,
-    ) -> TurnRun:
+    ) -> TurnExecution:
         with naming(request.key.session_id):
             generation = self.backend.submit(generation_request)
         replayer = EventReplayer(self.backend.tokenizer, generation_request.sampling)
@@ -119,7 +119,7 @@ class TurnOpening:
             request,
             earlier=[replayer.feed(token) for token in earlier],
         )
-        return TurnRun(
+        return TurnExecution(
             turn=turn,
             held=held,
             generation=generation,
@@ -133,25 +133,25 @@ class TurnOpening:
             clock=self.clock,
         )
 
-    async def _resume(self, held: HeldLease, request: TurnRequest) -> Continuation:
+    async def _resume(self, held: HeldLease, request: TurnRequest) -> ResumedSession:
         with _count_outcomes(self.metrics):
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self.backend.model, self.backend.tokenizer
             # in a thread, as at the commit: megabytes and long counts would hold up every other stream
             found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
-            start = found if isinstance(found, Continuation) else await self._replay(held.stored.head, found)
+            start = found if isinstance(found, ResumedSession) else await self._replay(held.stored.head, found)
         if start.head.num_log_tokens:
             self.metrics.sessions.resumed(start.rebuilt or "hit")
         return start
 
-    async def _replay(self, head: SessionHead, lost: LostState) -> Continuation:
+    async def _replay(self, head: SessionHead, lost: LostState) -> ResumedSession:
         """The turn will read the whole log, from the start, before its own input."""
         replay = await read_replay(self.store, lost, head)
         logger.warning(
             "session %s: state %s, made again from %d tokens", head.session_id, lost.reason, len(replay.log_ids)
         )
         model, tokenizer = self.backend.model, self.backend.tokenizer
-        return Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
+        return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, replay=replay)
 
 
 @contextlib.contextmanager

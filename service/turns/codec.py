@@ -43,7 +43,7 @@ class TurnResult:
     """What is kept of a turn that ended. `commit_point` is None, and `error` is not, when it was not committed.
 
     `render_options`: see TurnRequest. Counts, reason and energy are those of `finished`;
-    its text follows from the tokens. `session_joules`: see TurnEnd.
+    its text follows from the tokens. `session_joules`: see TurnOutcome.
     """
 
     sampling: SamplingParams

@@ -13,20 +13,20 @@ from typing import Any, Literal
 from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
 from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
-from service.state.resume import Continuation
+from service.state.resume import ResumedSession
 from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.codec import CommitPoint, StoredToken, TurnResult, encode_result, stored_token
 from service.turns.lease import HeldLease
-from service.turns.token_writer import TurnLog
-from service.turns.turn import HandedOver, TakenOver, Turn, TurnEnd
+from service.turns.token_writer import TokenWriter
+from service.turns.turn import HandedOver, TakenOver, Turn, TurnOutcome
 
 logger = logging.getLogger("nsm.turns")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRun:
+class TurnExecution:
     """All that belongs to it. `record_ttl_s`: how long its result is kept; `clock`: unix seconds, for the snapshot.
 
     `earlier`: what another process sampled of the turn, written down in so many chunks.
@@ -35,7 +35,7 @@ class TurnRun:
     turn: Turn
     held: HeldLease
     generation: Generation
-    start: Continuation
+    start: ResumedSession
     request: GenerationRequest
     render_options: Mapping[str, Any]
     earlier: Sequence[StoredToken]
@@ -44,10 +44,10 @@ class TurnRun:
     record_ttl_s: float
     clock: Callable[[], float]
 
-    async def to_its_end(self) -> TurnEnd:
+    async def execute(self) -> TurnOutcome:
         """Committed, or failed with an error that a client may see."""
         try:
-            return await self._settle(*await self._sample())
+            return await self._commit_or_fail(*await self._sample())
         except Exception:
             request_id = self.request.request_id
             logger.exception("request %s failed", request_id)
@@ -55,7 +55,7 @@ class TurnRun:
             return await self._fail(Finished(reason=FinishReason.ERROR), error)
 
     async def _sample(self) -> tuple[Finished, list[StoredToken]]:
-        log = TurnLog(
+        log = TokenWriter(
             self.held,
             self.turn.turn_id,
             on_stop=self.turn.stop,
@@ -67,7 +67,7 @@ class TurnRun:
         finally:
             await log.stop(is_complete=self.turn.is_handed_over)
 
-    async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnEnd:
+    async def _fail(self, finished: Finished, error: NsmError, tokens: Iterable[StoredToken] = ()) -> TurnOutcome:
         """The session stays where it is, and the record tells why; that of a turn handed over still runs."""
         status: Literal["failed", "cancelled"] = "cancelled" if isinstance(error, TurnCancelled) else "failed"
         if isinstance(error, HandedOver):
@@ -77,7 +77,7 @@ class TurnRun:
         else:
             with contextlib.suppress(NsmError):  # the client has the reason; a record that still runs is overwritten
                 await self.held.end_turn(self._ended(finished, tokens, error=error), status=status)
-        return TurnEnd(finished=finished, head=self.start.head, error=error)
+        return TurnOutcome(finished=finished, head=self.start.head, error=error)
 
     async def _fate(self, lost: LeaseLost) -> LeaseLost:
         """Whoever took the session may have gone on with this very turn."""
@@ -87,7 +87,7 @@ class TurnRun:
                 return TakenOver(self.turn.turn_id, is_committed=record.status == "committed")
         return lost
 
-    async def _forward(self, log: TurnLog) -> Finished:
+    async def _forward(self, log: TokenWriter) -> Finished:
         """Passes the events on as they come, and returns the last one instead of passing it on."""
         try:
             async for batch in self.generation.batches():
@@ -102,7 +102,7 @@ class TurnRun:
             raise
         raise RuntimeError("the engine ended a request without Finished")
 
-    async def _settle(self, finished: Finished, tokens: list[StoredToken]) -> TurnEnd:
+    async def _commit_or_fail(self, finished: Finished, tokens: list[StoredToken]) -> TurnOutcome:
         """A turn that came to its own end becomes the session's next version; any other leaves it where it was."""
         error = self.turn.error_of(finished)
         if error is not None:
@@ -113,7 +113,7 @@ class TurnRun:
             head = await self._commit(finished, finished.end_state, tokens)
         except NsmError as commit_error:
             return await self._fail(finished, commit_error, tokens)
-        return TurnEnd(finished=finished, head=head, session_joules=self._session_joules(finished))
+        return TurnOutcome(finished=finished, head=head, session_joules=self._session_joules(finished))
 
     async def _commit(self, finished: Finished, end: EndState, tokens: list[StoredToken]) -> SessionHead:
         started = time.monotonic()
@@ -130,7 +130,7 @@ class TurnRun:
                 end,
                 seed=seed,
                 created_at=self.clock(),
-                form=self.held.state_format,
+                state_format=self.held.state_format,
                 joules=joules_of((finished,)),
             )
             return snapshot.encode(), self._ended(finished, tokens, commit_point=commit_point)

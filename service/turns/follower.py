@@ -18,7 +18,7 @@ from service.stores.sessions.turn_records import TurnRecord
 from service.turns.codec import CommitPoint, StoredToken, TurnResult, decode_request, decode_result, decode_tokens
 from service.turns.detokenize import EventReplayer
 from service.turns.token_writer import happens
-from service.turns.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEnd, TurnEvent
+from service.turns.turn import EVENTS_AT_ONCE, HandedOver, Turn, TurnEvent, TurnOutcome
 
 POLL_S = 0.1  # how often the record of a turn in another process is looked at
 
@@ -51,7 +51,7 @@ class TurnFollower:
     ) -> None:
         self.turn_id = record.turn_id
         self.render_options: Mapping[str, Any] = {}
-        self.end: TurnEnd | None = None
+        self.end: TurnOutcome | None = None
         self.rebuilt: str | None = None
         self.other_numerics: str | None = None
         self._store = store
@@ -135,7 +135,7 @@ class TurnFollower:
         """What comes after the events that were given out already."""
         self._taken, num_given = turn, self._num_tokens
         async for batch in turn.batches():
-            if isinstance(batch[-1], TurnEnd):
+            if isinstance(batch[-1], TurnOutcome):
                 self.end, self.rebuilt, self.other_numerics = batch[-1], turn.rebuilt, turn.other_numerics
             new = [event for event in batch if not isinstance(event, TokenEvent) or event.index > num_given]
             if new:
@@ -149,13 +149,13 @@ class TurnFollower:
             raise TurnCancelled(f"the turn {what}; nothing of it was kept")
         return await asyncio.to_thread(decode_result, self._record.result)
 
-    async def _end_of(self, result: TurnResult) -> TurnEnd:
+    async def _end_of(self, result: TurnResult) -> TurnOutcome:
         if self._replayer is None:
             raise RuntimeError("a turn without a request or a result has no end")
         self.rebuilt, self.other_numerics = result.rebuilt, result.other_numerics
         head = await self._store.get(self._key)
         finished = self._replayer.finish(result.finished)
-        return TurnEnd(
+        return TurnOutcome(
             finished=finished,
             head=_head_at(head, result.commit_point),
             session_joules=result.session_joules,

@@ -13,12 +13,12 @@ from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
 from service.state.rebuild import sampled_counts, seed_of
-from service.state.resume import Continuation, require_version, resume
+from service.state.resume import ResumedSession, require_version, resume
 from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.turns.lease import HeldLease
 from service.turns.turn import Turn
-from service.turns.turns import Turns
+from service.turns.turns import TurnRegistry
 
 MAX_SHOWN_VERSIONS = 20
 
@@ -57,7 +57,7 @@ class RewindRequest:
 
 
 async def rewind_session(
-    turns: Turns, backend: InferenceBackend, store: SessionStore, request: RewindRequest
+    turns: TurnRegistry, backend: InferenceBackend, store: SessionStore, request: RewindRequest
 ) -> SessionHead:
     """The head after the rewind, at a new version. The state is made by reading what stays of the log, from the nearest
     older snapshot that is kept.
@@ -66,7 +66,7 @@ async def rewind_session(
     input, or none, and equals the turn of a session that never went further. A log of one token is fed: a state stands
     on at least one token.
 
-    Raises what `Turns.open_turn` raises; then nothing has changed.
+    Raises what `TurnRegistry.open_turn` raises; then nothing has changed.
     """
     async with turns.exclusive(request.key) as (turn, held):
         head = held.stored.head
@@ -82,8 +82,8 @@ async def rewind_session(
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
             seed, position = _seed_at(marks, num_log_tokens), end.position
-            start = Continuation(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
-            snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), form=held.state_format)
+            start = ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+            snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
             expected_version=head.version,
             snapshot=snapshot,

@@ -16,7 +16,7 @@ BATCH_S = 0.1  # between two appends; what a lost process had not written yet is
 QUIET_S = 1.0  # how often a turn that samples nothing asks whether it shall go on
 
 
-class TurnLog:
+class TokenWriter:
     """The tokens of one turn, from its first on. `stop` ends the writing, and is to come before the record's end.
 
     `earlier`: what another process has written of it, in `num_chunks` chunks. `on_stop` is called when the turn must

@@ -11,7 +11,7 @@ from nsm_core.engine.request import Finished, FinishReason, TokenEvent
 from nsm_core.errors import LeaseLost, NsmError, Overloaded, TurnCancelled
 from service.backends.base import Generation
 from service.state.rebuild import RebuildReason
-from service.state.resume import Continuation, TurnRequest
+from service.state.resume import ResumedSession, TurnRequest
 from service.stores.sessions.base import SessionHead
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.requests import RequestRecord
@@ -21,7 +21,7 @@ EVENTS_AT_ONCE = 64  # most that a reader gets in one piece
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TurnEnd:
+class TurnOutcome:
     """The last event of every turn. `head` is the session's after it.
 
     `error` is None if and only if the turn was committed; otherwise the session is where it was. HandedOver: the turn
@@ -34,7 +34,7 @@ class TurnEnd:
     error: NsmError | None = None
 
 
-TurnEvent = TokenEvent | TurnEnd
+TurnEvent = TokenEvent | TurnOutcome
 
 
 class TurnSource(Protocol):
@@ -54,7 +54,7 @@ class TurnSource(Protocol):
         ...
 
     @property
-    def end(self) -> TurnEnd | None:
+    def end(self) -> TurnOutcome | None:
         """Set before the last event is given out."""
         ...
 
@@ -65,7 +65,7 @@ class TurnSource(Protocol):
     def other_numerics(self) -> str | None: ...
 
     def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Each event of the turn once, in order from its first, the last a TurnEnd. Closing it early detaches.
+        """Each event of the turn once, in order from its first, the last a TurnOutcome. Closing it early detaches.
 
         Raises NsmError where the events cannot be had any more.
         """
@@ -87,7 +87,8 @@ class TurnSource(Protocol):
 
 
 class Turn:
-    """A turn of one session, from the claim to its end. Made by `Turns.open_turn`; whoever leaves it calls `detach`.
+    """A turn of one session, from the claim to its end. Made by `TurnRegistry.open_turn`; a reader that leaves calls
+    `detach`.
 
     It is its opener's TurnSource; `follow` gives further ones. Without any reader it goes on for `detached_s` seconds.
     `identity`, `digest`: see TurnStart.
@@ -101,8 +102,8 @@ class Turn:
         self.render_options: Mapping[str, Any] = {}
         self.begun = asyncio.Event()  # or refused
         self.ended = asyncio.Event()
-        self.end: TurnEnd | None = None
-        self.other_numerics: str | None = None  # see Continuation, as for the next
+        self.end: TurnOutcome | None = None
+        self.other_numerics: str | None = None  # see ResumedSession, as for the next
         self.rebuilt: RebuildReason | None = None
         self.permit: Permit | None = None
         self.has_written = False  # what was no turn but held the session as one has changed it
@@ -119,7 +120,7 @@ class Turn:
         self._has_opener = True
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Each event once, in order, the last a TurnEnd. Closing it early detaches."""
+        """Each event once, in order, the last a TurnOutcome. Closing it early detaches."""
         try:
             async for event in self.all_events():
                 yield event
@@ -152,7 +153,7 @@ class Turn:
             batch = self._events[num_read : num_read + EVENTS_AT_ONCE]
             num_read += len(batch)
             yield batch
-            if isinstance(batch[-1], TurnEnd):
+            if isinstance(batch[-1], TurnOutcome):
                 return
 
     def follow(self) -> Follower:
@@ -188,12 +189,12 @@ class Turn:
             if self._generation is not None:
                 self._generation.cancel()
 
-    # What follows is for `Turns`.
+    # What follows is for `TurnRegistry`.
 
     def begin(
         self,
         generation: Generation,
-        start: Continuation,
+        start: ResumedSession,
         record: RequestRecord,
         request: TurnRequest,
         *,
@@ -240,7 +241,7 @@ class Turn:
             return self._stop_error or stopping()
         return None
 
-    def finish(self, end: TurnEnd | None) -> None:
+    def finish(self, end: TurnOutcome | None) -> None:
         """The session is free again; `end` is None when the turn was refused."""
         self._stop_timer()
         if self.permit is not None:
@@ -259,7 +260,7 @@ class Turn:
             self._timer = None
             self._metrics.sessions.turn_detached(-1)
 
-    def _count(self, end: TurnEnd) -> None:
+    def _count(self, end: TurnOutcome) -> None:
         if self._record is not None:
             self._record.finish(_reason(end), end.finished)
 
@@ -278,7 +279,7 @@ class Follower:
         self.other_numerics = turn.other_numerics
 
     @property
-    def end(self) -> TurnEnd | None:
+    def end(self) -> TurnOutcome | None:
         return self._turn.end
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
@@ -328,7 +329,7 @@ def stopping() -> Overloaded:
     return Overloaded("the server is stopping; nothing of this turn was kept")
 
 
-def _reason(end: TurnEnd) -> Literal["stop", "length", "abort", "error"]:
+def _reason(end: TurnOutcome) -> Literal["stop", "length", "abort", "error"]:
     if end.finished.reason is FinishReason.ABORT:
         return "abort"
     if end.error is not None:

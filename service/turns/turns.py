@@ -26,14 +26,14 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
-from service.turns.admission import TurnOpening
-from service.turns.execution import TurnRun
+from service.turns.admission import TurnAdmission
+from service.turns.execution import TurnExecution
 from service.turns.follower import POLL_S, TurnFollower, stream_not_found
 from service.turns.lease import NO_CHUNKS, HeldLease, Leases
-from service.turns.turn import HandedOver, Turn, TurnEnd, TurnSource, stopping
+from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource, stopping
 
 
-class Turns:
+class TurnRegistry:
     """Opens, tracks and ends the turns of this process; at most one runs on a session at a time."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Turns:
         self._lifecycle = lifecycle
         self._tenants = tenants
         self._detached_s = detached_s
-        self._opening = TurnOpening(
+        self._opening = TurnAdmission(
             backend=backend,
             store=store,
             leases=self._leases,
@@ -289,24 +289,24 @@ class Turns:
         self._running[key] = turn
         return turn
 
-    def _release(self, key: SessionKey, end: TurnEnd | None = None) -> None:
+    def _release(self, key: SessionKey, end: TurnOutcome | None = None) -> None:
         self._running.pop(key).finish(end)
 
-    def _run(self, run: TurnRun) -> Turn:
+    def _run(self, run: TurnExecution) -> Turn:
         """Starts the turn's task."""
-        task = asyncio.create_task(self._run_to_its_end(run))
+        task = asyncio.create_task(self._execute(run))
         self._tasks.add(task)  # the event loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
         return run.turn
 
-    async def _run_to_its_end(self, run: TurnRun) -> None:
+    async def _execute(self, run: TurnExecution) -> None:
         """Whatever happens in it, the session is released and the turn has an end."""
         head = run.start.head
         # if this task itself is cancelled
-        end = TurnEnd(finished=Finished(reason=FinishReason.ABORT), head=head, error=stopping())
+        end = TurnOutcome(finished=Finished(reason=FinishReason.ABORT), head=head, error=stopping())
         with self._lifecycle.track():
             try:
-                end = await run.to_its_end()
+                end = await run.execute()
             finally:
                 try:
                     await run.held.give_back()

@@ -18,8 +18,8 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.memory import MemorySessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
-from service.turns.turn import Turn, TurnEnd
-from service.turns.turns import Turns
+from service.turns.turn import Turn, TurnOutcome
+from service.turns.turns import TurnRegistry
 from tests.support.fakes import FakeBackend
 
 KEY = SessionKey("default", "s1")
@@ -56,8 +56,8 @@ class House:
         self.lifecycle = Lifecycle()
         self.turns = self.make_turns(backend, detached_s=detached_s)
 
-    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0, lease_s: float = 30.0) -> Turns:
-        return Turns(
+    def make_turns(self, backend: FakeBackend, *, detached_s: float = 60.0, lease_s: float = 30.0) -> TurnRegistry:
+        return TurnRegistry(
             backend,
             self.store,
             metrics=self.metrics,
@@ -76,7 +76,7 @@ class House:
     async def open(self, *input_ids: int, **changes: Any) -> Turn:
         return await self.turns.open_turn(make_request(*input_ids, **changes))
 
-    async def say(self, *input_ids: int, **changes: Any) -> TurnEnd:
+    async def say(self, *input_ids: int, **changes: Any) -> TurnOutcome:
         return (await collect(await self.open(*input_ids, **changes)))[1]
 
     def sample(self, name: str, **labels: str) -> float | None:
@@ -102,10 +102,10 @@ def make_request(*input_ids: int, max_tokens: int = 4, seed: int | None = None, 
     return TurnRequest(**{**fields, **changes})
 
 
-async def collect(turn: Turn) -> tuple[list[TokenEvent], TurnEnd]:
+async def collect(turn: Turn) -> tuple[list[TokenEvent], TurnOutcome]:
     events = [event async for event in turn.events()]
     end = events.pop()
-    assert isinstance(end, TurnEnd)
+    assert isinstance(end, TurnOutcome)
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     assert len(tokens) == len(events)
     return tokens, end

@@ -32,16 +32,18 @@ def encode_entry(
     model: ModelInfo,
     tokenizer: Tokenizer,
     created_at: float,
-    form: StateFormat = StateFormat.FP32,
+    state_format: StateFormat = StateFormat.FP32,
 ) -> bytes:
-    """`raw_ids`: the `key.position` ids as `encode_ids` wrote them; `state`: that after them, stored in `form`."""
+    """`raw_ids`: the `key.position` ids as `encode_ids` wrote them; `state`: the state after them, stored in
+    `state_format`.
+    """
     header = SnapshotHeader(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
         tokenizer_fingerprint=tokenizer.fingerprint,
         layout=model.state_layout,
-        stored_dtype=form.dtype,
-        rounded_to=form.dtype,
+        stored_dtype=state_format.dtype,
+        rounded_to=state_format.dtype,
         position=key.position,
         pending_id=None,
         sampler=NO_SAMPLER,

@@ -135,5 +135,5 @@ class PrefixWriter:
             model=self._backend.model,
             tokenizer=self._backend.tokenizer,
             created_at=time.time(),
-            form=self._state_format,
+            state_format=self._state_format,
         )

@@ -10,7 +10,7 @@ import pytest
 from nsm_core.errors import Overloaded, TurnCancelled
 from service.stores.sessions.memory import MemorySessionStore
 from service.turns.codec import decode_tokens
-from service.turns.turn import HandedOver, Turn, TurnEnd, stopping
+from service.turns.turn import HandedOver, Turn, TurnOutcome, stopping
 from tests.service.turns.test_turn_takeover import (
     KEY,
     RETRY,
@@ -38,7 +38,7 @@ async def test_P3_S6_a_turn_in_mid_stream_is_handed_over_and_read_on_without_a_b
     seen = [await anext(events) for _ in range(3)]
     await one.stop()
     end = [event async for event in events][-1]
-    assert isinstance(end, TurnEnd)
+    assert isinstance(end, TurnOutcome)
     assert isinstance(end.error, HandedOver)
     record = await record_of(store)
     assert (record.status, record.lease_left_s) == ("running", 0.0)  # free at once, not after a lease's time

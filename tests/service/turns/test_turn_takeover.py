@@ -1,4 +1,4 @@
-"""Turns whose process is lost, followed and taken over by another one: two processes' `Turns` over one store."""
+"""Turns whose process is lost, followed and taken over by another one: two processes' `TurnRegistry` over one store."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
-from service.turns.turn import Turn, TurnEnd, TurnSource
-from service.turns.turns import Turns
+from service.turns.turn import Turn, TurnOutcome, TurnSource
+from service.turns.turns import TurnRegistry
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.redis_servers import wait_until
 from tests.support.turns import make_request
@@ -53,7 +53,7 @@ class Process:
         self.backend = FakeBackend(hold=hold, **backend)
         self.metrics = Metrics(self.backend)
         self.wire: Any = Wire(store)
-        self.turns = Turns(
+        self.turns = TurnRegistry(
             self.backend,
             self.wire,
             metrics=self.metrics,
@@ -124,21 +124,21 @@ async def written(store: MemorySessionStore, process: Process, num_tokens: int) 
         await asyncio.sleep(0.005)
 
 
-async def collect(source: TurnSource) -> tuple[list[TokenEvent], TurnEnd]:
+async def collect(source: TurnSource) -> tuple[list[TokenEvent], TurnOutcome]:
     events = [event async for event in source.events()]
     end = events[-1]
-    assert isinstance(end, TurnEnd)
+    assert isinstance(end, TurnOutcome)
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
     finished = dataclasses.replace(end.finished, end_state=None)  # nobody keeps it for readers
     return tokens, dataclasses.replace(end, finished=finished)
 
 
-def text_of(tokens: list[TokenEvent], end: TurnEnd) -> str:
+def text_of(tokens: list[TokenEvent], end: TurnOutcome) -> str:
     return "".join(token.text for token in tokens) + end.finished.text
 
 
-async def unbroken(*input_ids: int, **changes: Any) -> tuple[list[TokenEvent], TurnEnd]:
+async def unbroken(*input_ids: int, **changes: Any) -> tuple[list[TokenEvent], TurnOutcome]:
     store = MemorySessionStore()
     await store.create(NewSession(key=KEY, model_fingerprint="fake-fingerprint", metadata={}))
     return await collect(await Process(store).open(*input_ids, **changes))

@@ -16,7 +16,7 @@ from nsm_core.errors import (
 )
 from nsm_core.sampling.params import SamplingParams
 from service.stores.sessions.key import SessionKey
-from service.turns.turn import TurnEnd
+from service.turns.turn import TurnOutcome
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.turns import EOT, KEY, collect, make_house, make_request
 
@@ -125,7 +125,7 @@ async def test_the_session_is_free_before_the_last_event_is_out() -> None:
     async with make_house() as house:
         turn = await house.open(5)
         async for event in turn.events():
-            if isinstance(event, TurnEnd):
+            if isinstance(event, TurnOutcome):
                 assert (await house.store.get(KEY)).version == 1
                 assert (await house.say(6)).head.version == 2
 
@@ -195,10 +195,10 @@ async def test_R14_after_any_turns_and_cancels_the_state_is_that_of_one_unbroken
             else:
                 house.backend.release(min(cancel_after, max_tokens))
                 seen = [await anext(events) for _ in range(min(cancel_after, max_tokens))]
-                assert not any(isinstance(event, TurnEnd) for event in seen)
+                assert not any(isinstance(event, TurnOutcome) for event in seen)
                 await house.turns.cancel(KEY)
             end = [event async for event in events][-1]
-            assert isinstance(end, TurnEnd)
+            assert isinstance(end, TurnOutcome)
             num_committed += end.finished.reason is not FinishReason.ABORT
             house.backend.forget_permits()
         head = await house.store.get(KEY)

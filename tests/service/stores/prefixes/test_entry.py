@@ -55,7 +55,7 @@ FLOATS = (TensorLayout("slots", (2, 64), "float32"),)
 def test_an_entry_is_used_whatever_its_writer_rounded_it_to(form: StateFormat) -> None:
     model = dataclasses.replace(BACKEND.model, state_layout=FLOATS)
     state = np.linspace(-1.0, 1.0, 128, dtype="<f4").tobytes()
-    entry = encoded(state=state, model=model, form=form)
+    entry = encoded(state=state, model=model, state_format=form)
     read = decode_entry(entry, tenant="a", key=KEY, raw_ids=DIGESTS.raw, model=model, tokenizer=BACKEND.tokenizer)
     assert read.state == rounded_state(FLOATS, state, form)
     assert (read.state == state) == (form is StateFormat.FP32)

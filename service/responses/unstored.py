@@ -9,11 +9,11 @@ from nsm_core.engine.request import GenerationRequest
 from service.generate.choices import RequestGroup
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.opening import Opening
-from service.state.resume import Continuation, resume
+from service.state.resume import ResumedSession, resume
 from service.stores.sessions.key import SessionKey
 
 
-async def open_free_run(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
+async def open_unstored(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
     """Raises NotFound when the session is gone, and what `InferenceBackend.submit` raises."""
     services = opening.services
     request = await _request(opening, plan, response_id)
@@ -42,10 +42,10 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
     return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
 
 
-async def _start(opening: Opening, position: LogPosition) -> Continuation | None:
+async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:
     """The state at `position`; None when the session has none that can be used, and its log is to be read."""
     stored = await opening.services.store.load(SessionKey(opening.tenant, position.session_id))
     backend = opening.services.backend
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
-    is_there = isinstance(found, Continuation) and stored.head.version == position.version
-    return found if is_there and isinstance(found, Continuation) else None
+    is_there = isinstance(found, ResumedSession) and stored.head.version == position.version
+    return found if is_there and isinstance(found, ResumedSession) else None
