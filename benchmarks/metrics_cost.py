@@ -35,7 +35,7 @@ from service.app import create_app
 from service.backends.local import LocalBackend
 from service.server import bind, serve, uvicorn_config
 from service.settings import Settings
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 
 PROMPT = tuple(range(1, 17))
@@ -141,7 +141,7 @@ def cost_by_parts(alone: dict[str, float], *, step_us: float) -> float:
 
 async def clocks(backend: LocalBackend, num_requests: int) -> dict[str, list[float]]:
     """What the service tells less what a client sees, request by request, in milliseconds."""
-    app = create_app(Settings(port=0), backend, MemorySessionStore())
+    app = create_app(Settings(port=0), backend, SqliteSessionStore(None))
     told: dict[str, list[float]] = {"ttft": [], "e2e": []}
     with bind("127.0.0.1", 0) as sock:
         task = asyncio.create_task(serve(app, uvicorn_config(app), sock))

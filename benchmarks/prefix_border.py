@@ -30,7 +30,7 @@ from service.generate.completions import open_completion
 from service.schemas.completions import CompletionBody
 from service.settings import Settings
 from service.stores.prefixes.keys import MIN_TOKENS
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 
 LENGTHS = (80, 128, 192, 256, 384, 512)
 REUSED = (1, 2, 4, 8)  # one in so many states
@@ -70,7 +70,7 @@ async def run(backend: LocalBackend, kind: str, rounds: int) -> list[dict[str, f
     settings = Settings(data_dir=Path("unused"), store="memory")
     with tempfile.TemporaryDirectory() as directory:
         async with opened(kind, Path(directory)) as store:
-            app = create_app(settings, backend, MemorySessionStore(), store, prefix_min_tokens=MIN_TOKENS)
+            app = create_app(settings, backend, SqliteSessionStore(None), store, prefix_min_tokens=MIN_TOKENS)
             async with app.router.lifespan_context(app):
                 services = app.state.services
                 await measure(services, LENGTHS[0], rounds=3, seed=1)

@@ -36,7 +36,7 @@ from service.stores.prefixes.keys import PromptDigests
 from service.stores.prefixes.memory import MemoryPrefixStore
 from service.stores.prefixes.redis import RedisPrefixStore
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 
 BOUNDS = PrefixBounds(max_bytes=2**29, ttl_s=3600.0)
 SYSTEM = "The old house stood at the end of the lane, and nobody had lived in it for thirty years or more. " * 40
@@ -94,7 +94,7 @@ async def measure_chat(kind: str, backend: LocalBackend, *, num_turns: int) -> l
     settings = Settings(data_dir=Path("unused"), store="memory", prefix_cache_mb=0 if kind == "off" else 512)
     with tempfile.TemporaryDirectory() as directory:
         async with opened("memory" if kind == "off" else kind, Path(directory)) as store:
-            app = create_app(settings, backend, MemorySessionStore(), store)
+            app = create_app(settings, backend, SqliteSessionStore(None), store)
             async with app.router.lifespan_context(app):
                 return await chat(app.state.services, num_turns=num_turns)
 

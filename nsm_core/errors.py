@@ -17,12 +17,14 @@ NsmError
 ├── KeyReused            an idempotency key came again with another request
 ├── StateMismatch        a session was made by another model than the one that runs
 ├── SnapshotCorrupt      what is stored of a session is damaged: not what was written, or not its own
+│   └── LogCorrupt       that is its token log, and so nothing can be made from it
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
 ├── NumericalError       the model gave values that are not finite for this request
 ├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
 ├── StoreUnavailable     the session store cannot be reached
+│   └── StoreReplaced    its files were removed, moved or replaced while it is open
 ├── StorageFull          the session store has no room
 ├── CheckpointError      model files are missing, damaged or do not fit together
 └── ConfigError          a setting is unknown or has a bad value
@@ -134,6 +136,10 @@ class SnapshotCorrupt(NsmError):
     """What is stored of a session is not what was written, or belongs to another session, version or position."""
 
 
+class LogCorrupt(SnapshotCorrupt):
+    """A session's token log is not the one that was written: tokens are missing, too many or changed."""
+
+
 class Overloaded(NsmError):
     """No room for another request now; try again after `retry_after_s`. `param` names the field that takes the room."""
 
@@ -165,6 +171,13 @@ class StoreUnavailable(NsmError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class StoreReplaced(StoreUnavailable):
+    """The store's files are not those that were opened: a restart would not have what is written into them."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 60.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class StorageFull(NsmError):

@@ -9,13 +9,14 @@ from typing import Any, Literal, cast
 
 from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
 
-from nsm_core.errors import NsmError, StoreUnavailable
+from nsm_core.errors import LogCorrupt, NsmError, SnapshotCorrupt, StoreReplaced, StoreUnavailable
 from service.stores.prefixes.base import PrefixStore
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sessions.transitions import TOKEN_BYTES, Commit, NewSession, Rewind
-from service.telemetry.metrics.sessions import SessionMetrics
+from service.telemetry.metrics.sessions import DamagedPart, SessionMetrics
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
 OPERATIONS = (
@@ -57,11 +58,28 @@ class _InstrumentedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
+    async def open(self) -> None:
+        await self._store.open()
+        if isinstance(self._store, SqliteSessionStore) and self._store.database.num_lost_writes:
+            self._metrics.store_damaged("lost_writes")
+
+    async def check_writable(self) -> None:
+        with self._counting_damage():
+            await self._store.check_writable()
+
+    @contextlib.contextmanager
+    def _counting_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (SnapshotCorrupt, StoreReplaced) as error:
+            self._metrics.store_damaged(_damaged_part(error))
+            raise
+
     def _measured(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
             started = time.monotonic()
             try:
-                with _span(self._tracer, "store", operation, _attributes(args)):
+                with self._counting_damage(), _span(self._tracer, "store", operation, _attributes(args)):
                     result = await getattr(self._store, operation)(*args, **fields)
             except BaseException as error:
                 outcome: Outcome = "refused" if _is_refusal(error) else "failed"
@@ -118,6 +136,12 @@ def _span(tracer: Tracer, store: str, operation: str, attributes: dict[str, str]
             if not _is_refusal(error):
                 span.set_status(StatusCode.ERROR)
             raise
+
+
+def _damaged_part(error: SnapshotCorrupt | StoreReplaced) -> DamagedPart:
+    if isinstance(error, StoreReplaced):
+        return "files"
+    return "log" if isinstance(error, LogCorrupt) else "snapshot"
 
 
 def _attributes(args: Sequence[object], *, kind: str | None = None, **_: object) -> dict[str, str]:

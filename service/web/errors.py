@@ -26,6 +26,7 @@ from nsm_core.errors import (
     InvalidRequest,
     KeyReused,
     LeaseLost,
+    LogCorrupt,
     MisdirectedRequest,
     NotFound,
     NsmError,
@@ -38,6 +39,7 @@ from nsm_core.errors import (
     StateMismatch,
     StepFailed,
     StorageFull,
+    StoreReplaced,
     StoreUnavailable,
     TurnCancelled,
     Unauthenticated,
@@ -94,9 +96,12 @@ RULES: Mapping[type[NsmError], Rule] = {
     KeyReused: Rule(422, INVALID, "idempotency_key_reused", retry=False),
     StateMismatch: Rule(409, INVALID, "state_mismatch", retry=False),
     SnapshotCorrupt: Rule(500, SERVER, "snapshot_corrupt", retry=False),
+    LogCorrupt: Rule(500, SERVER, "log_corrupt", retry=False),
     Overloaded: Rule(503, SERVER, "overloaded"),
     EngineDead: Rule(503, SERVER, "engine_dead"),
     StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
+    # until somebody has looked at the files; stock clients would try again within seconds
+    StoreReplaced: Rule(503, SERVER, "store_replaced", retry=False),
     # the client set the deadline: an automatic retry would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
@@ -161,7 +166,8 @@ def report(error: Exception, *, request_id: str | None) -> None:
     """Log errors for the operator: refusals below 500 are not logged, unexpected errors come with their traceback."""
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
-            level = logging.ERROR if isinstance(error, SnapshotCorrupt) else logging.WARNING  # stored data was lost
+            is_loss = isinstance(error, SnapshotCorrupt | StoreReplaced)  # of what was stored
+            level = logging.ERROR if is_loss else logging.WARNING
             logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error.with_notes())
     elif not isinstance(error, RequestValidationError | HTTPException):
         logger.error("request %s failed", request_id, exc_info=error)

@@ -7,7 +7,6 @@ import pytest
 
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import SessionStore
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.redis_servers import RedisClock, Topology, own_prefix
@@ -25,7 +24,7 @@ def store_and_clock(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Ses
         return RedisSessionStore(parse_redis_url(topology.url_with(prefix=prefix))), RedisClock(topology, prefix)
     clock = Clock()
     if request.param == "memory":
-        return MemorySessionStore(clock=clock), clock
+        return SqliteSessionStore(None, clock=clock), clock
     return SqliteSessionStore(tmp_path / "data" / "sessions.db", clock=clock), clock
 
 

@@ -12,10 +12,8 @@ import pytest
 from nsm_core.errors import VersionConflict
 from service.stores.records.base import ABSENT, RecordStore
 from service.stores.records.factory import records_beside
-from service.stores.records.memory import MemoryRecordStore
 from service.stores.records.sqlite import SqliteRecordStore
 from service.stores.sessions.base import SessionStore
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.redis_servers import RedisClock
 from tests.support.stored_sessions import Clock
@@ -29,11 +27,9 @@ async def records(store: SessionStore, clock: Clock | RedisClock) -> AsyncIterat
     """On an open session store, with its clock where it is not the server's own."""
     if isinstance(clock, RedisClock):
         yield records_beside(store)
-    elif isinstance(store, SqliteSessionStore):
-        yield SqliteRecordStore(store, clock=clock)
     else:
-        assert isinstance(store, MemorySessionStore)
-        yield MemoryRecordStore(clock=clock)
+        assert isinstance(store, SqliteSessionStore)
+        yield SqliteRecordStore(store, clock=clock)
 
 
 async def test_a_document_comes_back_as_it_was_put(records: RecordStore) -> None:

@@ -14,7 +14,7 @@ import yaml
 from deploy.helm.write import CHART, FOLDER, NAMESPACE, PARAMETER, RELEASE, SCHEMA, helm, render, render_path
 from service.app import create_app
 from service.settings import ENV_PREFIX, Settings, refuse_unknown_variables
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.deploy.compose import ROOT, services
 from tests.deploy.helm_renders import CASES, EXAMPLES, environment, gateway, of, one, pods
 from tests.support.fakes import FakeBackend
@@ -143,7 +143,7 @@ def test_probes_ask_for_routes_that_exist() -> None:
 
 
 def every_route() -> set[str]:
-    app = create_app(Settings(), FakeBackend(), MemorySessionStore())
+    app = create_app(Settings(), FakeBackend(), SqliteSessionStore(None))
     undocumented = {path for route in app.routes if (path := getattr(route, "path", None))}
     return {*app.openapi()["paths"], *undocumented}
 

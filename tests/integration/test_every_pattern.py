@@ -18,7 +18,7 @@ from nsm_lab.training.config import TrainConfig
 from nsm_lab.training.loop import train
 from nsm_lab.training.presets import PRESETS
 from service.backends.local import LocalBackend
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.gateway import Gateway, gateway
 from tests.support.samples import BOOKS_DIR
 
@@ -74,7 +74,7 @@ async def test_X25_every_pattern_trains_resumes_and_serves(
 
 async def two_turns(model: Path, *, is_moved: bool) -> list[str]:
     """The texts of a session's two turns, on one server, or each on its own with one store."""
-    store, texts = MemorySessionStore(), []
+    store, texts = SqliteSessionStore(None), []
     first = LocalBackend(load_checkpoint(model), EngineConfig(max_slots=1, token_budget=64))
     async with gateway(first, store=store) as house:
         response = await house.client.post("/v1/sessions", json={"id": "s1"})

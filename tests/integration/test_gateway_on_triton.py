@@ -19,7 +19,7 @@ from nsm_core.errors import DeadlineExceeded, EngineDead
 from service.backends.triton.backend import TritonBackend
 from service.backends.triton.probe import ask_worker
 from service.stores.sessions.base import SessionStore
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.integration.test_triton_failures import is_alive
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 from tests.support.raw_http import connect
@@ -153,7 +153,7 @@ async def test_T5_any_server_serves_any_session(triton: RunningTriton, victim: R
     async with httpx.AsyncClient(base_url=triton.http_url) as http:
         config = (await http.get("/v2/models/nsm/config")).json()
     assert "sequence_batching" not in config
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with on(triton) as calm, on(triton, store=store) as here, on(victim, store=store) as there:
         for server in (calm, here):
             await server.client.post("/v1/sessions", json={"id": "s"})

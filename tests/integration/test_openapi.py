@@ -27,7 +27,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.app import create_app
 from service.schemas import answers
 from service.settings import Settings
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.counts import scaled
 from tests.support.gateway import FILE_HEADERS
 from tests.support.live_server import serving
@@ -187,7 +187,7 @@ def api(tiny_tokenizer: Tokenizer) -> Iterator[Api]:
     wanted = Settings(
         data_dir=Path("unused"), max_tokens_limit=32, max_prompt_tokens=512, max_body_bytes=100_000, kept_snapshots=2
     )
-    app = create_app(wanted, local_backend(tiny_tokenizer, queue_limit=512), MemorySessionStore())
+    app = create_app(wanted, local_backend(tiny_tokenizer, queue_limit=512), SqliteSessionStore(None))
     schema = schemathesis.openapi.from_dict(described(app))
     with in_a_thread(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield Api(schema, client)

@@ -21,7 +21,7 @@ import uvicorn
 from service.app import create_app
 from service.schemas.common import MAX_MESSAGES
 from service.settings import Settings
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.web.connection import connection_class
 from tests.support.fakes import FakeBackend
 
@@ -35,7 +35,7 @@ class Watched:
     """A server on a thread of its own; `stall_s` is the longest that its event loop was held up since `reset`."""
 
     def __init__(self) -> None:
-        self.app = create_app(Settings(max_body_bytes=MAX_BODY_BYTES), FakeBackend(), MemorySessionStore())
+        self.app = create_app(Settings(max_body_bytes=MAX_BODY_BYTES), FakeBackend(), SqliteSessionStore(None))
         fields = {"http": connection_class(30.0), "lifespan": "on", "log_config": None}
         self.server = uvicorn.Server(uvicorn.Config(self.app, host="127.0.0.1", port=0, **fields))
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
@@ -97,7 +97,7 @@ def server() -> Iterator[Watched]:
 
 def operations() -> list[tuple[str, str, Schema, Schema]]:
     """Method, path, the body's schema and the components, of each operation with a JSON body."""
-    described = create_app(Settings(), FakeBackend(), MemorySessionStore()).openapi()
+    described = create_app(Settings(), FakeBackend(), SqliteSessionStore(None)).openapi()
     found = []
     for path, methods in described["paths"].items():
         for method, operation in methods.items():

@@ -21,7 +21,6 @@ from service.backends.local import LocalBackend
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.backup import all_sessions, backup, restore
@@ -29,6 +28,7 @@ from service.transfer.verify import Verified, verify
 from tests.service.stores.prefixes.test_resume import Unreliable
 from tests.support.gateway import FILE_HEADERS, Gateway, gateway
 from tests.support.models import local_backend
+from tests.support.stored_rows import put_snapshot
 
 KEY = SessionKey("default", "s1")
 PATTERNS = {"slots": "N", "hybrid": "NW", "transformer": "A"}
@@ -146,7 +146,7 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
 
 
 async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored(tiny_tokenizer: Tokenizer) -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with contextlib.AsyncExitStack() as stack:
         houses = {
             dtype: await stack.enter_async_context(replica(tiny_tokenizer, store, dtype, "NW")) for dtype in DTYPES
@@ -164,7 +164,7 @@ async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored
 
 
 async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(tiny_tokenizer: Tokenizer) -> None:
-    store, body = MemorySessionStore(), {"input": [9], "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
+    store, body = SqliteSessionStore(None), {"input": [9], "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
     async with replica(tiny_tokenizer, store, "int8") as lost, replica(tiny_tokenizer, store, "fp32") as other:
         await create(lost)
         await say(lost, [5, 6], seed=3)
@@ -185,7 +185,7 @@ async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(tiny_t
 
 
 async def test_what_is_read_from_the_start_of_its_log_is_exact_again(tiny_tokenizer: Tokenizer) -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with replica(tiny_tokenizer, store, "int8") as lossy, replica(tiny_tokenizer, store, "fp32") as exact:
         await create(lossy)
         for turn in range(3):
@@ -232,7 +232,7 @@ async def test_a_file_and_a_backup_hold_the_state_as_it_was_rounded(
         exported = await house.client.get("/v1/sessions/s1/export")
         ok(await away.client.post("/v1/sessions/import", content=exported.content, headers=FILE_HEADERS))
         assert await raw_of(away.services.store) == raw
-        restored, store = MemorySessionStore(), house.services.store
+        restored, store = SqliteSessionStore(None), house.services.store
         written = [moved.outcome async for moved in backup(store, await all_sessions(store), tmp_path / "backup")]
         with (tmp_path / "backup").open("rb") as file:
             assert [moved.outcome async for moved in restore(restored, file)] == written == ["written"]
@@ -252,12 +252,12 @@ async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_toke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_R3_a_lost_state_is_made_again_and_rounded_once(tiny_tokenizer: Tokenizer, dtype: str) -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with replica(tiny_tokenizer, store, dtype) as house:
         await create(house)
         for turn in range(3):
             await say(house, [5, turn], seed=3)
-        store._records["default", "s1"].snapshot = b"damaged"
+        await put_snapshot(store, b"damaged")
         answer = ok(await house.client.post("/v1/sessions/s1/generate", json={"input": [4], "max_tokens": 1}))
         assert answer["session"]["rebuilt"] == "corrupt"
         (found,) = await verified_by(house)

@@ -22,7 +22,6 @@ from service.app import create_app
 from service.server import bind, make_backend, require_keys, run, serve, uvicorn_config
 from service.settings import Settings
 from service.stores.sessions.factory import make_store
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
 from tests.support.gateway import frames_of, until
@@ -34,7 +33,7 @@ PATH = "/v1/completions"
 @contextlib.asynccontextmanager
 async def served(backend: FakeBackend, **settings: Any) -> AsyncIterator[tuple[asyncio.Task[None], httpx.AsyncClient]]:
     """The server as `run` has it, in the test's own loop and thread, so that real signals reach it."""
-    app = create_app(Settings(data_dir=Path("unused"), port=0, **settings), backend, MemorySessionStore())
+    app = create_app(Settings(data_dir=Path("unused"), port=0, **settings), backend, SqliteSessionStore(None))
     with bind("127.0.0.1", 0) as sock:
         host, port = sock.getsockname()
         task = asyncio.create_task(serve(app, uvicorn_config(app), sock))
@@ -137,13 +136,13 @@ async def test_a_second_interrupt_ends_the_process_at_once() -> None:
         from pathlib import Path
         from service.app import create_app
         from service.server import bind, configure_logging, serve, uvicorn_config
-        from service.stores.sessions.memory import MemorySessionStore
+        from service.stores.sessions.sqlite import SqliteSessionStore
         from service.settings import Settings
         from tests.support.fakes import FakeBackend
 
         async def main():
             configure_logging("info")
-            app = create_app(Settings(data_dir=Path("unused")), FakeBackend(), MemorySessionStore())
+            app = create_app(Settings(data_dir=Path("unused")), FakeBackend(), SqliteSessionStore(None))
             with bind("127.0.0.1", 0) as sock, app.state.services.lifecycle.track():  # something always runs
                 await serve(app, uvicorn_config(app), sock)
 
@@ -182,7 +181,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 
 async def test_a_port_taken_while_the_model_was_loading() -> None:
-    app = create_app(Settings(), FakeBackend(), MemorySessionStore())
+    app = create_app(Settings(), FakeBackend(), SqliteSessionStore(None))
     with bind("127.0.0.1", 0) as sock, bind("127.0.0.1", sock.getsockname()[1]) as other:
         other.listen()
         with pytest.raises(ConfigError, match="already in use"):
@@ -205,7 +204,7 @@ def test_a_restart_can_listen_on_the_same_port_at_once() -> None:
 
 
 async def test_errors_of_the_start_are_raised() -> None:
-    class BrokenStore(MemorySessionStore):
+    class BrokenStore(SqliteSessionStore):
         async def open(self) -> None:
             raise StoreUnavailable("the disk is gone")
 
@@ -215,7 +214,7 @@ async def test_errors_of_the_start_are_raised() -> None:
 
 
 def test_the_store_is_the_one_the_settings_name(tmp_path: Path) -> None:
-    assert isinstance(make_store(Settings(store="memory")), MemorySessionStore)
+    assert isinstance(make_store(Settings(store="memory")), SqliteSessionStore)
     assert isinstance(make_store(Settings(data_dir=tmp_path)), SqliteSessionStore)
 
 

@@ -22,7 +22,7 @@ from service.settings import Settings
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.keys import MIN_TOKENS
 from service.stores.sessions.base import SessionStore
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.tracing.tracing import Tracing
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from tests.support.live_server import serving
@@ -65,7 +65,7 @@ async def gateway(
     the defaults, but states of short prompts are kept, so that tests can be short.
     """
     wanted = Settings(data_dir=Path("unused"), **settings)
-    store = store or MemorySessionStore()
+    store = store or SqliteSessionStore(None)
     app = create_app(
         wanted,
         backend,

@@ -15,7 +15,7 @@ from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import Commit, Lease, NewSession, SessionHead
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
 from service.turns.turn import Turn, TurnOutcome
@@ -28,11 +28,11 @@ KEY = SessionKey("default", "s1")
 EOT = 0
 
 
-class FaultyStore(MemorySessionStore):
-    """A memory store whose commits can be held or made to fail."""
+class FaultyStore(SqliteSessionStore):
+    """A store in memory whose commits can be held or made to fail."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self.commit_error: Exception | None = None
         self.may_commit = asyncio.Event()
         self.may_commit.set()

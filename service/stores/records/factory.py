@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from service.stores.records.base import RecordStore
-from service.stores.records.memory import MemoryRecordStore
 from service.stores.records.redis import RedisRecordStore
 from service.stores.records.sqlite import SqliteRecordStore
 from service.stores.sessions.base import SessionStore
@@ -12,9 +11,9 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 
 
 def records_beside(sessions: SessionStore) -> RecordStore:
-    """Documents live where the sessions live; beside a store of another kind they are kept in memory."""
+    """Documents live where the sessions live. Raises TypeError for a store of another kind."""
     if isinstance(sessions, SqliteSessionStore):
         return SqliteRecordStore(sessions)
     if isinstance(sessions, RedisSessionStore):
         return RedisRecordStore(sessions)
-    return MemoryRecordStore()
+    raise TypeError(f"no record store lives beside a {type(sessions).__name__}")

@@ -1,4 +1,4 @@
-"""Documents in the session store's SQLite file, through its two connections."""
+"""Documents in the session store's SQLite database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SqliteRecordStore:
     """The embedded RecordStore."""
 
     def __init__(self, sessions: SqliteSessionStore, *, clock: Callable[[], float] = time.time) -> None:
-        self._sessions = sessions
+        self._database = sessions.database
         self._clock = clock
 
     async def get(self, *, tenant: str, kind: Kind, record_id: str) -> Record | None:
@@ -40,7 +40,7 @@ class SqliteRecordStore:
                 for name, row in zip(record_ids, rows, strict=True)
             )
 
-        return await self._sessions.read(work)
+        return await self._database.read(work)
 
     async def put(
         self,
@@ -70,7 +70,7 @@ class SqliteRecordStore:
                 )
             return version
 
-        return await self._sessions.write(work)
+        return await self._database.write(work)
 
     async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
         def work(connection: sqlite3.Connection) -> bool:
@@ -81,16 +81,16 @@ class SqliteRecordStore:
                 empty_write_ahead_log(connection)
             return was_there
 
-        return await self._sessions.write(self._sessions.reserve.lent_to(work))
+        return await self._database.write(work)
 
     async def usage(self, *, tenant: str) -> int:
         query = "SELECT coalesce(max(num_bytes), 0) FROM record_usage WHERE tenant = ?"
-        return int(await self._sessions.read(lambda connection: connection.execute(query, (tenant,)).fetchone()[0]))
+        return int(await self._database.read(lambda connection: connection.execute(query, (tenant,)).fetchone()[0]))
 
     async def scan(self, *, tenant: str | None = None) -> AsyncIterator[OwnedRecord]:
         last = ("", "", "")
         while True:
-            rows = await self._sessions.read(self._page_after(last, tenant))
+            rows = await self._database.read(self._page_after(last, tenant))
             for owner, kind, record_id, raw in rows:
                 yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=json.loads(raw))
             if len(rows) < PAGE:
@@ -112,4 +112,4 @@ class SqliteRecordStore:
                 empty_write_ahead_log(connection)
             return num_removed
 
-        return await self._sessions.write(self._sessions.reserve.lent_to(work))
+        return await self._database.write(work)

@@ -6,7 +6,7 @@ import asyncio
 
 from redis import exceptions
 
-from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from nsm_core.errors import NsmError, SnapshotCorrupt, StorageFull, StoreUnavailable
 
 RETRY_AFTER_S = 1.0
 RETRY_AFTER_REFUSED_S = 60.0  # somebody has to change a user or a server
@@ -55,6 +55,8 @@ def translate(error: BaseException) -> NsmError:
     if is_refusal(error):
         message = "the session store refuses the user, the password or a command"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)
+    if _code(error) == "WRONGTYPE":
+        return SnapshotCorrupt("what is stored in the session's place is of another kind; it is not used")
     if _code(error) == "MISCONF":
         message = "the session store cannot write to its disk"
         return StoreUnavailable(message, retry_after_s=RETRY_AFTER_REFUSED_S)

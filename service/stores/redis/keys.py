@@ -53,7 +53,7 @@ class Keyspace:
     def tenant(self, tenant: str) -> tuple[str, ...]:
         """The tenant's index, in its scripts' order."""
         tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
-        return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage"))
+        return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage", "expired"))
 
     def record(self, tenant: str, kind: str, record_id: str) -> str:
         """A document's key: a hash tag for itself alone."""

@@ -119,8 +119,8 @@ class SessionStore(TurnStore, Protocol):
 
     A session whose TTL ran out does not exist either, but for one with a live lease: it lives as long as that does.
 
-    Errors: NotFound (code `session_not_found`), VersionConflict, SessionBusy, LeaseLost, SnapshotCorrupt,
-    StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`, `memory`.
+    Errors: NotFound (code `session_not_found`, or `session_expired` where the store knows that), VersionConflict,
+    SessionBusy, LeaseLost, SnapshotCorrupt, StoreUnavailable, StorageFull. Implementations: `sqlite`, `redis`.
     """
 
     async def open(self) -> None:
@@ -161,7 +161,8 @@ class SessionStore(TurnStore, Protocol):
         """Take the lease and load head and snapshot, in one round trip. `holder` names one turn, not a process.
 
         Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
-        what remains of that lease, at most 1 s. The fence rises by one. A damaged snapshot is no error: see
+        what remains of that lease, at most 1 s. Raises LogCorrupt, and gives no lease, when number or length of the
+        log's parts are not the head's. The fence rises by one. A damaged snapshot is no error: see
         `StoredSession.damage`.
         """
         ...
@@ -199,7 +200,7 @@ class SessionStore(TurnStore, Protocol):
     async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
         """Every id fed and sampled, in order; the first `stop` of them when given.
 
-        Raises SnapshotCorrupt when the log is not what was stored.
+        Raises LogCorrupt when the log is not what was stored.
         """
         ...
 

@@ -68,7 +68,7 @@ def naming(session_id: str) -> Iterator[None]:
     try:
         yield
     except SnapshotCorrupt as error:
-        raise SnapshotCorrupt(f"session {session_id!r}: {error}") from error
+        raise type(error)(f"session {session_id!r}: {error}") from error
 
 
 def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsm_core.errors import LeaseLost, NotFound, SessionBusy, VersionConflict
+from nsm_core.errors import LeaseLost, LogCorrupt, NotFound, SessionBusy, VersionConflict
 from service.messages import quoted
 from service.stores.sessions.base import Lease, SessionHead
 
@@ -12,6 +12,17 @@ MAX_RETRY_AFTER_S = 1.0  # of a busy session: a turn takes about that long
 def not_found(session_id: str) -> NotFound:
     """The same answer for an id that never was, is deleted, or is another tenant's."""
     return NotFound(f"session {quoted(session_id)} does not exist", param="session_id", code="session_not_found")
+
+
+def session_expired(session_id: str) -> NotFound:
+    """The answer for an id that the store remembers: its TTL ran out."""
+    return NotFound(
+        f"session {quoted(session_id)} has expired: its ttl_s ran out", param="session_id", code="session_expired"
+    )
+
+
+def log_corrupt(head: SessionHead, problem: str) -> LogCorrupt:
+    return LogCorrupt(f"the token log of session {head.session_id!r} is damaged: {problem}")
 
 
 def already_exists(session_id: str) -> VersionConflict:

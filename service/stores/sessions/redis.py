@@ -7,14 +7,15 @@ script that moves the head renames it into its place.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from redis.exceptions import TryAgainError
 
-from nsm_core.errors import InvalidRequest, SnapshotCorrupt
+from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt
 from service.messages import quoted
 from service.stores.redis.checks import check_server, least_room, require_room
 from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
@@ -45,7 +46,15 @@ from service.stores.sessions.codec import (
     require_sound,
     sound,
 )
-from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.errors import (
+    already_exists,
+    lease_lost,
+    log_corrupt,
+    not_found,
+    require_version,
+    session_busy,
+    session_expired,
+)
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis_fields import (
     MICROSECONDS,
@@ -121,17 +130,20 @@ class RedisSessionStore:
     ) -> SessionHead:
         new_metadata = (0, "") if metadata is None else (1, encode_metadata(metadata))
         new_ttl = (0, "") if isinstance(ttl_s, Unset) else (1, optional_us(ttl_s))
-        _, answer = await self._transition(UPDATE, key, (*new_metadata, *new_ttl))
+        async with self._knowing_expiry(key):
+            _, answer = await self._transition(UPDATE, key, (*new_metadata, *new_ttl))
         stored = _require_head(answer, key)
         await self._index.put(stored)
         return stored.head
 
     async def get(self, key: SessionKey) -> SessionHead:
-        answer = await self.client.command("HGETALL", self.keys.session(key).head)
-        return _require_head(answer, key).head
+        async with self._knowing_expiry(key):
+            answer = await self.client.command("HGETALL", self.keys.session(key).head)
+            return _require_head(answer, key).head
 
     async def load(self, key: SessionKey) -> StoredSession:
-        head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, key))
+        async with self._knowing_expiry(key):
+            head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, key))
         if raw is not None and checksum_field(raw) != head.snapshot_checksum:
             raise SnapshotCorrupt(f"the snapshot of session {key.session_id!r} is not the one that was stored")
         return require_sound(head.head, raw)
@@ -152,10 +164,13 @@ class RedisSessionStore:
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
             return await attempt.script_and_get(ACQUIRE, keys.all(nonce), *values, key=keys.snapshot)
 
-        (status, *rest), raw = await self.client.call(work)
-        if status == b"busy":
+        async with self._knowing_expiry(key):
+            (status, *rest), raw = await self.client.call(work)
+            stored = None if status == b"busy" else _require_head(rest[0] if rest else {}, key)
+        if stored is None:
             raise session_busy(key.session_id, int(rest[0]) / MICROSECONDS)
-        stored = _require_head(rest[0] if rest else {}, key)
+        if status == b"log_corrupt":
+            raise log_corrupt(stored.head, rest[1].decode())
         session = checked(stored.head, raw)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
             session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
@@ -221,9 +236,7 @@ class RedisSessionStore:
             )
         )
         if len(ids) != head.num_log_tokens:
-            raise SnapshotCorrupt(
-                f"the log of session {key.session_id!r} has {len(ids)} tokens of {head.num_log_tokens}"
-            )
+            raise log_corrupt(head, f"it has {len(ids)} tokens of {head.num_log_tokens}")
         return ids[:stop]
 
     async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
@@ -306,6 +319,16 @@ class RedisSessionStore:
 
     async def room(self) -> StoreRoom | None:
         return await least_room(self.client)
+
+    @contextlib.asynccontextmanager
+    async def _knowing_expiry(self, key: SessionKey) -> AsyncIterator[None]:
+        """Around a call: a session that is not found may be known to have expired."""
+        try:
+            yield
+        except NotFound:
+            if await self._index.has_expired(key):
+                raise session_expired(key.session_id) from None
+            raise
 
     async def remove_expired(self) -> int:
         """Nothing to do: Redis drops a session's keys itself when its time has come."""

@@ -29,6 +29,7 @@ local function move_head(head, changes)
   changes.expires_us = renewed_expiry(head, now)
   changes.holder = ''
   changes.lease_us = '0'
+  changes.log_marks = whole((changes.log_marks or head.log_marks) + 1)
   redis.call('RPUSH', marks_key, table.concat({changes.version, changes.num_log_tokens, ARGV[6], ARGV[7]}, ':'))
   write_head(head, changes)
   return answer('ok')

@@ -18,12 +18,12 @@ if redis.call('EXISTS', staged_key) == 0 then return {'unstaged'} end
 if ARGV[17] ~= '' and redis.call('EXISTS', staged_retained_key) == 0 then return {'unstaged'} end
 redis.call('RENAME', staged_key, snapshot_key)
 local ids = ARGV[12]
-append_log(ids)
+local log_chunks = head.log_chunks + append_log(ids)
 end_running(head, ARGV[13], ARGV[14], ARGV[15])
 local stays = ',' .. ARGV[16] .. ','
 local retained = thin_retained(head, function(one) return string.find(stays, ',' .. one.version .. ',', 1, true) end)
 return move_head(head, {
   retained = join_retained(retained),
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
-  num_log_tokens = whole(head.num_log_tokens + #ids / 4),
+  num_log_tokens = whole(head.num_log_tokens + #ids / 4), log_chunks = whole(log_chunks),
 })

@@ -22,8 +22,29 @@ local function sealed(ids)
   return string.sub(redis.sha1hex(ids), 1, SEAL_BYTES) .. ids
 end
 
+-- The number of chunks that this adds.
 local function append_log(ids)
-  if #ids > 0 then redis.call('RPUSH', log_key, sealed(ids)) end
+  if #ids == 0 then return 0 end
+  redis.call('RPUSH', log_key, sealed(ids))
+  return 1
+end
+
+-- Why the log is not the head's, or nil. Without reading it: chunks and marks by their number, the last of each by
+-- what it says.
+local function log_damage(head)
+  local num_chunks, num_marks = redis.call('LLEN', log_key), redis.call('LLEN', marks_key)
+  if num_chunks ~= tonumber(head.log_chunks) then
+    return 'it has ' .. num_chunks .. ' of ' .. head.log_chunks .. ' parts'
+  end
+  if num_marks ~= tonumber(head.log_marks) then
+    return 'it has ' .. num_marks .. ' of ' .. head.log_marks .. ' marks'
+  end
+  local last = redis.call('LINDEX', log_key, -1)
+  if last and sealed(string.sub(last, SEAL_BYTES + 1)) ~= last then return 'its last part fails its checksum' end
+  local mark = redis.call('LINDEX', marks_key, -1)
+  local expected = head.version .. ':' .. head.num_log_tokens .. ':'
+  if mark and string.sub(mark, 1, #expected) ~= expected then return 'its last mark is not the version of the session' end
+  return nil
 end
 
 local staged_retained_key = KEYS[8]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from nsm_core.errors import LogCorrupt, SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import CHECKSUM_BYTES
 from service.stores.sessions.base import Lease, LogMark, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES
@@ -64,10 +64,10 @@ def encode_metadata(metadata: Mapping[str, str]) -> str:
 
 
 def decode_chunk(chunk: bytes, *, session_id: str) -> bytes:
-    """The ids of one chunk of a log; raises SnapshotCorrupt when its seal does not fit."""
+    """The ids of one chunk of a log; raises LogCorrupt when its seal does not fit."""
     seal, ids = chunk[:SEAL_BYTES], chunk[SEAL_BYTES:]
     if hashlib.sha1(ids, usedforsecurity=False).hexdigest()[:SEAL_BYTES].encode() != seal:
-        raise SnapshotCorrupt(f"the token log of session {session_id!r} fails its checksum")
+        raise LogCorrupt(f"the token log of session {session_id!r} is damaged: a part of it fails its checksum")
     return ids
 
 

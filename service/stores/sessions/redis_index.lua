@@ -1,7 +1,9 @@
 -- Put before every script of a tenant's index. KEYS: index (sorted set: session id by creation), sizes (hash: session
--- id -> "created_us:version:bytes:touched_us"), expiry (sorted set: session id by expiry), usage (hash: bytes).
+-- id -> "created_us:version:bytes:touched_us"), expiry (sorted set: session id by expiry), usage (hash: bytes),
+-- expired (sorted set: id of a session whose time ran out, by that time).
 -- The sessions' heads are the truth: what is here is repaired by the next commit, listing or look at the usage.
-local index_key, sizes_key, expiry_key, usage_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local index_key, sizes_key, expiry_key, usage_key, expired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local REMEMBERED_MS, MAX_REMEMBERED = 30 * 86400 * 1000, 10000 -- ids of expired sessions of a tenant
 local SWEEP = 100 -- entries dropped in one call: a script must not hold up the others
 
 local function read_size(session_id)
@@ -32,5 +34,13 @@ end
 -- A turn that runs at its session's expiry puts the session back with its commit.
 local function drop_expired()
   local expired = redis.call('ZRANGE', expiry_key, '-inf', whole(clock_us()), 'BYSCORE', 'LIMIT', 0, SWEEP)
-  for _, session_id in ipairs(expired) do forget(session_id) end
+  for _, session_id in ipairs(expired) do
+    redis.call('ZADD', expired_key, redis.call('ZSCORE', expiry_key, session_id), session_id)
+    forget(session_id)
+  end
+  if #expired > 0 then
+    redis.call('ZREMRANGEBYSCORE', expired_key, '-inf', whole(clock_us() - REMEMBERED_MS * 1000))
+    redis.call('ZREMRANGEBYRANK', expired_key, 0, -MAX_REMEMBERED - 1)
+    redis.call('PEXPIRE', expired_key, REMEMBERED_MS)
+  end
 end

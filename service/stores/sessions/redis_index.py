@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 
 from nsm_core.errors import NsmError
 from service.stores.redis.client import Attempt, RedisClient
@@ -63,6 +64,13 @@ class TenantIndex:
     async def _forget(self, tenant: str, entry: IndexEntry, *, untouched_for_s: float) -> None:
         values = (entry.session_id, to_us(entry.created_at), to_us(untouched_for_s))
         await self._client.script(INDEX_FORGET, self._keys.tenant(tenant), *values)
+
+    async def has_expired(self, key: SessionKey) -> bool:
+        """Whether a session that is not there was ended by its TTL, as far as the index remembers."""
+        _, _, expiry, _, expired = self._keys.tenant(key.tenant)
+        reads = (("ZSCORE", expiry, key.session_id), ("ZSCORE", expired, key.session_id))
+        due_us, ended_us = await self._client.call(lambda attempt: attempt.together(*reads))
+        return ended_us is not None or (due_us is not None and float(due_us) <= time.time() * MICROSECONDS)
 
     async def page(self, tenant: str, *, limit: int, after: IndexEntry | None) -> list[IndexEntry]:
         """Newest first, at most `limit`; some may be stale."""

@@ -20,19 +20,23 @@ if snapshot_bytes > 0 then
 else
   redis.call('UNLINK', snapshot_key)
 end
+local log_chunks, log_marks = tonumber(head.log_chunks), tonumber(head.log_marks)
 while num_tokens > num_kept do
   local chunk = redis.call('RPOP', log_key)
   if not chunk then break end -- the log is damaged: reading it will say so
+  log_chunks = log_chunks - 1
   num_tokens = num_tokens - (#chunk - SEAL_BYTES) / 4
   if num_tokens < num_kept then
     redis.call('RPUSH', log_key, cut(chunk, num_kept - num_tokens))
     num_tokens = num_kept
+    log_chunks = log_chunks + 1
   end
 end
 while true do
   local mark = redis.call('LINDEX', marks_key, -1)
   if not mark or tonumber(string.match(mark, '^%d+:(%d+)')) <= num_kept then break end
   redis.call('RPOP', marks_key)
+  log_marks = log_marks - 1
 end
 local last = redis.call('LINDEX', marks_key, -1)
 drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0)
@@ -40,5 +44,5 @@ local retained_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
   retained = thin_retained(head, function(one) return tonumber(one.position) <= retained_end end),
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
-  num_log_tokens = whole(num_kept),
+  num_log_tokens = whole(num_kept), log_chunks = whole(log_chunks), log_marks = log_marks,
 })

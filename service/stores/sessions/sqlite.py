@@ -1,21 +1,17 @@
-"""Sessions in one SQLite file: nothing to install, and what was acknowledged survives `kill -9` and a power cut.
+"""Sessions in SQLite: nothing to install, and what was acknowledged survives `kill -9` and a power cut.
 
-One thread owns the connection that writes, another the one that reads: a load does not wait for another session's
-fsync, and the event loop waits for neither. Processes may share the file; leases and compare-and-set hold between them.
+Processes may share the file; leases and compare-and-set hold between them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
+import itertools
 import json
-import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
 from service.stores.sessions.base import (
     UNSET,
     Commit,
@@ -32,9 +28,8 @@ from service.stores.sessions.base import (
     Unset,
 )
 from service.stores.sessions.codec import checked, decode_cursor, encode_cursor, expiry, new_head, require_sound, sound
-from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import RetainedSnapshot
+from service.stores.sessions.retention import RetainedSnapshot, Retention
 from service.stores.sessions.sqlite_statements import (
     EXISTS,
     HEAD_COLUMNS,
@@ -44,7 +39,7 @@ from service.stores.sessions.sqlite_statements import (
     apply_retention,
     cut_log,
     cut_retained,
-    delete_most_retained,
+    delete_retained,
     free,
     get_head,
     get_log,
@@ -53,102 +48,49 @@ from service.stores.sessions.sqlite_statements import (
     get_snapshot,
     head_of,
     insert_head,
+    missing,
     move_head,
+    remember_expired,
     renewed,
     replace_snapshot,
+    require_log,
     take,
     writable_head,
 )
 from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
-from service.stores.sqlite.connection import (
-    ConnectionThread,
-    Result,
-    empty_write_ahead_log,
-    reading,
-    store_thread,
-    transaction,
-)
-from service.stores.sqlite.probe import SqliteProbe
-from service.stores.sqlite.process_lock import ProcessLock
-from service.stores.sqlite.reserve import Reserve
-from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
-    writer: ConnectionThread
-    reader: ConnectionThread
-    process_lock: ProcessLock
+from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
+from service.stores.sqlite.database import Database, FileDatabase, MemoryDatabase
 
 
 class SqliteSessionStore:
     """The embedded SessionStore.
 
-    `max_bytes` bounds the file, beyond it StorageFull is raised (None: the disk decides); `busy_timeout_s`: how long to
-    wait for a lock that another process holds. The lease of a process that has ended may be taken at once.
+    `path`: None for sessions in memory that end with `close`. `max_bytes` bounds the file, beyond it StorageFull is
+    raised (None: the disk decides); `busy_timeout_s`: how long to wait for a lock that another process holds. The lease
+    of a process that has ended may be taken at once.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         *,
         max_bytes: int | None = None,
         busy_timeout_s: float = 5.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._path = path
-        self._max_bytes = max_bytes
-        self._busy_timeout_s = busy_timeout_s
         self._clock = clock
-        self.reserve = Reserve(path)
-        self._opened: _Opened | None = None
-        turns = SqliteTurns(
-            write=self.write, read=self.read, process_lock=lambda: self._open_parts().process_lock, clock=clock
-        )
+        self.database: Database = MemoryDatabase()
+        if path is not None:
+            self.database = FileDatabase(path, max_bytes=max_bytes, busy_timeout_s=busy_timeout_s)
+        turns = SqliteTurns(self.database, clock=clock)
         self.begin_turn, self.append_turn, self.end_turn = turns.begin_turn, turns.append_turn, turns.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = turns.forget_turn, turns.get_turn, turns.cancel_turn
-        probe = SqliteProbe(write=self.write, hold=self.reserve.hold, clock=clock)
-        self.check_writable, self._write_state = probe.check_writable, probe.write_state
 
     async def open(self) -> None:
-        try:
-            await asyncio.to_thread(create_file, self._path)
-            process_lock = await asyncio.to_thread(ProcessLock, self._path)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
-        timeout = self._busy_timeout_s
-        writer = store_thread("writer", self._path, busy_timeout_s=timeout)
-        reader = store_thread("reader", self._path, busy_timeout_s=timeout)
-        self._opened = _Opened(writer, reader, process_lock)
-        try:
-            await self._prepare_file(writer)
-        except NsmError:
-            await self.close()
-            raise
-
-    async def _prepare_file(self, writer: ConnectionThread) -> None:
-        try:
-            await writer.run(self._prepare)
-        except StorageFull:
-            self.reserve.give_up()
-            await writer.run(self._prepare)
-        await asyncio.to_thread(self.reserve.fill)
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        migrate(connection, self._path)
-        if self._max_bytes is not None:
-            connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // PAGE_BYTES)}")
-        (largest,) = connection.execute("SELECT coalesce(max(snapshot_bytes), 0) FROM sessions").fetchone()
-        self.reserve.hold(largest)
+        await self.database.open()
 
     async def close(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            if opened.process_lock.is_alone():
-                self.reserve.remove()  # before the last connection puts the write-ahead log into the database
-            await opened.writer.close()
-            await opened.reader.close()
-            opened.process_lock.end()
+        await self.database.close()
 
     async def create(self, new: NewSession) -> SessionHead:
         head = new_head(new, self._clock())
@@ -160,7 +102,7 @@ class SqliteSessionStore:
                 append_log(connection, head, new.log_ids, new.marks)
                 return head
 
-        return await self._write_state(work, len(new.snapshot or b""))
+        return await self.database.write_new(work)
 
     async def update(
         self,
@@ -181,10 +123,10 @@ class SqliteSessionStore:
                 )
                 return get_head(connection, key, now)
 
-        return await self.write(work)
+        return await self.database.write(work)
 
     async def get(self, key: SessionKey) -> SessionHead:
-        return await self.read(lambda connection: get_head(connection, key, self._clock()))
+        return await self.database.read(lambda connection: get_head(connection, key, self._clock()))
 
     async def load(self, key: SessionKey) -> StoredSession:
         def work(connection: sqlite3.Connection) -> StoredSession:
@@ -193,48 +135,52 @@ class SqliteSessionStore:
                 raw = get_snapshot(connection, head)
             return require_sound(head, raw)
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
-        process_lock = self._open_parts().process_lock
+        processes = self.database.processes
 
         def work(connection: sqlite3.Connection) -> LeasedSession:
             with transaction(connection):
                 now = self._clock()
                 head = get_head(connection, key, now)
-                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, process_lock=process_lock)
+                require_log(connection, head)
+                lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
                 raw, retained = get_snapshot(connection, head), get_retained(connection, head)
             return LeasedSession(lease=lease, stored=checked(head, raw), retained=retained)
 
-        return await self.write(work)
+        return await self.database.write(work)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         def work(connection: sqlite3.Connection) -> Lease:
             with transaction(connection):
                 return renewed(connection, lease, now=self._clock(), lease_s=lease_s)
 
-        return await self.write(work)
+        return await self.database.write(work)
 
     async def release(self, lease: Lease) -> None:
         def work(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 free(connection, lease)
 
-        await self.write(work)
+        await self.database.write(work)
 
     async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
-        def work(connection: sqlite3.Connection) -> SessionHead:
+        def work(connection: sqlite3.Connection, retention: Retention = commit.retention) -> SessionHead:
             with transaction(connection):
                 now = self._clock()
                 head = writable_head(connection, lease, commit.expected_version, now)
                 end_running(connection, head, commit.turn, now)
                 append_chunk(connection, head, commit.new_ids, commit)
-                apply_retention(connection, head, commit.retention)
+                apply_retention(connection, head, retention)
                 replace_snapshot(connection, head, version=commit.version, snapshot=commit.snapshot)
                 num_log_tokens = head.num_log_tokens + len(commit.new_ids)
                 return move_head(connection, head, commit, num_log_tokens=num_log_tokens, now=now)
 
-        return await self._write_state(work, len(commit.snapshot) + len(commit.retention.snapshot))
+        def without_another_snapshot(connection: sqlite3.Connection) -> SessionHead:
+            return work(connection, Retention(keep=commit.retention.keep))
+
+        return await self.database.write(work, when_full=without_another_snapshot)
 
     async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
@@ -250,21 +196,21 @@ class SqliteSessionStore:
             empty_write_ahead_log(connection)  # what was cut off is deleted
             return moved
 
-        return await self._write_state(work, len(rewind.snapshot or b""))
+        return await self.database.write(work)
 
     async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
         def work(connection: sqlite3.Connection) -> tuple[int, ...]:
             with reading(connection):
                 return get_log(connection, get_head(connection, key, self._clock()))[:stop]
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def log_marks(self, key: SessionKey) -> tuple[LogMark, ...]:
         def work(connection: sqlite3.Connection) -> tuple[LogMark, ...]:
             with reading(connection):
                 return get_marks(connection, get_head(connection, key, self._clock()))
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         created_before, id_before = (float("inf"), "") if cursor is None else decode_cursor(cursor)
@@ -278,14 +224,14 @@ class SqliteSessionStore:
             heads = tuple(head_of(row) for row in rows[:limit])
             return SessionPage(heads=heads, next_cursor=encode_cursor(heads[-1]) if len(rows) > limit else None)
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def list_tenants(self) -> tuple[str, ...]:
         def work(connection: sqlite3.Connection) -> tuple[str, ...]:
             rows = connection.execute("SELECT tenant FROM usage WHERE num_sessions > 0 ORDER BY tenant").fetchall()
             return tuple(tenant for (tenant,) in rows)
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def usage(self, *, tenant: str) -> TenantUsage:
         def work(connection: sqlite3.Connection) -> TenantUsage:
@@ -293,14 +239,14 @@ class SqliteSessionStore:
             num_sessions, num_bytes = row or (0, 0)
             return TenantUsage(num_sessions=num_sessions, num_bytes=num_bytes)
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
         def work(connection: sqlite3.Connection) -> tuple[RetainedSnapshot, ...]:
             with reading(connection):
                 return get_retained(connection, get_head(connection, key, self._clock()))
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         def work(connection: sqlite3.Connection) -> bytes | None:
@@ -310,55 +256,55 @@ class SqliteSessionStore:
                 row = connection.execute(query, (*key, version)).fetchone()
             return sound(None if row is None else bytes(row[0]))
 
-        return await self.read(work)
+        return await self.database.read(work)
 
     async def delete(self, key: SessionKey) -> None:
         def work(connection: sqlite3.Connection) -> None:
-            delete_most_retained(connection, key)
             with transaction(connection):
                 statement = f"DELETE FROM sessions WHERE {ONE} AND {EXISTS}"
                 if connection.execute(statement, (*key, self._clock())).rowcount == 0:
-                    raise not_found(key.session_id)
+                    raise missing(connection, key)
             empty_write_ahead_log(connection)
 
-        await self.write(self.reserve.lent_to(work))
+        def in_parts(connection: sqlite3.Connection) -> None:
+            delete_retained(connection, key)
+            work(connection)
+
+        await self.database.write(work, when_full=in_parts)
 
     async def room(self) -> StoreRoom | None:
-        """Of the disk; of `max_bytes` where these are less."""
-        try:
-            usage, used = await asyncio.to_thread(lambda: (shutil.disk_usage(self._path.parent), _size_of(self._path)))
-        except OSError as error:
-            raise StoreUnavailable(f"the disk of {self._path} cannot be asked for its room: {error}") from error
-        if self._max_bytes is None:
-            return StoreRoom(kind="sqlite", num_free=usage.free, num_bytes=usage.total)
-        left = max(0, self._max_bytes - used)
-        return StoreRoom(kind="sqlite", num_free=min(usage.free, left), num_bytes=min(usage.total, self._max_bytes))
+        return await self.database.room()
 
     async def remove_expired(self) -> int:
         def work(connection: sqlite3.Connection) -> int:
             now = self._clock()
             with transaction(connection):
                 remove_expired_turns(connection, now)
+                remember_expired(connection, now)
                 statement = f"DELETE FROM sessions WHERE expires_at <= ? AND NOT {EXISTS}"
                 num_removed = connection.execute(statement, (now, now)).rowcount
             if num_removed:
                 empty_write_ahead_log(connection)
             return num_removed
 
-        return await self.write(self.reserve.lent_to(work))
+        def one_by_one(connection: sqlite3.Connection) -> int:
+            query = f"SELECT tenant, session_id FROM sessions WHERE expires_at <= ? AND NOT {EXISTS}"
+            now = self._clock()
+            keys = connection.execute(query, (now, now)).fetchall()
+            with transaction(connection):
+                remember_expired(connection, now)
+            for key in itertools.starmap(SessionKey, keys):
+                delete_retained(connection, key)
+                with transaction(connection):
+                    connection.execute(f"DELETE FROM sessions WHERE {ONE}", key)
+                empty_write_ahead_log(connection)
+            return len(keys)
 
-    async def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        return await self._open_parts().writer.run(self.reserve.behind(work))
+        return await self.database.write(work, when_full=one_by_one)
 
-    async def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        return await self._open_parts().reader.run(work)
+    async def check_writable(self) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                pass  # it raises the stamp
 
-    def _open_parts(self) -> _Opened:
-        if self._opened is None:
-            raise StoreUnavailable("the session store is not open")
-        return self._opened
-
-
-def _size_of(path: Path) -> int:
-    """Bytes of the database file, without its write-ahead log."""
-    return path.stat().st_size
+        await self.database.write(work)

@@ -13,21 +13,30 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
-from nsm_core.errors import SnapshotCorrupt
+from nsm_core.errors import NotFound
 from nsm_core.hashing import checksum
 from service.stores.sessions.base import Commit, Lease, LogMark, Rewind, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, encode_ids, expiry
-from service.stores.sessions.errors import already_exists, lease_lost, not_found, require_version, session_busy
+from service.stores.sessions.errors import (
+    already_exists,
+    lease_lost,
+    log_corrupt,
+    not_found,
+    require_version,
+    session_busy,
+    session_expired,
+)
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention
 from service.stores.sqlite.connection import empty_write_ahead_log, transaction
-from service.stores.sqlite.process_lock import ProcessLock
-from service.stores.sqlite.reserve import RESERVE_BYTES
+from service.stores.sqlite.process_lock import Processes
 
 HEAD_COLUMNS = (
     "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata, num_log_tokens, "
     "snapshot_bytes, ttl_s, expires_at, forked_from"
 )
+REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
+CHILDREN = ("snapshots", "log_chunks", "retained_snapshots", "turns")
 ONE = "tenant = ? AND session_id = ?"
 EXISTS = "(expires_at IS NULL OR max(expires_at, lease_expires_at) > ?)"  # at a time
 
@@ -45,16 +54,36 @@ def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> Ses
     query = f"SELECT {HEAD_COLUMNS} FROM sessions WHERE {ONE} AND {EXISTS}"
     row = connection.execute(query, (*key, now)).fetchone()
     if row is None:
-        raise not_found(key.session_id)
+        raise missing(connection, key)
     return head_of(row)
+
+
+def missing(connection: sqlite3.Connection, key: SessionKey) -> NotFound:
+    """Why a session that was not found is not there."""
+    query = f"SELECT 1 FROM sessions WHERE {ONE} UNION SELECT 1 FROM expired_sessions WHERE {ONE}"
+    is_known = connection.execute(query, (*key, *key)).fetchone() is not None
+    return session_expired(key.session_id) if is_known else not_found(key.session_id)
+
+
+def remember_expired(connection: sqlite3.Connection, now: float) -> None:
+    """Of the sessions that are about to be removed; those of long ago are forgotten."""
+    connection.execute(
+        "INSERT OR REPLACE INTO expired_sessions SELECT tenant, session_id, expires_at FROM sessions "
+        f"WHERE expires_at <= ? AND NOT {EXISTS}",
+        (now, now),
+    )
+    connection.execute("DELETE FROM expired_sessions WHERE expired_at <= ?", (now - REMEMBERED_S,))
 
 
 def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     """A new session; takes the place of one that expired. Raises VersionConflict when the id exists."""
     key = head.key
+    connection.execute(f"DELETE FROM expired_sessions WHERE {ONE}", key)
     connection.execute(f"DELETE FROM sessions WHERE {ONE} AND NOT {EXISTS}", (*key, head.created_at))
     if connection.execute(f"SELECT 1 FROM sessions WHERE {ONE}", key).fetchone() is not None:
         raise already_exists(head.session_id)
+    for table in CHILDREN:  # left by damage; they would be taken for the new session's
+        connection.execute(f"DELETE FROM {table} WHERE {ONE}", key)
     names = HEAD_COLUMNS.split(", ")
     values = [json.dumps(dict(head.metadata)) if name == "metadata" else getattr(head, name) for name in names]
     places = ", ".join("?" * len(names))
@@ -111,15 +140,25 @@ def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMar
 
 
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
-    """Raises SnapshotCorrupt when it is not what was stored."""
+    """Raises LogCorrupt when it is not what was stored."""
     query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, head.key).fetchall()
     if any(checksum(ids) != stored for ids, stored in rows):
-        raise SnapshotCorrupt(f"the token log of session {head.session_id!r} fails its checksum")
-    log = decode_ids(b"".join(ids for ids, _ in rows))
-    if len(log) != head.num_log_tokens:
-        raise SnapshotCorrupt(f"the log of session {head.session_id!r} has {len(log)} tokens of {head.num_log_tokens}")
-    return log
+        raise log_corrupt(head, "a part of it fails its checksum")
+    raw = b"".join(ids for ids, _ in rows)
+    if len(raw) != TOKEN_BYTES * head.num_log_tokens:
+        raise log_corrupt(head, f"it has {len(raw)} bytes for {head.num_log_tokens} tokens")
+    return decode_ids(raw)
+
+
+def require_log(connection: sqlite3.Connection, head: SessionHead) -> None:
+    """Number and length of its parts against the head, without reading them. Raises LogCorrupt."""
+    query = f"SELECT coalesce(sum(length(ids)), 0), coalesce(max(version), 0) FROM log_chunks WHERE {ONE}"
+    num_bytes, version = connection.execute(query, head.key).fetchone()
+    if num_bytes != TOKEN_BYTES * head.num_log_tokens:
+        raise log_corrupt(head, f"it has {num_bytes} bytes for {head.num_log_tokens} tokens")
+    if version != head.version:
+        raise log_corrupt(head, f"it ends at version {version}, the session is at {head.version}")
 
 
 def cut_log(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> int:
@@ -148,17 +187,17 @@ def take(
     holder: str,
     now: float,
     lease_s: float,
-    process_lock: ProcessLock,
+    processes: Processes,
 ) -> Lease:
     """Raises SessionBusy while another lease lives and the store that took it is open."""
     key = head.key
     query = f"SELECT fence, lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
     fence, old_holder, old_owner, old_expires_at = connection.execute(query, key).fetchone()
-    if old_holder is not None and old_expires_at > now and not process_lock.is_gone(old_owner):
+    if old_holder is not None and old_expires_at > now and not processes.is_gone(old_owner):
         raise session_busy(head.session_id, old_expires_at - now)
     connection.execute(
         f"UPDATE sessions SET fence = ?, lease_holder = ?, lease_owner = ?, lease_expires_at = ? WHERE {ONE}",
-        (fence + 1, holder, process_lock.name, now + lease_s, *key),
+        (fence + 1, holder, processes.name, now + lease_s, *key),
     )
     return Lease(
         tenant=head.tenant,
@@ -188,11 +227,11 @@ def free_whoever(connection: sqlite3.Connection, head: SessionHead) -> None:
     connection.execute(f"UPDATE sessions SET {_FREE} WHERE {ONE}", head.key)
 
 
-def lease_left_s(connection: sqlite3.Connection, key: SessionKey, *, now: float, process_lock: ProcessLock) -> float:
+def lease_left_s(connection: sqlite3.Connection, key: SessionKey, *, now: float, processes: Processes) -> float:
     """How long the session's lease still holds; 0 when nobody has it, or whoever had it is gone."""
     query = f"SELECT lease_holder, lease_owner, lease_expires_at FROM sessions WHERE {ONE}"
     holder, owner, expires_at = connection.execute(query, key).fetchone()
-    if holder is None or expires_at <= now or process_lock.is_gone(owner):
+    if holder is None or expires_at <= now or processes.is_gone(owner):
         return 0.0
     return float(expires_at - now)
 
@@ -265,16 +304,10 @@ def cut_retained(connection: sqlite3.Connection, head: SessionHead, rewind: Rewi
     connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND position > ?", (*head.key, end))
 
 
-def delete_most_retained(connection: sqlite3.Connection, key: SessionKey) -> None:
-    """Before the session itself is deleted: where they take much, each goes in a transaction of its own.
-
-    Deleting overwrites by way of the write-ahead log, and a full disk has only the reserve for that (sqlite_reserve).
-    """
-    query = f"SELECT version, length(snapshot) FROM retained_snapshots WHERE {ONE}"
-    rows = connection.execute(query, key).fetchall()
-    if sum(num_bytes for _, num_bytes in rows) <= RESERVE_BYTES // 2:
-        return
-    for version, _ in rows:
+def delete_retained(connection: sqlite3.Connection, key: SessionKey) -> None:
+    """Each in a transaction of its own: deletion overwrites by way of the write-ahead log, which stays small so."""
+    query = f"SELECT version FROM retained_snapshots WHERE {ONE}"
+    for (version,) in connection.execute(query, key).fetchall():
         with transaction(connection):
             statement = f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?"
             connection.execute(statement, (*key, version))

@@ -22,23 +22,19 @@ from service.stores.sessions.turn_records import (
     started,
     turn_not_found,
 )
-from service.stores.sqlite.connection import Runner, reading, transaction, unsynced_transaction
-from service.stores.sqlite.process_lock import ProcessLock
+from service.stores.sqlite.connection import reading, transaction, unsynced_transaction
+from service.stores.sqlite.database import Database
 
 _COLUMNS = "turn_id, identity, digest, base_version, status, request, result, is_cancel_wanted"
 _ONE_TURN = f"{ONE} AND turn_id = ?"
-_KEPT = "(expires_at IS NULL OR expires_at > ?)"  # at a time
+_CURRENT = "(expires_at IS NULL OR expires_at > ?)"  # at a time
 
 
 class SqliteTurns:
     """The TurnStore of a SQLite store."""
 
-    def __init__(
-        self, *, write: Runner, read: Runner, process_lock: Callable[[], ProcessLock], clock: Callable[[], float]
-    ) -> None:
-        self._write = write
-        self._read = read
-        self._presence = process_lock
+    def __init__(self, database: Database, *, clock: Callable[[], float]) -> None:
+        self._database = database
         self._clock = clock
 
     async def begin_turn(self, lease: Lease, start: TurnStart, *, max_records: int) -> TurnRecord:
@@ -49,7 +45,7 @@ class SqliteTurns:
                 found = _find_for(connection, head, start, now)
                 return found or _begin(connection, head, start, max_records=max_records, now=now)
 
-        return await self._write(work)
+        return await self._database.write(work)
 
     async def append_turn(self, lease: Lease, turn_id: str, *, index: int, chunk: bytes) -> bool:
         def work(connection: sqlite3.Connection) -> bool:
@@ -57,7 +53,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 return _append(connection, head, turn_id, index, chunk)
 
-        return await self._write(work)
+        return await self._database.write(work)
 
     async def end_turn(self, lease: Lease, ended: EndedTurn, *, status: Literal["failed", "cancelled"]) -> None:
         def work(connection: sqlite3.Connection) -> None:
@@ -66,7 +62,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, now)
                 _end(connection, head, ended.turn_id, status, ended.result, now + ended.ttl_s)
 
-        await self._write(work)
+        await self._database.write(work)
 
     async def forget_turn(self, lease: Lease, turn_id: str) -> None:
         def work(connection: sqlite3.Connection) -> None:
@@ -74,7 +70,7 @@ class SqliteTurns:
                 head = held_head(connection, lease, self._clock())
                 connection.execute(f"DELETE FROM turns WHERE {_ONE_TURN}", (*head.key, turn_id))
 
-        await self._write(work)
+        await self._database.write(work)
 
     async def get_turn(
         self,
@@ -85,7 +81,7 @@ class SqliteTurns:
         first_chunk: int = 0,
         with_request: bool = True,
     ) -> TurnRecord | None:
-        process_lock = self._presence()
+        processes = self._database.processes
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with reading(connection):
@@ -95,16 +91,16 @@ class SqliteTurns:
                     is None
                 ):
                     return None
-                left_s = lease_left_s(connection, key, now=now, process_lock=process_lock)
+                left_s = lease_left_s(connection, key, now=now, processes=processes)
                 if identity is not None:
                     return _find_repeatable(connection, key, identity, now, first_chunk, left_s)
                 return _find(connection, key, turn_id or "", now, first_chunk, left_s)
 
-        record = await self._read(work)
+        record = await self._database.read(work)
         return record if record is None or with_request else dataclasses.replace(record, request=b"")
 
     async def cancel_turn(self, key: SessionKey) -> TurnRecord | None:
-        process_lock = self._presence()
+        processes = self._database.processes
 
         def work(connection: sqlite3.Connection) -> TurnRecord | None:
             with transaction(connection):
@@ -113,7 +109,7 @@ class SqliteTurns:
                 turn_id = _running_id(connection, head)
                 if turn_id is None:
                     return None
-                left_s = lease_left_s(connection, head.key, now=now, process_lock=process_lock)
+                left_s = lease_left_s(connection, head.key, now=now, processes=processes)
                 if left_s:
                     statement = f"UPDATE turns SET is_cancel_wanted = 1 WHERE {_ONE_TURN}"
                     connection.execute(statement, (*head.key, turn_id))
@@ -122,7 +118,7 @@ class SqliteTurns:
                     free_whoever(connection, head)
                 return _find(connection, head.key, turn_id, now, 0, left_s)
 
-        return await self._write(work)
+        return await self._database.write(work)
 
 
 def end_running(connection: sqlite3.Connection, head: SessionHead, committed: EndedTurn | None, now: float) -> None:
@@ -161,7 +157,7 @@ def _find_for(connection: sqlite3.Connection, head: SessionHead, start: TurnStar
         return None
     query = (
         f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND (status IN (?, ?) OR digest != ?) "
-        f"AND {_KEPT} ORDER BY number DESC LIMIT 1"
+        f"AND {_CURRENT} ORDER BY number DESC LIMIT 1"
     )
     row = connection.execute(query, (*key, start.identity, *REPEATABLE, start.digest, now)).fetchone()
     return _record_of(connection, row, 0, 0.0)
@@ -175,7 +171,7 @@ def _begin(
         require_version(head, start.base_version)
     end_running(connection, head, None, now)
     connection.execute(
-        f"DELETE FROM turns WHERE {ONE} AND (turn_id = ? OR NOT {_KEPT} OR number NOT IN "
+        f"DELETE FROM turns WHERE {ONE} AND (turn_id = ? OR NOT {_CURRENT} OR number NOT IN "
         f"(SELECT number FROM turns WHERE {ONE} ORDER BY number DESC LIMIT ?))",
         (*key, start.turn_id, now, *key, max_records - 1),
     )
@@ -229,7 +225,7 @@ def _running_id(connection: sqlite3.Connection, head: SessionHead) -> str | None
 def _find(
     connection: sqlite3.Connection, key: SessionKey, turn_id: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
-    query = f"SELECT {_COLUMNS}, number FROM turns WHERE {_ONE_TURN} AND {_KEPT}"
+    query = f"SELECT {_COLUMNS}, number FROM turns WHERE {_ONE_TURN} AND {_CURRENT}"
     return _record_of(connection, connection.execute(query, (*key, turn_id, now)).fetchone(), first_chunk, left_s)
 
 
@@ -237,7 +233,7 @@ def _find_repeatable(
     connection: sqlite3.Connection, key: SessionKey, identity: str, now: float, first_chunk: int, left_s: float
 ) -> TurnRecord | None:
     query = (
-        f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND status IN (?, ?) AND {_KEPT} "
+        f"SELECT {_COLUMNS}, number FROM turns WHERE {ONE} AND identity = ? AND status IN (?, ?) AND {_CURRENT} "
         "ORDER BY number DESC LIMIT 1"
     )
     row = connection.execute(query, (*key, identity, *REPEATABLE, now)).fetchone()

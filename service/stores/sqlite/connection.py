@@ -5,46 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
-from service.stores.sqlite.schema import connect, is_busy
+from service.stores.sqlite.schema import MEMORY, connect, connect_memory, is_busy
 
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
 
 
-class Runner(Protocol):
-    """Runs work on one of a store's connections."""
-
-    def __call__(self, work: Work[Result]) -> Awaitable[Result]: ...
-
-
 class ConnectionThread:
-    """A connection and the one thread that uses it. `translate` makes our errors of SQLite's."""
+    """A connection and the one thread that uses it. `file`: for the notes of errors."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        connect: Callable[[], sqlite3.Connection],
-        translate: Callable[[sqlite3.Error], NsmError],
-    ) -> None:
+    def __init__(self, name: str, *, connect: Callable[[], sqlite3.Connection], file: Path) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"nsm-{name}")
         self._connect = connect
-        self._translate = translate
+        self._file = file
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """`work` in the thread, to its end even when the caller is cancelled; SQLite's errors come out as ours."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._guarded, work)
-
-    def post(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        """`work` in its turn, without waiting; whether it succeeds is of no importance."""
-        self._executor.submit(self._guarded, work)
 
     def _guarded(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
@@ -52,7 +36,7 @@ class ConnectionThread:
                 self._connection = self._connect()
             return work(self._connection)
         except sqlite3.Error as error:
-            raise self._translate(error) from error
+            raise _translate(error, self._file) from error
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
@@ -63,13 +47,14 @@ class ConnectionThread:
             self._connection.close()
 
 
-def store_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:
+def file_thread(name: str, path: Path, *, busy_timeout_s: float) -> ConnectionThread:
     """A thread on the sessions' file."""
-    return ConnectionThread(
-        f"store-{name}",
-        connect=lambda: connect(path, busy_timeout_s=busy_timeout_s),
-        translate=lambda error: _translate(error, path),
-    )
+    return ConnectionThread(f"store-{name}", connect=lambda: connect(path, busy_timeout_s=busy_timeout_s), file=path)
+
+
+def memory_thread() -> ConnectionThread:
+    """A thread on a database of its own, in memory."""
+    return ConnectionThread("store", connect=connect_memory, file=Path(MEMORY))
 
 
 @contextlib.contextmanager
@@ -78,6 +63,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
+        connection.execute("UPDATE stamp SET value = value + 1")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:  # SQLite ends it by itself after some errors, a full disk among them

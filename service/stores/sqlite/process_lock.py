@@ -14,6 +14,26 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+
+class Processes(Protocol):
+    """The processes that share a database, by the names of their open stores; `name` is that of this one."""
+
+    name: str
+
+    def is_gone(self, name: str) -> bool:
+        """Whether the store that had this name is not open any more: closed, or its process has ended."""
+        ...
+
+
+class SoleProcess:
+    """The only one that has its database."""
+
+    name = "sole"
+
+    def is_gone(self, name: str) -> bool:
+        return name != self.name
 
 
 class ProcessLock:
@@ -26,7 +46,6 @@ class ProcessLock:
         self._descriptor = _lock_new(self._path(self.name))
 
     def is_gone(self, name: str) -> bool:
-        """Whether the store that had this name is not open any more: closed, or its process has ended."""
         return name != self.name and _remove_if_free(self._path(name))
 
     def is_alone(self) -> bool:

@@ -10,6 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from service.telemetry.metrics.buckets import BYTES, SECONDS
 from service.telemetry.metrics.shared import is_shared
 
+# files: removed, moved or replaced while open; lost_writes: a start without all that was acknowledged before; log: a
+# session's tokens; snapshot: a state that was not made again from the log, a head or another record
+DamagedPart = Literal["files", "lost_writes", "log", "snapshot"]
 # hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer
 Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
@@ -72,6 +75,12 @@ class SessionMetrics:
             "nsm_store_bytes_total", "Bytes of snapshots and logs that went to the store of sessions or came from it.",
             ["direction"], registry=registry,
         )  # fmt: skip
+        self._store_damage = Counter(
+            "nsm_store_damage_total", "Calls that met damage in the store of sessions, by what is damaged.", ["part"],
+            registry=registry,
+        )  # fmt: skip
+        for part in get_args(DamagedPart):  # from the start, as above
+            self._store_damage.labels(part)
         self._tenant_bytes = Gauge(
             "nsm_tenant_stored_bytes", "Bytes that a tenant's sessions take in the store, by the store's own count.",
             ["tenant"], registry=registry, multiprocess_mode="mostrecent",
@@ -142,6 +151,9 @@ class SessionMetrics:
         """Of `num_bytes` bytes that a store may take, `num_free` are left. `store`: its kind, such as "sqlite"."""
         self._room["free"].labels(store).set(num_free)
         self._room["limit"].labels(store).set(num_bytes)
+
+    def store_damaged(self, part: DamagedPart) -> None:
+        self._store_damage.labels(part).inc()
 
     def tenants_stored(self, usage: Mapping[str, tuple[int, int]]) -> None:
         """Sessions and bytes of each tenant there is; those of tenants that are gone are forgotten, or 0 where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.retention import RetainedSnapshot
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.service.routes.test_session_rewind import KEY, create, log_of, ok, rewind, say, snapshot_of
 from tests.support.backends import MakeBackend
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.gateway import Gateway, gateway
+from tests.support.stored_rows import get_retained, put_retained
 
 LONG = tuple(1 + index % 250 for index in range(400))  # more than it takes for a turn to be worth keeping
 
@@ -38,13 +40,10 @@ def last_request(house: Gateway) -> GenerationRequest:
     return backend.requests[-1]
 
 
-def damage(house: Gateway, *versions: int) -> None:
-    store = house.store
-    assert isinstance(store, MemorySessionStore)
-    kept = store._records["default", "s1"].retained
-    for one in kept:
-        if one.version in versions:
-            kept[one] = kept[one][:-1] + b"\0"
+async def damage(house: Gateway, *versions: int) -> None:
+    retained = await get_retained(house.store)
+    for version in versions:
+        await put_retained(house.store, version, retained[version][:-1] + b"\0")
 
 
 async def test_short_turns_keep_nothing_and_long_ones_a_few() -> None:
@@ -104,14 +103,14 @@ async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() ->
     async with gateway(FakeBackend(), kept_snapshots=8) as house:
         log = await long_turns(house)
         kept = await kept_in(house)
-        damage(house, 4, 5)
+        await damage(house, 4, 5)
         place = kept[4].position + 10
         ok(await rewind(house, to_position=place))
         resume = last_request(house).resume
         assert resume is not None
         assert resume.position == kept[2].position
         assert (await snapshot_of(house)).state == state_after(log[: place - 1])
-        damage(house, 1, 2, 3)
+        await damage(house, 1, 2, 3)
         ok(await rewind(house, to_position=place - 5))
         assert last_request(house).resume is None
         assert (await snapshot_of(house)).state == state_after(log[: place - 6])
@@ -132,36 +131,17 @@ async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() ->
 async def test_R2_what_is_not_the_sessions_own_is_passed_over(changes: dict[str, Any]) -> None:
     async with gateway(FakeBackend(), kept_snapshots=8) as house:
         log = await long_turns(house, 3)
-        store = house.store
-        assert isinstance(store, MemorySessionStore)
-        kept = store._records["default", "s1"].retained
-        for one, raw in kept.items():
+        for version, raw in (await get_retained(house.store)).items():
             snapshot = Snapshot.decode(raw)
-            kept[one] = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state).encode()
+            other = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state).encode()
+            await put_retained(house.store, version, other)
         ok(await rewind(house, to_position=900))
         assert last_request(house).resume is None
         assert (await snapshot_of(house)).state == state_after(log[:899])
 
 
-async def test_what_is_left_of_a_log_that_was_cut_off_is_passed_over() -> None:
-    """As a build that knew nothing of older snapshots would leave them when it takes a session back."""
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
-        await long_turns(house, 4)
-        store = house.store
-        assert isinstance(store, MemorySessionStore)
-        left = dict(store._records["default", "s1"].retained)
-        ok(await rewind(house, to_position=500))
-        for _ in range(3):
-            await say(house, *reversed(LONG))
-        record = store._records["default", "s1"]
-        record.retained = {**left, **{one: raw for one, raw in record.retained.items() if one not in left}}
-        log = await log_of(house)
-        ok(await rewind(house, to_position=1_300))
-        assert (await snapshot_of(house)).state == state_after(log[:1_299])
-
-
-async def test_another_models_are_dropped_with_its_state() -> None:
-    store = MemorySessionStore()
+async def test_another_models_are_dropped_with_its_state(tmp_path: Path) -> None:
+    store = SqliteSessionStore(tmp_path / "sessions.db")
     async with gateway(FakeBackend(), store=store) as house:
         await long_turns(house, 3)
         assert await kept_in(house)

@@ -10,7 +10,7 @@ import pytest
 
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.stored_sessions import Clock
@@ -44,13 +44,6 @@ async def patch(house: Gateway, **body: Any) -> httpx.Response:
     return await house.client.patch("/v1/sessions/s1", json=body)
 
 
-def use_clock(house: Gateway) -> Clock:
-    store, clock = house.store, Clock()
-    assert isinstance(store, MemorySessionStore)
-    store._clock = clock
-    return clock
-
-
 async def log_of(house: Gateway, session_id: str) -> tuple[int, ...]:
     return await house.services.store.read_log(SessionKey("default", session_id))
 
@@ -68,19 +61,31 @@ async def test_metadata_and_ttl_are_changed_and_what_is_absent_stays(house: Gate
     assert ok(await house.client.get("/v1/sessions/s1")) == session
 
 
-async def test_a_session_is_gone_when_its_ttl_has_run_out(house: Gateway) -> None:
-    clock = use_clock(house)
-    session = await create(house, ttl_s=60)
-    assert session["expires_at"] == 1_060
-    clock.advance(50)
-    await say(house, "s1", "x")  # a turn moves the expiry on
-    clock.advance(50)
-    assert ok(await house.client.get("/v1/sessions/s1"))["version"] == 1
-    clock.advance(11)
-    for call in (house.client.get("/v1/sessions/s1"), patch(house, ttl_s=5)):
-        response = await call
-        assert (response.status_code, error_of(response)["code"]) == (404, "session_not_found")
-    assert ok(await house.client.get("/v1/sessions"))["data"] == []
+async def test_X16_a_session_whose_ttl_has_run_out_is_session_expired_and_not_session_not_found() -> None:
+    clock = Clock()
+    async with gateway(FakeBackend(), store=SqliteSessionStore(None, clock=clock)) as house:
+        session = await create(house, ttl_s=60)
+        assert session["expires_at"] == 1_060
+        clock.advance(50)
+        await say(house, "s1", "x")  # a turn moves the expiry on
+        clock.advance(50)
+        assert ok(await house.client.get("/v1/sessions/s1"))["version"] == 1
+        clock.advance(11)
+        for is_removed in (False, True):
+            if is_removed:
+                await house.store.remove_expired()
+            for call in (
+                house.client.get("/v1/sessions/s1"),
+                house.client.delete("/v1/sessions/s1"),
+                house.client.post("/v1/sessions/s1/generate", json={"input": "x"}),
+                house.client.post("/v1/sessions/s1/fork", json={}),
+                patch(house, ttl_s=5),
+            ):
+                response = await call
+                assert (response.status_code, error_of(response)["code"]) == (404, "session_expired")
+        assert ok(await house.client.get("/v1/sessions"))["data"] == []
+        never = await house.client.get("/v1/sessions/s2")
+        assert (never.status_code, error_of(never)["code"]) == (404, "session_not_found")
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, "60", 1e12, True])

@@ -14,6 +14,7 @@ from service.stores.sessions.key import SessionKey
 from tests.support.backends import MakeBackend
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.stored_rows import put_snapshot
 
 KEY = SessionKey("default", "s1")
 EOT = 0
@@ -84,7 +85,7 @@ async def test_the_counts_of_a_place_inside_a_turn_survive_a_second_loss() -> No
         assert (await house.services.store.log_marks(KEY))[-1] == LogMark(
             version=4, num_log_tokens=10, num_sampled=2, seed=2
         )
-        house.services.store._records["default", "s1"].snapshot = None
+        await put_snapshot(house.store, None)
         assert (await say(house, 9, max_tokens=1))["session"]["rebuilt"] == "missing"
         first = house.services.backend.script_ids[0]
         expected = {**counts, first: counts[first] + 1}

@@ -16,7 +16,7 @@ from service.app import create_app
 from service.deps import Services
 from service.settings import load_settings
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.turns.turn import Turn
 from tests.support.fakes import DEFAULT_SCRIPT, FakeBackend
 from tests.support.live_server import serving
@@ -27,7 +27,7 @@ EOT = 0
 @dataclasses.dataclass
 class Gateway:
     backend: FakeBackend
-    store: MemorySessionStore
+    store: SqliteSessionStore
     services: Services
     client: httpx.AsyncClient
 
@@ -61,7 +61,7 @@ def frames(text: str) -> list[dict[str, Any]]:
 async def make_gateway(tmp_path: Path, backend: FakeBackend, **settings: Any) -> AsyncIterator[Gateway]:
     """Without a socket: an answer is seen when it is complete."""
     async with contextlib.AsyncExitStack() as stack:
-        store = MemorySessionStore()
+        store = SqliteSessionStore(None)
         app = create_app(load_settings(store="memory", data_dir=tmp_path, **settings), backend, store)
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
@@ -78,7 +78,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 @pytest.fixture
 async def held(tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway on a socket, whose tokens wait until the test lets them go."""
-    backend, store = FakeBackend(hold=True), MemorySessionStore()
+    backend, store = FakeBackend(hold=True), SqliteSessionStore(None)
     app = create_app(load_settings(store="memory", data_dir=tmp_path), backend, store)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as client:
         yield Gateway(backend, store, app.state.services, client)

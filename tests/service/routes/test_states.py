@@ -7,11 +7,12 @@ import pytest
 from nsm_core.config import EngineConfig
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.nsm_lab.evaluation.models import random_model, small_config
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.models import as_loaded
+from tests.support.stored_rows import damage_snapshot
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ async def test_an_unknown_session_is_404(served: Gateway) -> None:
 
 
 async def test_another_models_state_is_a_mismatch() -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with gateway(FakeBackend(), store=store) as first:
         await first.client.post("/v1/sessions", json={"id": "s1"})
         await first.client.post("/v1/sessions/s1/generate", json={"input": "Hello", "max_tokens": 2})
@@ -69,13 +70,11 @@ async def test_another_models_state_is_a_mismatch() -> None:
 
 
 async def test_a_damaged_state_is_told_until_a_turn_has_made_it_again() -> None:
-    store, turn = MemorySessionStore(), {"input": "Hello", "max_tokens": 2}
+    store, turn = SqliteSessionStore(None), {"input": "Hello", "max_tokens": 2}
     async with gateway(FakeBackend(), store=store) as house:
         await house.client.post("/v1/sessions", json={"id": "s1"})
         await house.client.post("/v1/sessions/s1/generate", json=turn)
-        record = store._records["default", "s1"]
-        assert record.snapshot is not None
-        record.snapshot = record.snapshot[:-1] + bytes([record.snapshot[-1] ^ 1])
+        await damage_snapshot(store)
         damaged = await house.client.get("/v1/sessions/s1/states")
         assert (damaged.status_code, error_of(damaged)["code"]) == (500, "snapshot_corrupt")
         assert (await house.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway, without_comments
 from tests.support.raw_http import connect
@@ -159,19 +159,18 @@ async def test_P11_reading_a_state_has_a_metric_of_its_own_and_takes_no_time_to_
     assert house.metric("nsm_state_fetch_seconds_sum") / 3 < 0.05  # in memory; docs/redis.md has the stores' figures
 
 
-async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end(house: Gateway) -> None:
-    store, clock = house.store, Clock()
-    assert isinstance(store, MemorySessionStore)
-    store._clock = clock
-    await house.client.post("/v1/sessions", json={"id": "s2"})
-    ids = []
-    for session_id in ("s1", "s2"):
-        response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=BODY)
-        ids.append(id_of(response.text))
-    await house.client.delete("/v1/sessions/s1")
-    assert [(await read(house, stream_id)).status_code for stream_id in ids] == [404, 200]
-    clock.advance(house.services.settings.turn_ttl_s + 1)
-    assert (await read(house, ids[1])).status_code == 404
+async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end() -> None:
+    clock = Clock()
+    async with gateway(FakeBackend(SCRIPT), store=SqliteSessionStore(None, clock=clock)) as house:
+        ids = []
+        for session_id in ("s1", "s2"):
+            await house.client.post("/v1/sessions", json={"id": session_id})
+            response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=BODY)
+            ids.append(id_of(response.text))
+        await house.client.delete("/v1/sessions/s1")
+        assert [(await read(house, stream_id)).status_code for stream_id in ids] == [404, 200]
+        clock.advance(house.services.settings.turn_ttl_s + 1)
+        assert (await read(house, ids[1])).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.tenants import TestKey, make_key, write_keys
@@ -20,7 +20,7 @@ ACME, RIVAL = make_key("acme"), make_key("rival")
 SECRET = "the password is swordfish"
 PUBLIC = {"/v1/models/{model_id}"}  # ids that belong to nobody
 BODIES: dict[str, Any] = {"/v1/sessions/{session_id}/rewind": {"to_position": 0}}  # what their schemas cannot say
-STORE_CALLS = [name for name in vars(MemorySessionStore) if not name.startswith("_") and name not in ("open", "close")]
+STORE_CALLS = [name for name in vars(SqliteSessionStore) if not name.startswith("_") and name not in ("open", "close")]
 
 
 @pytest.fixture

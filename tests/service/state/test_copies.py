@@ -8,18 +8,18 @@ from nsm_core.errors import SessionBusy, SnapshotCorrupt
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.stores.sessions.base import LogMark, Rewind, StoredSession
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import acquire, commit, create
 
 KEY = SessionKey("a", "s1")
 
 
-class RestlessStore(MemorySessionStore):
+class RestlessStore(SqliteSessionStore):
     """Something happens to the session between its being loaded and its log being read."""
 
     def __init__(self, *, num_rewinds: int) -> None:
-        super().__init__()
+        super().__init__(None)
         self.num_rewinds = num_rewinds
 
     async def load(self, key: SessionKey) -> StoredSession:
@@ -53,7 +53,7 @@ async def test_a_copy_gives_up_where_it_is_never_left_in_peace() -> None:
 
 
 async def test_L6_a_state_that_is_not_the_sessions_own_is_not_copied() -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     head = await commit(store, await create(store))
     somebody_elses = make_snapshot(session_id="s9", position=3).encode()
     copy = SessionCopy(head=head, snapshot=somebody_elses, log_ids=(1, 2, 3), marks=())

@@ -6,12 +6,12 @@ import pytest
 
 from nsm_core.errors import StoreUnavailable
 from service.stores.expiry import sweeping
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 
 
-class Store(MemorySessionStore):
+class Store(SqliteSessionStore):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self.num_sweeps = 0
         self.swept = asyncio.Event()
 

@@ -7,7 +7,7 @@ import pytest
 
 from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited
 from service.stores.sessions.base import TenantUsage
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.api_keys import KeyFile
 from service.tenants.tenants import Tenants
@@ -21,7 +21,7 @@ class House:
     """Tenants of a file that may be written again, over a store whose usage the test says."""
 
     def __init__(self, path: Path, limits: str) -> None:
-        self.path, self.clock, self.store = path, StillClock(), MemorySessionStore()
+        self.path, self.clock, self.store = path, StillClock(), SqliteSessionStore(None)
         write_keys(path, KEY, acme=limits)
         metrics = Metrics(FakeBackend())
         self.tenants = Tenants(KeyFile(path, clock=self.clock), self.store, metrics, clock=self.clock)

@@ -14,7 +14,6 @@ from service.stores.records.factory import records_beside
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import NewSession, Rewind, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.archive import ArchiveDamaged
@@ -47,7 +46,7 @@ async def target(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 def make_store(request: pytest.FixtureRequest, path: Path) -> SessionStore:
     if request.param == "memory":
-        return MemorySessionStore(clock=Clock())
+        return SqliteSessionStore(None, clock=Clock())
     if request.param == "sqlite":
         return SqliteSessionStore(path, clock=Clock())
     topology: Topology = request.getfixturevalue(request.param)
@@ -119,7 +118,7 @@ async def test_a_copy_brings_every_session_into_any_store(source: SessionStore, 
 
 
 async def test_a_session_that_went_on_is_replaced_only_on_request(tmp_path: Path) -> None:
-    store = MemorySessionStore(clock=Clock())
+    store = SqliteSessionStore(None, clock=Clock())
     await fill(store)
     before, raw = await contents(store), await write_backup(store, tmp_path / "b")
     await turn(store, await store.get(SessionKey("a", "s3")))
@@ -132,7 +131,7 @@ async def test_a_session_that_went_on_is_replaced_only_on_request(tmp_path: Path
 
 
 async def test_one_tenants_sessions_alone(tmp_path: Path) -> None:
-    source, target = MemorySessionStore(clock=Clock()), MemorySessionStore(clock=Clock())
+    source, target = SqliteSessionStore(None, clock=Clock()), SqliteSessionStore(None, clock=Clock())
     await fill(source)
     raw = await write_backup(source, tmp_path / "b")
     assert await outcomes(restore(target, io.BytesIO(raw), tenant="b")) == [("b", "s1", "written")]
@@ -141,14 +140,14 @@ async def test_one_tenants_sessions_alone(tmp_path: Path) -> None:
 
 
 async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_restored(tmp_path: Path) -> None:
-    source = MemorySessionStore(clock=Clock())
+    source = SqliteSessionStore(None, clock=Clock())
     await fill(source)
     raw, whole = await write_backup(source, tmp_path / "b"), await contents(source)
     for place_of_damage in range(0, len(raw), 7):
         changed = bytearray(raw)
         changed[place_of_damage] ^= 0x20
         for damaged in (bytes(changed), raw[:place_of_damage]):
-            target = MemorySessionStore(clock=Clock())
+            target = SqliteSessionStore(None, clock=Clock())
             with pytest.raises(ArchiveDamaged, match="no backup that can be used") as caught:
                 await outcomes(restore(target, io.BytesIO(damaged)))
             restored = await contents(target)
@@ -159,15 +158,15 @@ async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_re
 async def test_what_follows_the_end_of_a_backup_is_noticed(tmp_path: Path) -> None:
     raw = await write_backup_of_nothing(tmp_path / "b")
     with pytest.raises(ArchiveDamaged, match="goes on after its end"):
-        await outcomes(restore(MemorySessionStore(), io.BytesIO(raw + b"x")))
+        await outcomes(restore(SqliteSessionStore(None), io.BytesIO(raw + b"x")))
 
 
 async def write_backup_of_nothing(path: Path) -> bytes:
-    assert await outcomes(backup(MemorySessionStore(), [], path)) == []
+    assert await outcomes(backup(SqliteSessionStore(None), [], path)) == []
     return path.read_bytes()
 
 
-class DamagedStore(MemorySessionStore):
+class DamagedStore(SqliteSessionStore):
     """The state of s2 is not what was stored."""
 
     async def load(self, key: SessionKey) -> StoredSession:
@@ -177,7 +176,7 @@ class DamagedStore(MemorySessionStore):
 
 
 async def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
-    source, target = DamagedStore(clock=Clock()), MemorySessionStore(clock=Clock())
+    source, target = DamagedStore(None, clock=Clock()), SqliteSessionStore(None, clock=Clock())
     await fill(source)
     names, path = await all_sessions(source), tmp_path / "b"
     await source.delete(SessionKey("a", "s3"))
@@ -189,7 +188,7 @@ async def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path) -> None
 
 
 async def test_an_interrupted_backup_leaves_the_older_file(tmp_path: Path) -> None:
-    store, path = MemorySessionStore(clock=Clock()), tmp_path / "b"
+    store, path = SqliteSessionStore(None, clock=Clock()), tmp_path / "b"
     await fill(store)
     path.write_text("older")
     steps = backup(store, await all_sessions(store), path)
@@ -204,7 +203,7 @@ async def test_a_backup_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
 
 
-class SmallStore(MemorySessionStore):
+class SmallStore(SqliteSessionStore):
     """Has no room for logs of more than `max_log` tokens."""
 
     max_log = 1_000
@@ -216,7 +215,7 @@ class SmallStore(MemorySessionStore):
 
 
 async def test_what_cannot_be_replaced_stays() -> None:
-    source, target = MemorySessionStore(clock=Clock()), SmallStore(clock=Clock())
+    source, target = SqliteSessionStore(None, clock=Clock()), SmallStore(None, clock=Clock())
     head = await turn(source, await create(source))
     await turn(target, await create(target))
     await turn(source, head)
@@ -227,7 +226,7 @@ async def test_what_cannot_be_replaced_stays() -> None:
     assert await contents(target) == before
 
 
-class ForgetfulStore(MemorySessionStore):
+class ForgetfulStore(SqliteSessionStore):
     """Loses the last token of what it is given."""
 
     async def create(self, new: NewSession) -> SessionHead:
@@ -235,11 +234,11 @@ class ForgetfulStore(MemorySessionStore):
 
 
 async def test_what_is_read_back_must_be_what_was_written() -> None:
-    source = MemorySessionStore(clock=Clock())
+    source = SqliteSessionStore(None, clock=Clock())
     await turn(source, await create(source))
     copy: SessionCopy = await read_copy(source, SessionKey("a", "s1"))
     with pytest.raises(SnapshotCorrupt, match="read back as something else"):
-        await restore_session(ForgetfulStore(clock=Clock()), copy, is_overwriting=False)
+        await restore_session(ForgetfulStore(None, clock=Clock()), copy, is_overwriting=False)
 
 
 async def test_responses_and_conversations_go_along(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.transfer.backup import all_sessions
 from service.transfer.migrate import Migrated, Migrator
 from service.transfer.verify import verify
 from service.turns.lease import Leases
 from tests.support.fakes import FakeBackend
+from tests.support.stored_rows import get_chunk, put_chunk, put_snapshot
 from tests.support.stored_sessions import acquire, create
 from tests.support.told_sessions import SEED, tell, told_snapshot
 
@@ -38,7 +39,7 @@ async def snapshot_of(store: SessionStore, session_id: str = "s1") -> Snapshot:
 
 
 async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     head = await tell(store, FakeBackend())
     before = await snapshot_of(store)
     assert [(found.outcome, found.num_log_tokens) for found in await migrate(store, new)] == [("migrated", 15)]
@@ -52,7 +53,7 @@ async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
 
 
 async def test_done_once_there_is_nothing_left_to_do() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     await tell(store, FakeBackend(), "s1")
     await tell(store, new, "s2")
     await create(store, "s3")
@@ -64,7 +65,7 @@ async def test_done_once_there_is_nothing_left_to_do() -> None:
 
 
 async def test_it_goes_on_where_it_was_stopped() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new", hold=True)
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new", hold=True)
     for session_id in ("s1", "s2", "s3"):
         await tell(store, FakeBackend(), session_id)
     new.release()
@@ -78,7 +79,7 @@ async def test_it_goes_on_where_it_was_stopped() -> None:
 
 
 async def test_a_dry_run_tells_and_writes_nothing() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     head = await tell(store, FakeBackend())
     assert await outcomes(store, new, is_dry_run=True) == {"s1": "migrated"}
     assert await store.get(SessionKey("a", "s1")) == head
@@ -86,7 +87,7 @@ async def test_a_dry_run_tells_and_writes_nothing() -> None:
 
 
 async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
     await tell(store, FakeBackend(), "s1")
     strange = await tell(store, stranger, "s2")
@@ -98,10 +99,10 @@ async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
 
 
 async def test_R3_a_damaged_state_is_made_again_when_asked_for() -> None:
-    store, backend = MemorySessionStore(), FakeBackend()
+    store, backend = SqliteSessionStore(None), FakeBackend()
     await tell(store, backend)
     before = await snapshot_of(store)
-    store._records["a", "s1"].snapshot = b"\0" * 100
+    await put_snapshot(store, b"\0" * 100, tenant="a")
     assert await outcomes(store, backend) == {"s1": "current"}
     assert await outcomes(store, backend, is_repairing=True, is_dry_run=True) == {"s1": "repaired"}
     assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
@@ -112,36 +113,35 @@ async def test_R3_a_damaged_state_is_made_again_when_asked_for() -> None:
 
 
 async def test_R2_another_sessions_state_is_replaced_and_nothing_of_it_used() -> None:
-    store, backend = MemorySessionStore(), FakeBackend()
+    store, backend = SqliteSessionStore(None), FakeBackend()
     head = await tell(store, backend)
     before = await snapshot_of(store)
-    record = store._records["a", "s1"]
-    record.snapshot = told_snapshot(backend, head, (9, 9, 9), session_id="s2").encode()
+    await put_snapshot(store, told_snapshot(backend, head, (9, 9, 9), session_id="s2").encode(), tenant="a")
     assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
     after = await snapshot_of(store)
     assert (after.state, after.header.sampler) == (before.state, before.header.sampler)
 
 
 async def test_a_damaged_state_of_another_model_stays() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     await tell(store, FakeBackend())
-    store._records["a", "s1"].snapshot = b"\0" * 100
+    await put_snapshot(store, b"\0" * 100, tenant="a")
     (found,) = await migrate(store, new, is_repairing=True)
     assert found.outcome == "other_damaged"
     assert "only that model can make it again" in str(found.error)
 
 
 async def test_a_log_that_is_not_the_heads_is_not_read() -> None:
-    store, new = MemorySessionStore(), FakeBackend(fingerprint="new")
+    store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     await tell(store, FakeBackend(), "s1")
     await tell(store, FakeBackend(), "s2")
-    record = store._records["a", "s1"]
-    record.log = record.log[:-3]
+    version, ids = await get_chunk(store, tenant="a")
+    await put_chunk(store, version, ids[:-12], tenant="a")
     assert await outcomes(store, new) == {"s1": "failed", "s2": "migrated"}
 
 
 async def test_an_engine_that_died_ends_it_and_frees_the_session() -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     await tell(store, FakeBackend())
     with pytest.raises(EngineDead):
         await migrate(store, FakeBackend(fingerprint="new", fail_after=0, error=EngineDead("gone")))

@@ -15,6 +15,7 @@ from nsm_core.errors import (
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from tests.support.fakes import FakeBackend, state_after
+from tests.support.stored_rows import damage_snapshot, get_chunk, lease_holder, put_chunk, put_snapshot
 from tests.support.turns import KEY, collect, make_house, make_request
 
 
@@ -23,7 +24,7 @@ async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its
         await house.say(5, 6)
         snapshot = await house.snapshot()
         wrong = Snapshot(snapshot.header, snapshot.state[:32] + bytes(len(snapshot.state) - 32))
-        house.store._records["default", "s1"].snapshot = wrong.encode()
+        await put_snapshot(house.store, wrong.encode())
         with pytest.raises(SnapshotCorrupt, match="session 's1': the state was not reached"):
             await house.open(9)
 
@@ -47,18 +48,13 @@ async def test_R2_R3_a_state_that_is_not_this_sessions_is_refused_never_used(cha
         await house.say(5, 6)
         snapshot = await house.snapshot()
         wrong = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state)
-        house.store._records["default", "s1"].snapshot = wrong.encode()
+        await put_snapshot(house.store, wrong.encode())
         error = StateMismatch if "tokenizer_fingerprint" in changes else SnapshotCorrupt
         with pytest.raises(error, match="session 's1'"):
             await house.open(9)
         assert len(house.backend.requests) == 1
-        house.store._records["default", "s1"].snapshot = snapshot.encode()
+        await put_snapshot(house.store, snapshot.encode())
         assert (await house.say(9)).head.version == 2
-
-
-def flip_last_bit(raw: bytes | None) -> bytes:
-    assert raw is not None
-    return raw[:-1] + bytes([raw[-1] ^ 1])
 
 
 @pytest.mark.parametrize("reason", ["missing", "corrupt", "fingerprint_mismatch"])
@@ -68,11 +64,11 @@ async def test_R3_a_lost_state_is_made_again_from_the_log_never_empty(reason: st
         for one in (house, unbroken):
             await one.say(5, 6, max_tokens=2)
             await one.say(7, max_tokens=3)
-        backend, record = house.backend, house.store._records["default", "s1"]
+        backend = house.backend
         if reason == "missing":
-            record.snapshot = None
+            await put_snapshot(house.store, None)
         elif reason == "corrupt":
-            record.snapshot = flip_last_bit(record.snapshot)
+            await damage_snapshot(house.store)
         else:
             backend = FakeBackend(fingerprint="a newer model")
         turns = house.make_turns(backend)
@@ -99,7 +95,7 @@ async def test_a_rebuilt_session_without_a_pending_token_still_needs_input() -> 
     async with make_house(FakeBackend("It was")) as house:
         await house.say(5, max_tokens=50)
         log = await house.store.read_log(KEY)
-        house.store._records["default", "s1"].snapshot = None
+        await put_snapshot(house.store, None)
         with pytest.raises(InvalidRequest, match="input must not be empty"):
             await house.open()
         await house.say(9)
@@ -109,7 +105,7 @@ async def test_a_rebuilt_session_without_a_pending_token_still_needs_input() -> 
 async def test_a_rebuilt_turn_draws_with_the_sessions_seed() -> None:
     async with make_house() as house:
         await house.say(5, seed=1234)
-        house.store._records["default", "s1"].snapshot = None
+        await put_snapshot(house.store, None)
         await house.say(6)
         assert house.backend.requests[-1].sampling.seed == 1234
         assert (await house.snapshot()).header.sampler.seed == 1234
@@ -119,12 +115,12 @@ async def test_a_rebuild_that_is_cancelled_leaves_everything_as_it_was() -> None
     async with make_house(FakeBackend(hold=True)) as house:
         house.backend.release(4)
         before = (await house.say(5)).head
-        house.store._records["default", "s1"].snapshot = None
+        await put_snapshot(house.store, None)
         turn = await house.open(6)
         await house.backend.held.wait()
         assert await house.turns.cancel(KEY)
         assert (await collect(turn))[1].head == before
-        assert house.store._records["default", "s1"].holder is None
+        assert await lease_holder(house.store) is None
 
 
 async def test_a_log_of_another_tokenizer_is_refused() -> None:
@@ -135,7 +131,7 @@ async def test_a_log_of_another_tokenizer_is_refused() -> None:
         turns = house.make_turns(backend)
         with pytest.raises(StateMismatch, match="another tokenizer"):
             await turns.open_turn(make_request(9))
-        house.store._records["default", "s1"].snapshot = None  # now nobody can tell which tokenizer it was
+        await put_snapshot(house.store, None)  # now nobody can tell which tokenizer it was
         with pytest.raises(StateMismatch, match="only that model can make it again"):
             await turns.open_turn(make_request(9))
         assert backend.requests == []
@@ -146,12 +142,12 @@ async def test_a_log_of_another_tokenizer_is_refused() -> None:
 async def test_a_log_that_is_damaged_as_well_is_an_error() -> None:
     async with make_house() as house:
         await house.say(5)
-        record = house.store._records["default", "s1"]
-        record.snapshot, log = None, record.log
-        record.log = log[:-1]
+        await put_snapshot(house.store, None)
+        version, ids = await get_chunk(house.store)
+        await put_chunk(house.store, version, ids[:-4])
         with pytest.raises(SnapshotCorrupt, match="log of session 's1'"):
             await house.open(9)
-        record.log = log
+        await put_chunk(house.store, version, ids)
         assert (await house.say(9)).head.version == 2
 
 

@@ -21,6 +21,7 @@ from nsm_core.errors import (
 )
 from service.stores.sessions.key import SessionKey
 from tests.support.fakes import FakeBackend, FakeGeneration
+from tests.support.stored_rows import lease_holder, steal_lease
 from tests.support.turns import KEY, collect, make_house
 
 
@@ -171,13 +172,12 @@ async def test_D8_a_turn_whose_lease_was_taken_over_is_stopped_and_keeps_nothing
         house.turns = house.make_turns(house.backend, lease_s=0.03)
         turn = await house.open(5)
         await house.backend.held.wait()
-        record = house.store._records["default", "s1"]
-        record.holder, record.fence = "another turn", record.fence + 1
+        await steal_lease(house.store, "another turn")
         tokens, end = await collect(turn)
         assert (tokens, end.finished.reason, end.head.version) == ([], FinishReason.ABORT, 0)
         assert isinstance(end.error, LeaseLost)
         assert house.backend.num_cancels == 1
-        assert record.holder == "another turn"
+        assert await lease_holder(house.store) == "another turn"
         with pytest.raises(SessionBusy):
             await house.open(6)
 
@@ -187,8 +187,7 @@ async def test_D8_a_turn_that_slept_through_its_lease_cannot_commit() -> None:
         house.store.may_commit.clear()
         turn = await house.open(5)
         await house.store.is_committing.wait()
-        record = house.store._records["default", "s1"]
-        record.holder, record.fence = "another turn", record.fence + 1
+        await steal_lease(house.store, "another turn")
         house.store.may_commit.set()
         end = (await collect(turn))[1]
         assert isinstance(end.error, LeaseLost)
@@ -197,14 +196,13 @@ async def test_D8_a_turn_that_slept_through_its_lease_cannot_commit() -> None:
 
 async def test_every_end_of_a_turn_frees_the_session_for_other_processes() -> None:
     async with make_house(FakeBackend(hold=True)) as house:
-        record = house.store._records["default", "s1"]
         with pytest.raises(VersionConflict):
             await house.open(5, expected_version=3)
-        assert record.holder is None
+        assert await lease_holder(house.store) is None
         await house.open(5)
         await house.turns.cancel(KEY)
-        assert record.holder is None
+        assert await lease_holder(house.store) is None
         house.backend.refusal = Overloaded("full")
         with pytest.raises(Overloaded):
             await house.open(5)
-        assert record.holder is None
+        assert await lease_holder(house.store) is None

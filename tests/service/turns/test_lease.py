@@ -11,30 +11,33 @@ import pytest
 from nsm_core.errors import LeaseLost, NotFound, NsmError, SessionBusy, StoreUnavailable
 from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 from service.turns.lease import Leases
 from tests.support.fakes import FakeBackend
 from tests.support.snapshots import make_snapshot
+from tests.support.stored_rows import lease_holder, steal_lease
 
 KEY = SessionKey("default", "s1")
 TURN = {"position": 1, "model_fingerprint": "m1", "new_ids": (1,), "num_sampled": 0, "seed": 0}
 
 
-class Store(MemorySessionStore):
+class Store(SqliteSessionStore):
     """Tells when a lease was renewed; renewals can be made to fail, and acquiring to wait."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self.num_renewals = 0
         self.renewed = asyncio.Condition()
         self.renew_error: NsmError | None = None
         self.release_error: NsmError | None = None
+        self.is_acquired = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
         leased = await super().acquire(key, holder=holder, lease_s=lease_s)
+        self.is_acquired.set()
         await self.may_answer.wait()
         return leased
 
@@ -54,12 +57,6 @@ class Store(MemorySessionStore):
     async def wait_renewals(self, number: int) -> None:
         async with self.renewed:
             await self.renewed.wait_for(lambda: self.num_renewals >= number)
-
-    def steal(self) -> None:
-        """As if another process had taken the lease after it expired."""
-        record = self._records["default", "s1"]
-        record.fence += 1
-        record.holder = "thief"
 
 
 class House:
@@ -118,11 +115,11 @@ async def test_a_lease_that_is_over_is_gone_at_once() -> None:
 async def test_D8_a_lost_lease_is_told_once_and_renewed_no_more() -> None:
     async with make_house(lease_s=0.03) as house:
         held = await house.leases.take(KEY, on_lost=house.on_lost)
-        house.store.steal()
+        await steal_lease(house.store, "thief")
         await house.is_lost.wait()
         assert [type(error) for error in house.lost] == [LeaseLost]
         await held.give_back()
-        assert house.store._records["default", "s1"].holder == "thief"
+        assert await lease_holder(house.store) == "thief"
         assert house.num_lost() == 1
 
 
@@ -141,7 +138,7 @@ async def test_a_store_that_is_away_for_a_moment_does_not_end_the_turn() -> None
 async def test_D8_a_commit_without_the_lease_changes_nothing() -> None:
     async with make_house() as house:
         held = await house.leases.take(KEY, on_lost=house.on_lost)
-        house.store.steal()
+        await steal_lease(house.store, "thief")
         with pytest.raises(LeaseLost):
             await held.commit(Commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN))
         await held.give_back()
@@ -153,9 +150,8 @@ async def test_who_is_cancelled_while_taking_a_lease_leaves_none_behind() -> Non
     async with make_house() as house:
         house.store.may_answer.clear()
         taking = asyncio.create_task(house.leases.take(KEY, on_lost=house.on_lost))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert house.store._records["default", "s1"].holder is not None
+        await house.store.is_acquired.wait()
+        assert await lease_holder(house.store) is not None
         taking.cancel()
         house.store.may_answer.set()
         with pytest.raises(asyncio.CancelledError):
@@ -176,7 +172,7 @@ async def test_holders_are_told_apart_and_name_their_process() -> None:
         holders = []
         for _ in range(2):
             held = await house.leases.take(KEY, on_lost=house.on_lost)
-            holders.append(str(house.store._records["default", "s1"].holder).split("/"))
+            holders.append(str(await lease_holder(house.store)).split("/"))
             await held.give_back()
         assert holders[0][0] == holders[1][0]
         assert holders[0][1] != holders[1][1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nsm_core.errors import Overloaded, TurnCancelled
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.turns.codec import decode_tokens
 from service.turns.turn import HandedOver, Turn, TurnOutcome, stopping
 from tests.service.turns.test_turn_takeover import (
@@ -29,7 +29,7 @@ STREAMED: dict[str, Any] = {"is_resumable": True}
 
 @pytest.mark.parametrize("how", [STREAMED, RETRY], ids=["streamed", "with_a_key"])
 async def test_P3_S6_a_turn_in_mid_stream_is_handed_over_and_read_on_without_a_break(
-    store: MemorySessionStore, processes: tuple[Process, Process], how: dict[str, Any]
+    store: SqliteSessionStore, processes: tuple[Process, Process], how: dict[str, Any]
 ) -> None:
     one, two = processes
     opened = await one.open(5, 6, **how)
@@ -54,7 +54,7 @@ async def test_P3_S6_a_turn_in_mid_stream_is_handed_over_and_read_on_without_a_b
 
 
 async def test_a_reader_elsewhere_sees_the_handover_as_a_pause(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5, **STREAMED)
@@ -66,7 +66,7 @@ async def test_a_reader_elsewhere_sees_the_handover_as_a_pause(
 
 
 async def test_D9_a_retry_after_the_handover_gets_the_turn_of_its_first_try(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5, **RETRY)
@@ -78,7 +78,7 @@ async def test_D9_a_retry_after_the_handover_gets_the_turn_of_its_first_try(
 
 
 async def test_a_turn_whose_client_cannot_come_back_ends_with_nothing_kept(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     """Its client will ask anew: the turn must not be done a second time beside that."""
     one, two = processes
@@ -93,7 +93,7 @@ async def test_a_turn_whose_client_cannot_come_back_ends_with_nothing_kept(
 
 
 async def test_a_turn_that_ends_within_the_grace_time_is_committed_here(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, _ = processes
     opened = await one.open(5, **STREAMED)
@@ -105,7 +105,7 @@ async def test_a_turn_that_ends_within_the_grace_time_is_committed_here(
     assert (await record_of(store)).status == "committed"
 
 
-async def test_a_handed_over_turn_that_was_taken_over_may_be_handed_over_again(store: MemorySessionStore) -> None:
+async def test_a_handed_over_turn_that_was_taken_over_may_be_handed_over_again(store: SqliteSessionStore) -> None:
     one, two, three = Process(store, hold=True), Process(store, hold=True), Process(store)
     await one.open(5, **STREAMED)
     await written(store, one, 2)
@@ -121,7 +121,7 @@ async def test_a_handed_over_turn_that_was_taken_over_may_be_handed_over_again(s
 
 
 async def test_a_reader_of_another_processs_turn_is_told_to_come_back_elsewhere(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     opened = await one.open(5, **STREAMED)
@@ -135,7 +135,7 @@ async def test_a_reader_of_another_processs_turn_is_told_to_come_back_elsewhere(
 
 
 async def test_a_process_that_stops_takes_nothing_over(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5, **STREAMED)
@@ -148,7 +148,7 @@ async def test_a_process_that_stops_takes_nothing_over(
 
 
 async def test_S8_a_cancel_of_a_turn_that_was_handed_over_ends_it(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     opened = await one.open(5, **STREAMED)

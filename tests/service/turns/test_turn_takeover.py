@@ -16,7 +16,7 @@ from service.lifecycle.lifecycle import Lifecycle
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import NewSession
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sessions.turn_records import TurnRecord
 from service.telemetry.metrics.metrics import Metrics
 from service.tenants.tenants import Tenants
@@ -24,6 +24,7 @@ from service.turns.turn import Turn, TurnOutcome, TurnSource
 from service.turns.turns import TurnRegistry
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.redis_servers import wait_until
+from tests.support.stored_rows import expire_lease
 from tests.support.turns import make_request
 
 KEY = SessionKey("default", "s1")
@@ -33,7 +34,7 @@ RETRY: dict[str, Any] = {"identity": "key:k", "digest": "d"}
 class Wire:
     """A process's way to the store, which can be cut."""
 
-    def __init__(self, store: MemorySessionStore) -> None:
+    def __init__(self, store: SqliteSessionStore) -> None:
         self.is_cut = False
         self._store = store
 
@@ -49,7 +50,7 @@ class Wire:
 class Process:
     """A gateway's turns with an engine of its own."""
 
-    def __init__(self, store: MemorySessionStore, *, hold: bool = False, **backend: Any) -> None:
+    def __init__(self, store: SqliteSessionStore, *, hold: bool = False, **backend: Any) -> None:
         self.backend = FakeBackend(hold=hold, **backend)
         self.metrics = Metrics(self.backend)
         self.wire: Any = Wire(store)
@@ -80,7 +81,7 @@ class Process:
         for task in tuple(self.turns._tasks):
             task.cancel()
         await self.turns.drain(0.0)
-        self._store._records["default", "s1"].lease_expires_at = 0.0
+        await expire_lease(self._store)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """It is told to stop, and does so in good order."""
@@ -92,14 +93,14 @@ class Process:
 
 
 @pytest.fixture
-async def store() -> MemorySessionStore:
-    store = MemorySessionStore()
+async def store() -> SqliteSessionStore:
+    store = SqliteSessionStore(None)
     await store.create(NewSession(key=KEY, model_fingerprint="fake-fingerprint", metadata={}))
     return store
 
 
 @pytest.fixture
-async def processes(store: MemorySessionStore) -> AsyncIterator[tuple[Process, Process]]:
+async def processes(store: SqliteSessionStore) -> AsyncIterator[tuple[Process, Process]]:
     """The first holds its tokens back until they are released."""
     pair = Process(store, hold=True), Process(store)
     yield pair
@@ -108,13 +109,13 @@ async def processes(store: MemorySessionStore) -> AsyncIterator[tuple[Process, P
         await process.turns.drain(5.0)
 
 
-async def record_of(store: MemorySessionStore, turn_id: str = "r1") -> TurnRecord:
+async def record_of(store: SqliteSessionStore, turn_id: str = "r1") -> TurnRecord:
     record = await store.get_turn(KEY, turn_id=turn_id)
     assert record is not None
     return record
 
 
-async def written(store: MemorySessionStore, process: Process, num_tokens: int) -> None:
+async def written(store: SqliteSessionStore, process: Process, num_tokens: int) -> None:
     """Lets so many tokens pass, and waits until they are in the record."""
     process.backend.release(num_tokens)
     while True:
@@ -139,13 +140,13 @@ def text_of(tokens: list[TokenEvent], end: TurnOutcome) -> str:
 
 
 async def unbroken(*input_ids: int, **changes: Any) -> tuple[list[TokenEvent], TurnOutcome]:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     await store.create(NewSession(key=KEY, model_fingerprint="fake-fingerprint", metadata={}))
     return await collect(await Process(store).open(*input_ids, **changes))
 
 
 async def test_R14_a_turn_of_a_lost_process_goes_on_for_whoever_reads_on(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5, 6)
@@ -165,7 +166,7 @@ async def test_R14_a_turn_of_a_lost_process_goes_on_for_whoever_reads_on(
 
 @pytest.mark.parametrize("num_written", [0, 1, 7, 8])
 async def test_a_turn_may_be_lost_anywhere(
-    store: MemorySessionStore, processes: tuple[Process, Process], num_written: int
+    store: SqliteSessionStore, processes: tuple[Process, Process], num_written: int
 ) -> None:
     one, two = processes
     await one.open(5, max_tokens=9)
@@ -179,7 +180,7 @@ async def test_a_turn_may_be_lost_anywhere(
 
 
 async def test_a_reader_sees_the_break_as_a_pause(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5)
@@ -194,7 +195,7 @@ async def test_a_reader_sees_the_break_as_a_pause(
 
 
 async def test_a_reader_follows_a_turn_of_another_process_to_its_end(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     opened = await one.open(5, 6)
@@ -206,7 +207,7 @@ async def test_a_reader_follows_a_turn_of_another_process_to_its_end(
 
 
 async def test_D9_a_retry_takes_over_what_its_first_try_began(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5, **RETRY)
@@ -219,7 +220,7 @@ async def test_D9_a_retry_takes_over_what_its_first_try_began(
 
 
 async def test_D9_a_retry_elsewhere_follows_the_running_turn(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     opened = await one.open(5, **RETRY)
@@ -232,7 +233,7 @@ async def test_D9_a_retry_elsewhere_follows_the_running_turn(
     assert (await store.get(KEY)).version == 1
 
 
-async def test_whoever_is_faster_takes_over_and_the_others_follow(store: MemorySessionStore) -> None:
+async def test_whoever_is_faster_takes_over_and_the_others_follow(store: SqliteSessionStore) -> None:
     one, others = Process(store, hold=True), [Process(store) for _ in range(3)]
     await one.open(5)
     await written(store, one, 3)
@@ -247,12 +248,12 @@ async def test_whoever_is_faster_takes_over_and_the_others_follow(store: MemoryS
 
 
 async def test_D8_a_holder_that_was_merely_stopped_keeps_nothing(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     opened = await one.open(5)
     await written(store, one, 3)
-    store._records["default", "s1"].lease_expires_at = 0.0  # it slept
+    await expire_lease(store)  # it slept
     tokens, end = await collect(await two.follow())
     one.backend.release_all()
     late = (await collect(opened))[1]
@@ -262,11 +263,11 @@ async def test_D8_a_holder_that_was_merely_stopped_keeps_nothing(
     assert tokens == (await unbroken(5))[0]
 
 
-async def test_a_holder_that_wakes_while_another_goes_on_says_so(store: MemorySessionStore) -> None:
+async def test_a_holder_that_wakes_while_another_goes_on_says_so(store: SqliteSessionStore) -> None:
     one, two = Process(store, hold=True), Process(store, hold=True)
     opened = await one.open(5)
     await written(store, one, 3)
-    store._records["default", "s1"].lease_expires_at = 0.0  # it slept
+    await expire_lease(store)  # it slept
     reading = asyncio.create_task(collect(await two.follow()))
     await two.backend.held.wait()
     one.backend.release_all()
@@ -279,7 +280,7 @@ async def test_a_holder_that_wakes_while_another_goes_on_says_so(store: MemorySe
 
 
 async def test_a_turn_that_nobody_comes_back_for_is_overwritten_by_the_next(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5)
@@ -292,7 +293,7 @@ async def test_a_turn_that_nobody_comes_back_for_is_overwritten_by_the_next(
 
 
 async def test_a_turn_goes_on_from_its_sessions_state(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await collect(await two.open(5, request_id="r0", seed=9))
@@ -307,7 +308,7 @@ async def test_a_turn_goes_on_from_its_sessions_state(
     assert Snapshot.decode(stored.snapshot).state == state_after(log[:-1])
 
 
-async def test_another_models_turn_is_left_for_a_process_that_can(store: MemorySessionStore) -> None:
+async def test_another_models_turn_is_left_for_a_process_that_can(store: SqliteSessionStore) -> None:
     one, other, right = Process(store, hold=True), Process(store, fingerprint="newer"), Process(store)
     await one.open(5)
     await written(store, one, 2)
@@ -320,7 +321,7 @@ async def test_another_models_turn_is_left_for_a_process_that_can(store: MemoryS
 
 
 async def test_S8_a_cancel_reaches_a_turn_of_another_process(
-    store: MemorySessionStore, processes: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+    store: SqliteSessionStore, processes: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.turns.token_writer.QUIET_S", 0.01)
     one, two = processes
@@ -337,7 +338,7 @@ async def test_S8_a_cancel_reaches_a_turn_of_another_process(
 
 
 async def test_a_cancelled_turn_of_a_lost_process_is_not_taken_over(
-    store: MemorySessionStore, processes: tuple[Process, Process]
+    store: SqliteSessionStore, processes: tuple[Process, Process]
 ) -> None:
     one, two = processes
     await one.open(5)
@@ -349,7 +350,7 @@ async def test_a_cancelled_turn_of_a_lost_process_is_not_taken_over(
     assert two.backend.requests == []
 
 
-async def test_a_turn_that_failed_tells_its_readers_why(store: MemorySessionStore) -> None:
+async def test_a_turn_that_failed_tells_its_readers_why(store: SqliteSessionStore) -> None:
     process = Process(store, fail_after=2, error=NsmError("out of luck"))
     end = (await collect(await process.open(5)))[1]
     tokens, again = await collect(await process.follow())
@@ -358,7 +359,7 @@ async def test_a_turn_that_failed_tells_its_readers_why(store: MemorySessionStor
 
 
 async def test_a_store_that_is_away_for_a_moment_leaves_no_gap_in_the_record(
-    store: MemorySessionStore, processes: tuple[Process, Process], caplog: pytest.LogCaptureFixture
+    store: SqliteSessionStore, processes: tuple[Process, Process], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, two = processes
     opened = await one.open(5)
@@ -380,7 +381,7 @@ async def test_a_reader_of_what_is_not_kept_is_told(processes: tuple[Process, Pr
         assert caught.value.code == "stream_not_found"
 
 
-async def test_a_turn_goes_on_while_anybody_reads_it(store: MemorySessionStore) -> None:
+async def test_a_turn_goes_on_while_anybody_reads_it(store: SqliteSessionStore) -> None:
     process = Process(store, hold=True)
     process.turns._detached_s = 0.01
     opened = await process.open(5)

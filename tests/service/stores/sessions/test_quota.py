@@ -9,8 +9,8 @@ import pytest
 from nsm_core.errors import QuotaExceeded
 from service.stores.sessions.base import LogMark, NewSession, SessionStore
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
 from service.stores.sessions.quota import QuotaStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.snapshots import make_snapshot
 
 
@@ -46,7 +46,7 @@ COPIED = dataclasses.replace(
 
 
 def test_it_has_every_method_of_a_store() -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     wrapped = QuotaStore(store, Ledger())
     names = [name for name, value in vars(SessionStore).items() if callable(value) and not name.startswith("_")]
     assert len(names) > 15
@@ -56,7 +56,7 @@ def test_it_has_every_method_of_a_store() -> None:
 
 
 async def test_a_creation_happens_inside_its_quota() -> None:
-    store, ledger = MemorySessionStore(), Ledger()
+    store, ledger = SqliteSessionStore(None), Ledger()
     wrapped = QuotaStore(store, ledger)
     made = await wrapped.create(dataclasses.replace(EMPTY, ttl_s=60.0))
     assert (made.ttl_s, await store.get(SessionKey("a", "s1"))) == (60.0, made)
@@ -70,7 +70,7 @@ async def test_a_creation_happens_inside_its_quota() -> None:
 
 
 async def test_nothing_is_created_when_the_quota_refuses() -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     wrapped = QuotaStore(store, Ledger(is_full=True))
     for attempt in (wrapped.create(EMPTY), wrapped.create(COPIED)):
         with pytest.raises(QuotaExceeded):

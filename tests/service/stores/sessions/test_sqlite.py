@@ -272,7 +272,7 @@ async def test_a_damaged_chunk_of_the_log_is_told_by_its_checksum(path: Path, ve
         await commit(store, await commit(store, await create(store)))
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE log_chunks SET ids = x'090000000200000003000000' WHERE version = ?", (version,))
-        with pytest.raises(SnapshotCorrupt, match="log of session 's1' fails its checksum"):
+        with pytest.raises(SnapshotCorrupt, match="log of session 's1' is damaged: a part of it fails its checksum"):
             await store.read_log(KEY)
 
 

@@ -19,6 +19,7 @@ from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
 from tests.support.stored_sessions import acquire, commit, opened
 
+BESIDE = {"sessions.db", *(f"sessions.db-{name}" for name in ("wal", "shm", "ballast", "stamp"))}
 KEY = SessionKey("default", "s1")
 
 
@@ -35,8 +36,8 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
-        (presence,) = (name for name in modes if name.startswith("sessions.db-open-"))
-        assert set(modes) == {"sessions.db", "sessions.db-wal", "sessions.db-shm", "sessions.db-reserve", presence}
+        (lock_file,) = (name for name in modes if name.startswith("sessions.db-open-"))
+        assert set(modes) == {*BESIDE, lock_file}
         assert set(modes.values()) == {0o600}
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -79,7 +80,7 @@ async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         head = await create(store)
-    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE probe; ALTER TABLE nowhere ADD COLUMN x")
+    broken = (*sqlite_schema.MIGRATIONS, "DROP TABLE stamp; ALTER TABLE nowhere ADD COLUMN x")
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_schema, "MIGRATIONS", broken)
         with pytest.raises(StoreUnavailable, match="nowhere"):
@@ -127,7 +128,7 @@ async def test_files_of_killed_processes_are_cleared_away(path: Path) -> None:
             assert not left.exists()
             assert len(list(path.parent.glob("sessions.db-open-*"))) == 2
         await acquire(store, tenant="default")
-    assert [file.name for file in path.parent.iterdir()] == ["sessions.db"]
+    assert {file.name for file in path.parent.iterdir()} == {"sessions.db", "sessions.db-stamp"}
 
 
 def test_who_begins_on_a_new_file_at_the_same_moment_gets_in(tmp_path: Path) -> None:

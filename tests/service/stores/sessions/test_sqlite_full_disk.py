@@ -16,7 +16,7 @@ from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
 from service.stores.sessions.sqlite import SqliteSessionStore
-from service.stores.sqlite.reserve import RESERVE_BYTES, Reserve
+from service.stores.sqlite.ballast import BALLAST_BYTES, SLACK_BYTES, Ballast
 from service.stores.sqlite.schema import CHECKPOINT_PAGES, PAGE_BYTES
 from tests.service.stores.sessions.test_sqlite import start_writer
 from tests.support import stored_sessions
@@ -27,7 +27,7 @@ TENANT = "default"
 NUM_FLOATS = 100_000
 
 
-@pytest.fixture(params=[8, 40], ids=["8MB", "40MB"])
+@pytest.fixture(params=[24, 40], ids=["24MB", "40MB"])
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """The only thing on it is the store's directory."""
     place = tmp_path / "disk"
@@ -54,9 +54,9 @@ async def fill_with_sessions(store: SqliteSessionStore) -> list[SessionHead]:
 
 
 def fill_with_other_data(disk: Path) -> None:
-    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+    with contextlib.suppress(OSError), (disk / "other").open("ab", buffering=0) as other:
         while True:
-            ballast.write(b"x" * 4096)
+            other.write(b"x" * 4096)
 
 
 async def test_X20_the_room_of_the_disk_is_measured_before_it_is_full(disk: Path, path: Path) -> None:
@@ -86,11 +86,11 @@ async def delete(store: SqliteSessionStore, head: SessionHead) -> None:
 async def test_sessions_can_be_deleted_from_a_full_disk_and_their_room_is_used_again(path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         heads = await fill_with_sessions(store)
-        for head in heads[:3]:
+        for head in heads[:12]:
             await delete(store, head)
         created = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
         assert (await commit(store, created, num_floats=NUM_FLOATS)).version == 1
-        assert (await store.load(heads[3].key)).head == heads[3]
+        assert (await store.load(heads[12].key)).head == heads[12]
 
 
 @pytest.mark.tmpfs
@@ -136,15 +136,15 @@ async def test_sessions_whose_time_is_up_make_room_on_a_full_disk(path: Path) ->
         assert await store.remove_expired() == 1
 
 
-async def test_a_store_that_is_open_keeps_room_aside_and_the_last_to_close_it_gives_it_back(tmp_path: Path) -> None:
+async def test_an_open_store_has_a_ballast_and_the_last_to_close_it_removes_it(tmp_path: Path) -> None:
     path = tmp_path / "sessions.db"
-    reserve = tmp_path / "sessions.db-reserve"
+    ballast = tmp_path / "sessions.db-ballast"
     async with opened(SqliteSessionStore(path)):
-        assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+        assert ballast.stat().st_blocks * 512 >= BALLAST_BYTES
         async with opened(SqliteSessionStore(path)):
             pass
-        assert reserve.stat().st_size == RESERVE_BYTES
-    assert [file.name for file in tmp_path.iterdir()] == ["sessions.db"]
+        assert ballast.stat().st_size == BALLAST_BYTES
+    assert not ballast.exists()
 
 
 async def test_the_write_ahead_log_stays_small(tmp_path: Path) -> None:
@@ -157,16 +157,16 @@ async def test_the_write_ahead_log_stays_small(tmp_path: Path) -> None:
             assert log.stat().st_size < 1.3 * CHECKPOINT_PAGES * PAGE_BYTES
 
 
-def test_where_no_room_can_be_kept_aside_nothing_breaks(tmp_path: Path) -> None:
-    reserve = Reserve(tmp_path / "nowhere" / "sessions.db")
-    reserve.fill()
-    reserve.give_up()
-    reserve.remove()
+def test_a_ballast_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    ballast = Ballast(tmp_path / "nowhere" / "sessions.db")
+    assert not ballast.make()
+    ballast.release()
+    ballast.remove()
 
 
 @pytest.mark.tmpfs
 @pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
-async def test_a_session_that_takes_more_than_the_reserve_can_be_deleted_from_a_full_disk(
+async def test_a_session_that_takes_more_than_the_ballast_can_be_deleted_from_a_full_disk(
     disk: Path, path: Path
 ) -> None:
     """Its newest snapshot and MAX_RETAINED older ones: 15 MB to overwrite."""
@@ -220,17 +220,17 @@ async def test_after_a_full_disk_deleting_makes_the_sessions_that_are_left_go_on
 
 @pytest.mark.tmpfs
 @pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
-async def test_sessions_that_fit_go_on_when_the_disk_is_full_and_restarts_do_not_use_up_the_reserve(path: Path) -> None:
+async def test_sessions_continue_on_a_full_disk_and_restarts_do_not_use_up_the_ballast(path: Path) -> None:
     """Their next state takes the place of the one before: the database does not grow."""
-    reserve = path.with_name("sessions.db-reserve")
+    ballast = path.with_name("sessions.db-ballast")
     num_fit = []
     for _ in range(2):
         async with opened(SqliteSessionStore(path)) as store:
             heads = await fill_with_states(store)
             num_fit.append(len(heads))
             for head in heads:
-                await commit(store, await commit(store, head, num_floats=STATE_FLOATS), num_floats=STATE_FLOATS)
-            assert reserve.stat().st_size == RESERVE_BYTES
+                await commit_turns(store, head, 2)
+            assert ballast.stat().st_size >= BALLAST_BYTES - SLACK_BYTES
             for head in (await store.list(tenant=TENANT, limit=100)).heads:
                 await delete(store, head)
     assert num_fit[0] == num_fit[1] >= 5
@@ -238,67 +238,45 @@ async def test_sessions_that_fit_go_on_when_the_disk_is_full_and_restarts_do_not
 
 @pytest.mark.tmpfs
 @pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
-async def test_the_store_is_not_writable_from_a_refused_commit_until_one_like_it_fits(path: Path) -> None:
+async def test_a_full_disk_refuses_new_sessions_until_the_ballast_can_be_made_again(disk: Path, path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         heads = await fill_with_states(store)
-        for _ in range(2):
-            with pytest.raises(StorageFull):
-                await store.check_writable()
-        await delete(store, heads[0])
-        await store.check_writable()
-        new = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
-        await commit_turns(store, new, 2)
-
-
-@pytest.mark.tmpfs
-@pytest.mark.parametrize("disk", [48], ids=["48MB"], indirect=True)
-async def test_states_larger_than_the_usual_reserve_go_on_and_are_deleted_from_a_full_disk(path: Path) -> None:
-    large = 3 * NUM_FLOATS * 10  # 12 MB
-    async with opened(SqliteSessionStore(path)) as store:
-        head = await stored_sessions.create(store, "large", tenant=TENANT, metadata={})
-        head = await commit(store, head, num_floats=large)
-    async with opened(SqliteSessionStore(path)) as store:
-        await fill_with_sessions(store)
-        head = await commit(store, await commit(store, head, num_floats=large), num_floats=large)
-        await delete(store, head)
-        new = await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
-        await commit(store, await commit(store, new, num_floats=large), num_floats=large)
+        fill_with_other_data(disk)
+        head = await commit(store, heads[0], num_floats=STATE_FLOATS, new_ids=tuple(range(30_000)))
+        assert path.with_name("sessions.db-ballast").stat().st_size < BALLAST_BYTES  # the token log took some
+        with pytest.raises(StorageFull):
+            await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        await commit_turns(store, head, 3)
+        (disk / "other").unlink()
+        await delete(store, heads[1])
+        await stored_sessions.create(store, "new", tenant=TENANT, metadata={})
+        assert path.with_name("sessions.db-ballast").stat().st_size == BALLAST_BYTES
 
 
 @pytest.mark.tmpfs
 @pytest.mark.parametrize("disk", [40], ids=["40MB"], indirect=True)
-async def test_a_turn_that_adds_a_little_goes_on_where_only_the_reserve_holds_its_state(path: Path) -> None:
-    """2 MB are free beside the reserve: the log of tokens grows, a new state does not fit."""
+async def test_a_commit_on_a_full_disk_adds_no_older_snapshot(disk: Path, path: Path) -> None:
     async with opened(SqliteSessionStore(path)) as store:
-        heads = await fill_with_states(store)
-        head = heads[0]
-        for _ in range(6):
-            head = await commit(store, head, num_floats=STATE_FLOATS, new_ids=tuple(range(8_000)))
-        with pytest.raises(StorageFull):
-            await create_with_a_state(store, "new")
-        assert path.with_name("sessions.db-reserve").stat().st_size == RESERVE_BYTES
-
-
-async def create_with_a_state(store: SqliteSessionStore, session_id: str) -> None:
-    head = await stored_sessions.create(store, session_id, tenant=TENANT, metadata={})
-    await commit(store, head, num_floats=STATE_FLOATS)
-
-
-NO_LIMIT = 2**30 - 1  # pages; newer versions of SQLite have more
+        head = (await fill_with_states(store))[0]
+        fill_with_other_data(disk)
+        raw = make_snapshot(version=head.version, session_id=head.session_id, num_floats=STATE_FLOATS).encode()
+        added = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
+        retention = Retention(add=added, snapshot=raw)
+        assert (await commit(store, head, num_floats=STATE_FLOATS, retention=retention)).version == 2
+        assert await store.list_retained(head.key) == ()
 
 
 class FullDisk:
-    """Work that finds no room `num_failures` times, and notes what it finds: a log, a reserve, no limit."""
+    """Work that finds no room `num_failures` times, and notes whether the log is empty and the ballast there."""
 
     def __init__(self, path: Path, num_failures: int) -> None:
         self._path = path
         self._num_failures = num_failures
-        self.seen: list[tuple[bool, bool, bool]] = []
+        self.seen: list[tuple[bool, bool]] = []
 
     def __call__(self, connection: sqlite3.Connection) -> str:
-        (limit,) = connection.execute("PRAGMA max_page_count").fetchone()
-        log, reserve = (self._path.with_name(f"{self._path.name}-{name}") for name in ("wal", "reserve"))
-        self.seen.append((log.stat().st_size > 0, reserve.stat().st_size > 0, limit >= NO_LIMIT))
+        log, ballast = (self._path.with_name(f"{self._path.name}-{name}") for name in ("wal", "ballast"))
+        self.seen.append((log.stat().st_size == 0, ballast.stat().st_size > 0))
         if len(self.seen) <= self._num_failures:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
@@ -307,7 +285,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
-async def test_what_finds_no_room_is_tried_again_with_an_empty_log_and_in_the_reserve(
+async def test_work_that_finds_no_room_runs_again_with_an_empty_log_and_without_the_ballast(
     tmp_path: Path, num_failures: int
 ) -> None:
     path = tmp_path / "sessions.db"
@@ -316,24 +294,12 @@ async def test_what_finds_no_room_is_tried_again_with_an_empty_log_and_in_the_re
         await stored_sessions.create(store, tenant=TENANT, metadata={})
         if num_failures == 2:
             with pytest.raises(StorageFull):
-                await store.write(work)
+                await store.database.write(work)
         else:
-            assert await store.write(work) == "done"
-        attempts = [(True, True, True), (False, False, False)]
-        assert work.seen == attempts[: num_failures + 1]
-        after = FullDisk(path, 0)
-        await store.write(after)
-        assert after.seen == [(num_failures == 0, True, True)]
-
-
-async def test_a_state_that_was_refused_is_what_the_probe_asks_room_for(tmp_path: Path) -> None:
-    async with opened(SqliteSessionStore(tmp_path / "sessions.db", max_bytes=2_000_000)) as store:
-        head = await stored_sessions.create(store, tenant=TENANT, metadata={})
-        await store.check_writable()
+            assert await store.database.write(work) == "done"
+        assert work.seen == [(False, True), (True, False)][: num_failures + 1]
+        new = FullDisk(path, 1)
         with pytest.raises(StorageFull):
-            await commit(store, head, num_floats=1_000_000)
-        with pytest.raises(StorageFull):
-            await store.check_writable()
-        await stored_sessions.create(store, "small", tenant=TENANT, metadata={})
-        with pytest.raises(StorageFull):
-            await store.check_writable()
+            await store.database.write_new(new)
+        assert [has_ballast for _, has_ballast in new.seen] == [True]
+        assert path.with_name("sessions.db-ballast").stat().st_size == BALLAST_BYTES

@@ -10,7 +10,7 @@ from nsm_core.errors import NotFound, StoreUnavailable
 from service.stores.instrumented import instrumented
 from service.stores.sessions.base import NewSession, StoreRoom
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.memory import MemorySessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
 from tests.support.fakes import FakeBackend
@@ -39,7 +39,7 @@ async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:
 
 
 async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemorySessionStore()
+    store = SqliteSessionStore(None)
     async with gateway(FakeBackend(), store=store) as server:
         await server.client.post("/v1/sessions", json={"id": "s1"})
         await store.acquire(SessionKey("default", "s1"), holder="another", lease_s=10.0)
@@ -50,7 +50,7 @@ async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.M
 
 
 async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, store = Metrics(FakeBackend()), MemorySessionStore()
+    metrics, store = Metrics(FakeBackend()), SqliteSessionStore(None)
     seen = instrumented(store, metrics.sessions)
 
     async def away(key: SessionKey) -> None:
@@ -66,7 +66,7 @@ async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypat
         assert metrics.registry.get_sample_value(name, {"operation": "get", "outcome": outcome}) == 1
 
 
-class RoomyStore(MemorySessionStore):
+class RoomyStore(SqliteSessionStore):
     async def room(self) -> StoreRoom | None:
         return StoreRoom(kind="sqlite", num_free=25, num_bytes=100)
 
@@ -80,16 +80,16 @@ async def test_X20_the_room_of_a_store_is_a_metric_and_absent_where_nothing_boun
     async def is_known() -> bool:
         return room(bounded, "limit") == 100
 
-    async with measuring_usage(RoomyStore(), bounded.sessions, tuple, interval_s=0.001):
+    async with measuring_usage(RoomyStore(None), bounded.sessions, tuple, interval_s=0.001):
         await eventually(is_known)
     assert room(bounded, "free") == 25
-    async with measuring_usage(MemorySessionStore(), free.sessions, tuple, interval_s=0.001):
+    async with measuring_usage(SqliteSessionStore(None), free.sessions, tuple, interval_s=0.001):
         await asyncio.sleep(0)
     assert room(free, "limit") is None
 
 
 async def test_what_tenants_have_stored_is_told_for_as_long_as_they_are_there() -> None:
-    metrics, store = Metrics(FakeBackend()), MemorySessionStore()
+    metrics, store = Metrics(FakeBackend()), SqliteSessionStore(None)
     for tenant in ("a", "b"):
         await store.create(NewSession(key=SessionKey(tenant, "s"), model_fingerprint="m", metadata={}))
     tenants = ["a", "b"]

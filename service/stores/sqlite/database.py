@@ -1,0 +1,190 @@
+"""The database under the SQLite stores: in a file, or in memory for tests and for servers that need not remember.
+
+Work is a function of a connection. One thread owns the connection that writes, and for a file another the one that
+reads: a load does not wait for another session's fsync, and the event loop waits for neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from service.stores.sessions.base import StoreRoom
+from service.stores.sqlite.ballast import Ballast
+from service.stores.sqlite.connection import ConnectionThread, Result, Work, file_thread, memory_thread
+from service.stores.sqlite.file_watch import FileWatch
+from service.stores.sqlite.process_lock import Processes, ProcessLock, SoleProcess
+from service.stores.sqlite.schema import PAGE_BYTES, create_file, migrate
+
+Part = TypeVar("Part")
+
+
+class Database(Protocol):
+    """Raises StoreUnavailable and StorageFull; `processes` tells which of those that share it have ended."""
+
+    num_lost_writes: int
+
+    @property
+    def processes(self) -> Processes: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def room(self) -> StoreRoom | None: ...
+
+    async def read(self, work: Work[Result]) -> Result: ...
+
+    async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
+        """`work`, which continues or deletes what exists; `when_full` runs in its place on a full disk."""
+        ...
+
+    async def write_new(self, work: Work[Result]) -> Result:
+        """`work`, which adds a session; on a full disk it is refused before one that exists."""
+        ...
+
+
+class MemoryDatabase:
+    """One connection. It needs no `open`; everything in it ends with `close`."""
+
+    num_lost_writes = 0
+
+    def __init__(self) -> None:
+        self._thread: ConnectionThread | None = memory_thread()
+        self.processes = SoleProcess()
+
+    async def open(self) -> None:
+        if self._thread is None:
+            self._thread = memory_thread()
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await thread.close()
+
+    async def room(self) -> StoreRoom | None:
+        return None
+
+    async def read(self, work: Work[Result]) -> Result:
+        return await _opened(self._thread).run(work)
+
+    async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
+        return await _opened(self._thread).run(work)
+
+    async def write_new(self, work: Work[Result]) -> Result:
+        return await _opened(self._thread).run(work)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    writer: ConnectionThread
+    reader: ConnectionThread
+    process_lock: ProcessLock
+    watch: FileWatch
+
+
+class FileDatabase:
+    """`max_bytes` bounds the file (None: the disk decides); `busy_timeout_s`: the wait for another process's lock."""
+
+    def __init__(self, path: Path, *, max_bytes: int | None, busy_timeout_s: float) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._busy_timeout_s = busy_timeout_s
+        self._ballast = Ballast(path)
+        self._parts: _Parts | None = None
+        self.num_lost_writes = 0
+
+    @property
+    def processes(self) -> Processes:
+        return _opened(self._parts).process_lock
+
+    async def open(self) -> None:
+        try:
+            await asyncio.to_thread(create_file, self._path)
+            process_lock = await asyncio.to_thread(ProcessLock, self._path)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
+        writer = file_thread("writer", self._path, busy_timeout_s=self._busy_timeout_s)
+        reader = file_thread("reader", self._path, busy_timeout_s=self._busy_timeout_s)
+        self._parts = parts = _Parts(writer, reader, process_lock, FileWatch(self._path))
+        try:
+            await self._prepare(parts)
+        except NsmError:
+            await self.close()
+            raise
+
+    async def _prepare(self, parts: _Parts) -> None:
+        def prepare(connection: sqlite3.Connection) -> None:
+            migrate(connection, self._path)
+            if self._max_bytes is not None:
+                connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // PAGE_BYTES)}")
+            parts.watch.begin(connection)
+
+        try:
+            await parts.writer.run(prepare)
+        except StorageFull:
+            self._ballast.release()
+            await parts.writer.run(prepare)
+        await parts.reader.run(lambda connection: None)  # connects, while the path has the file that was prepared
+        await asyncio.to_thread(self._ballast.make)
+        self.num_lost_writes = parts.watch.num_lost_writes
+
+    async def close(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            if parts.process_lock.is_alone():
+                self._ballast.remove()  # before the last connection puts the write-ahead log into the database
+            await parts.writer.close()
+            await parts.reader.close()
+            parts.watch.end()
+            parts.process_lock.end()
+
+    async def room(self) -> StoreRoom | None:
+        """Of the disk; of `max_bytes` where these are less."""
+        try:
+            usage, used = await asyncio.to_thread(
+                lambda: (shutil.disk_usage(self._path.parent), self._path.stat().st_size)
+            )
+        except OSError as error:
+            raise StoreUnavailable(f"the disk of {self._path} cannot be asked for its room: {error}") from error
+        if self._max_bytes is None:
+            return StoreRoom(kind="sqlite", num_free=usage.free, num_bytes=usage.total)
+        left = max(0, self._max_bytes - used)
+        return StoreRoom(kind="sqlite", num_free=min(usage.free, left), num_bytes=min(usage.total, self._max_bytes))
+
+    async def read(self, work: Work[Result]) -> Result:
+        parts = _opened(self._parts)
+
+        def checked(connection: sqlite3.Connection) -> Result:
+            parts.watch.check()
+            return work(connection)
+
+        return await parts.reader.run(checked)
+
+    async def write(self, work: Work[Result], *, when_full: Work[Result] | None = None) -> Result:
+        return await self._write(self._ballast.guard(work, when_full=when_full))
+
+    async def write_new(self, work: Work[Result]) -> Result:
+        return await self._write(self._ballast.guard_new(work))
+
+    async def _write(self, work: Work[Result]) -> Result:
+        parts = _opened(self._parts)
+
+        def acknowledged(connection: sqlite3.Connection) -> Result:
+            parts.watch.check_before_write()
+            result = work(connection)
+            parts.watch.acknowledge(connection)
+            return result
+
+        return await parts.writer.run(acknowledged)
+
+
+def _opened(part: Part | None) -> Part:
+    if part is None:
+        raise StoreUnavailable("the session store is not open")
+    return part

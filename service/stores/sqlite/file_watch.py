@@ -1,0 +1,175 @@
+"""Whether the files of an open SQLite database are still those at its path, with all that was acknowledged.
+
+SQLite keeps its files open. When somebody unlinks, moves, replaces or overwrites them, it goes on in files that no
+restart will find. So identity is compared before each call and again before a write is acknowledged, and each
+transaction raises a number in the database, the stamp:
+
+- the database file, read without its log, never has a lower stamp than before: else it is an older copy;
+- a write-ahead log shrinks or begins anew only after all of it moved into the database file: else it was truncated;
+- at the next start the database has the stamp that was acknowledged last, which a small file beside it remembers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import quote
+
+from nsm_core.errors import StoreReplaced
+
+logger = logging.getLogger("nsm.store")
+
+HEADER_BYTES = 32  # of the write-ahead log: its salts change whenever it begins anew
+MARK_BYTES = 8  # the acknowledged stamp, little endian
+
+
+class FileWatch:
+    """For one open store; all but `check` runs in the thread of the connection that writes.
+
+    `num_lost_writes`: transactions that were acknowledged before this start and are not in the database.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._log = database.with_name(f"{database.name}-wal")
+        self._files = (database, self._log, database.with_name(f"{database.name}-shm"))
+        self._mark = database.with_name(f"{database.name}-stamp")
+        self._identities: tuple[tuple[int, int] | None, ...] = ()
+        self._mark_descriptor = -1
+        self._database_state = (0, 0)
+        self._stamp_in_file = 0
+        self._log_state = (0, b"")
+        self._acknowledged = 0
+        self._problem: str | None = None
+        self.num_lost_writes = 0
+
+    def begin(self, connection: sqlite3.Connection) -> None:
+        """Once, on a database that is ready for use."""
+        with contextlib.suppress(OSError):
+            self._mark_descriptor = os.open(self._mark, os.O_CREAT | os.O_RDWR, 0o600)
+        marked = self._read_mark()
+        self._acknowledged = read_stamp(connection)
+        self.num_lost_writes = max(0, marked - self._acknowledged)
+        if self.num_lost_writes:
+            logger.error(
+                "%s lacks the last %d writes that were acknowledged: it, or its write-ahead log, was removed, cut or "
+                "replaced by an older copy while no server ran",
+                self._database,
+                self.num_lost_writes,
+            )
+        self._write_mark()
+        self._identities = self._find_identities()
+        self._log_state = self._find_log_state()
+        self._check_stamp_in_file()
+
+    def end(self) -> None:
+        if self._mark_descriptor >= 0:
+            os.close(self._mark_descriptor)
+            self._mark_descriptor = -1
+
+    def check(self) -> None:
+        """Raises StoreReplaced when another file, or none, is where one of the open ones was."""
+        for path, opened, found in zip(self._files, self._identities, self._find_identities(), strict=False):
+            if found is None:
+                self._refuse(f"{path} was removed or moved")
+            if found != opened:
+                self._refuse(f"{path} was replaced by another file")
+        self._problem = None
+
+    def check_before_write(self) -> None:
+        """`check`, and that the files' content did not go back. Raises StoreReplaced."""
+        self.check()
+        self._check_stamp_in_file()
+        size, header = self._find_log_state()
+        if (size < self._log_state[0] or header != self._log_state[1]) and self._stamp_in_file < self._acknowledged:
+            self._refuse(f"{self._log} was cut or overwritten")
+        self._log_state = (size, header)
+
+    def acknowledge(self, connection: sqlite3.Connection) -> None:
+        """After a transaction, before anybody hears of it. Raises StoreReplaced."""
+        self.check()
+        self._log_state = self._find_log_state()
+        self._acknowledged = read_stamp(connection)
+        self._write_mark()
+
+    def _refuse(self, problem: str) -> NoReturn:
+        if problem != self._problem:
+            self._problem = problem
+            logger.error(
+                "%s while the server runs; nothing is written until it is back or the server restarts", problem
+            )
+        error = StoreReplaced("the files of the session store were removed or replaced; nothing of this was kept")
+        error.add_note(problem)
+        raise error
+
+    def _find_identities(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(_identity, self._files))
+
+    def _find_database_state(self) -> tuple[int, int]:
+        try:
+            found = self._database.stat()
+        except OSError:
+            return (0, 0)
+        return found.st_mtime_ns, found.st_size
+
+    def _find_log_state(self) -> tuple[int, bytes]:
+        try:
+            with self._log.open("rb") as file:
+                return os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
+        except OSError:
+            return 0, b""
+
+    def _check_stamp_in_file(self) -> None:
+        """Raises StoreReplaced when the database file changed into something else than its own continuation."""
+        state = self._find_database_state()
+        if state == self._database_state:
+            return
+        try:
+            stamp = self._read_stamp_in_file()
+        except sqlite3.Error as error:
+            is_cut = state[1] < self._database_state[1]
+            if is_cut or error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_NOTADB:
+                self._refuse(f"{self._database} was cut or overwritten")
+            return  # pages of the log are being moved into it, or could not all be moved: look again at the next write
+        if stamp < self._stamp_in_file:
+            self._refuse(f"{self._database} was overwritten with an older copy")
+        self._database_state, self._stamp_in_file = state, stamp
+
+    def _read_stamp_in_file(self) -> int:
+        """The stamp without what is in the write-ahead log alone. Raises sqlite3.Error."""
+        # not `open`: a descriptor that is closed again would take SQLite's locks on the file with it
+        uri = f"file:{quote(str(self._database.absolute()))}?immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            return read_stamp(connection) if _has_tables(connection) else 0
+
+    def _read_mark(self) -> int:
+        with contextlib.suppress(OSError):
+            raw = os.pread(self._mark_descriptor, MARK_BYTES, 0)
+            return int.from_bytes(raw, "little") if len(raw) == MARK_BYTES else 0
+        return 0
+
+    def _write_mark(self) -> None:
+        with contextlib.suppress(OSError):  # it only tells more at the next start
+            os.pwrite(self._mark_descriptor, self._acknowledged.to_bytes(MARK_BYTES, "little"), 0)
+
+
+def read_stamp(connection: sqlite3.Connection) -> int:
+    (stamp,) = connection.execute("SELECT value FROM stamp").fetchone()
+    return int(stamp)
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    """Not at first: until the log's pages are moved for the first time, the file is empty."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'stamp'").fetchone() is not None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
