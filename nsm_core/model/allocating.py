@@ -21,7 +21,7 @@ class AllocatingMixer(PulseMixer):
     """PulseMixer in which some slots may be out of use: neither written nor read, and at their learned start.
 
     After every `communication_interval` tokens of the text slots are pruned and allocated, see AllocationRule. With
-    `is_communicating` those in use have exchanged what they hold just before.
+    `is_communicating` those in use have exchanged their contents just before.
     """
 
     def __init__(self, config: ModelConfig, *, is_communicating: bool = False) -> None:
@@ -62,7 +62,7 @@ class AllocatingMixer(PulseMixer):
     def _read_piece(
         self, tokens: dict[str, Tensor], slots: Tensor, use: SlotUse, piece: Piece
     ) -> tuple[Tensor, Tensor, SlotUse]:
-        """Tokens up to a row's boundary, what happens there, and the tokens after it."""
+        """Tokens up to a row's boundary, the boundary itself, and the tokens after it."""
         read, slots, use = self._read_some(tokens, slots, use, piece, piece.before)
         if not piece.may_have_boundary:
             return read, slots, use
@@ -122,7 +122,7 @@ class AllocatingMixer(PulseMixer):
 
 
 def _masked(read_bias: Tensor | None, active: Tensor, like: Tensor) -> Tensor:
-    """Read logits, or what is added to them, that leave out slots that are not in use."""
+    """Read logits, or their bias, with unused slots masked."""
     given = torch.zeros_like(like) if read_bias is None else read_bias
     return given.masked_fill(~active, -torch.inf)
 

@@ -1,6 +1,6 @@
-"""Which slots of a head are in use: importance, pressure, and what follows from them at boundaries of the text.
+"""Slot allocation: importance, pressure, and the decisions at boundaries of the text.
 
-docs/model.md, "Slots that come and go". No gradient passes through here: what is decided is not differentiable.
+docs/model.md, "Slots that come and go". No gradient passes through here: decisions are not differentiable.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_ALLOCATED = 2  # at a boundary
 class SlotUse(NamedTuple):
     """What a layer carries beside its slots.
 
-    importance [B,H,M]: decayed sum of what tokens wrote to a slot and read of it. pressure [B,H]: decayed mean of how
+    importance [B,H,M]: decayed sum of a slot's write and read weights. pressure [B,H]: decayed mean of how
     much of what is important a token overwrites. age [B,H,M]: boundaries since the slot came into use, counted up to
-    one more than anybody asks for. active [B,H,M]: 1 for slots in use, 0 for the others.
+    one more than any rule uses. active [B,H,M]: 1 for slots in use, 0 for the others.
     """
 
     importance: Tensor

@@ -48,7 +48,7 @@ class WindowAttention(Mixer):
     """A token attends to itself and to the `window` tokens before it; grouped keys and values, QK-norm, rotary.
 
     The state is a ring: entry p % window holds the key (rotated) and the value of the token at position p, for the last
-    `window` of them; what lies before the beginning of the text does not count. So a turn changes as many places as
+    `window` of them; entries from before the text's start do not count. So a turn changes as many places as
     it has tokens, and a key-value head is one block of memory.
     """
 
@@ -132,7 +132,7 @@ class WindowAttention(Mixer):
         key = torch.arange(-self.window, num_tokens, device=query.device)
         distance = query[:, None] - key
         near = (distance >= 0) & (distance <= self.window)
-        # Positions count from the start of a document: what lies further back is another text, or none.
+        # Positions count from the start of a document: entries further back belong to another text, or to none.
         return near & (distance <= segments.positions[:, :, None])
 
     def _attend_in_blocks(self, q: Tensor, joined: Tensor, segments: Segments) -> Tensor:

@@ -18,7 +18,7 @@ class SlotUse:
     """Means over the routers' heads, of the tokens since the last reset.
 
     The load of a slot is the share of tokens that choose it; with a sigmoid router, which chooses none, its write
-    weights. `half_life`: tokens after which half of what the median slot holds is replaced, at its mean decay.
+    weights. `half_life`: tokens after which half of the median slot's content is replaced, at its mean decay.
     """
 
     dead_slots: float  # share of slots with less than a hundredth of the mean load

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-BUNDLED = CHECKPOINTS / "pulse-books"  # what runs when no model is named
+BUNDLED = CHECKPOINTS / "pulse-books"  # the default model
 
 
 def find_checkpoint(model: Path | None) -> Path:

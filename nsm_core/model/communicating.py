@@ -27,8 +27,8 @@ START = -2.0  # sigmoid of it: the share of a slot that others replace at the st
 class Communication(nn.Module):
     """Attention between the slots of a head: each moves some of the way to a mean of those it attends to.
 
-    Both banks by the same weights, so that keys and values stay aligned. A convex mix: what the slots hold stays in the
-    hull of what was written.
+    Both banks by the same weights, so that keys and values stay aligned. A convex mix: the slots stay in the hull of
+    the written values.
 
     Slots of the upper level, the last `upper_slots`, take from those of the lower level alone.
     """
@@ -46,7 +46,7 @@ class Communication(nn.Module):
     def forward(self, slots: Tensor, active: Tensor | None = None, links: Tensor | None = None) -> Tensor:
         """slots [B,H,M,2K] fp32 -> the same after one exchange, of those that are `active` [B,H,M] bool (None: all).
 
-        `links` [B,H,M,M] is added to the logits by which slots attend: what is known of who belongs together.
+        `links` [B,H,M,M] is added to the logits by which slots attend, for slots known to belong together.
         """
         with torch.autocast(slots.device.type, enabled=False):
             mixed = torch.lerp(slots, self.weights(slots, active, links) @ slots, self._shares(slots.shape[-2]))
@@ -110,7 +110,7 @@ class _Half:
 class CommunicatingMixer(PulseMixer):
     """PulseMixer with an exchange after every `communication_interval` tokens of the text.
 
-    With an upper level of slots, which change in exchanges alone: a compressed memory of what the lower level held.
+    With an upper level of slots, which change in exchanges alone: a compressed memory of the lower level.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -139,7 +139,7 @@ class CommunicatingMixer(PulseMixer):
     def _scan_stretches(
         self, tokens: dict[str, Tensor], slots: Tensor, segments: Segments, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The slots from exchange to exchange, then what all tokens read: only the first waits for itself."""
+        """The slots from exchange to exchange, in order, then the reads of all tokens, in parallel."""
         shape, existing = (len(slots), count), segments.existing(slots.shape[2])
         split = stretches(segments, self.interval, count)
         rows = {

@@ -1,6 +1,6 @@
 """Gates that read the state they change: GRU, LSTM and the free gate of the NSM literature (docs/model.md).
 
-One update of every slot, from what was routed to it since the last one. They are non-linear in the state, so that
+One update of every slot, from the tokens routed to it since the last one. They are non-linear in the state, so that
 updates follow each other; the linear gate (`pulse.py`) has a parallel form instead.
 """
 
@@ -56,7 +56,7 @@ class GruGate(Gate):
 
 
 class LstmGate(Gate):
-    """Input, forget and output gates around a cell; the slots are what the output gate shows of it."""
+    """Input, forget and output gates around a cell; the slots are the cell behind the output gate."""
 
     num_parts = 4
     has_cell = True

@@ -61,7 +61,7 @@ class GraphMixer(nn.Module):
         return -log_decay
 
     def write(self, pairs: Tensor, weights: Tensor) -> Tensor:
-        """pairs [B,N,H,2K], weights [B,N,H,M] -> slots [B,H,M,2K]: from their start towards the mean of what comes.
+        """pairs [B,N,H,2K], weights [B,N,H,M] -> slots [B,H,M,2K]: from their start towards the pairs' mean.
 
         The more comes, the further: as after writes one by one, whose decays multiply, but in no order.
         """

@@ -183,7 +183,7 @@ class MemoryMixer(Mixer):
         return _choose(reset[:, index // chunks_per_flag], self._start(rows.memory.dtype), rows)
 
     def _read(self, queries: Tensor, memory: Tensor) -> Tensor:
-        """queries [B,C,H,N] -> what they find [B,C,H,N]."""
+        """queries [B,C,H,N] -> their results [B,C,H,N]."""
         alike = cosine(queries.flatten(1, 2), memory)
         strength = self.log_strength.exp().repeat(queries.shape[1])[:, None]
         return torch.unflatten((strength * alike).softmax(dim=-1) @ memory, 1, queries.shape[1:3])

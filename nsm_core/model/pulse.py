@@ -72,7 +72,7 @@ class ReadBias(nn.Module):
 class PulseMixer(Mixer):
     """Routed slot memory: conv, sparse convex writes, softmax read, output gate.
 
-    The projector says what the read softmax goes by: `attention` compares queries with the slots' keys, `direct` goes
+    The projector defines the read logits: `attention` compares queries with the slots' keys, `direct` goes
     by a linear map of the token alone, and its slots have no keys, `hybrid` by the sum of the two.
     """
 

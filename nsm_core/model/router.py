@@ -33,7 +33,7 @@ class Router(nn.Module, abc.ABC):
     Rounding here would move slot choices, and with them the text, between batch shapes.
 
     In training it measures how its slots are used; with `has_penalties` it also leaves the penalties of each call in
-    `penalties`, for whoever computes the loss to take.
+    `penalties`, for the loss.
     """
 
     slot_use: Tensor
@@ -53,11 +53,11 @@ class Router(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def chosen(self, log_decay: Tensor) -> Tensor:
-        """log decay [..., H, M] -> what counts as a slot's load at a token [..., H, M]."""
+        """log decay [..., H, M] -> each slot's load at a token [..., H, M]."""
 
     @abc.abstractmethod
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [..., H, M] -> what the balance penalty moves [..., H, M], and the log partitions of the choices."""
+        """logits [..., H, M] -> the balance penalty's scores [..., H, M], and the log partitions of the choices."""
 
     @abc.abstractmethod
     def log_decay(self, x: Tensor, logits: Tensor, valid: Tensor | None) -> Tensor:
@@ -93,7 +93,7 @@ class Router(nn.Module, abc.ABC):
         self.follow_load(means[0])
 
     def take_use(self) -> Tensor | None:
-        """The means [3, H, M] of what was measured since the last time, which are forgotten; None: nothing was."""
+        """The means [3, H, M] of the measurements since the last call, which are reset; None without any."""
         if not self.num_measured:
             return None
         use = self.slot_use / self.num_measured
@@ -105,7 +105,7 @@ class Router(nn.Module, abc.ABC):
         """load [H, M]: of the tokens of one call."""
 
     def reset_load(self) -> None:
-        """Forgets what was measured of the slots' use in training."""
+        """Resets the measurements of the slots' use in training."""
         self.slot_use.zero_()
         self.num_measured.zero_()
 

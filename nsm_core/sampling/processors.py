@@ -67,7 +67,7 @@ def to_weights(logits: npt.NDArray[np.float32], temperatures: npt.NDArray[np.flo
 
 
 def apply_filters(weights: Row, params: SamplingParams) -> None:
-    """Top-k, then top-p of what top-k left, then min-p: weights of the other tokens become 0."""
+    """Top-k, then top-p of the rest, then min-p: weights of the filtered tokens become 0."""
     keep_top_k(weights, params.top_k)
     if params.top_p >= 1.0 and params.min_p <= 0.0:
         return

@@ -85,7 +85,7 @@ class Sampler:
     2. repetition penalty: logits of tokens sampled before are divided by it when positive, multiplied when not
     3. presence penalty, and frequency penalty times the count, are subtracted
     4. temperature 0: the largest logit wins, the lowest id among equals. Otherwise logits are divided by it
-    5. top-k, then top-p of what top-k left, then min-p against the most likely token
+    5. top-k, then top-p of the remaining tokens, then min-p against the most likely token
     6. the first id whose cumulative weight, over ids in ascending order, exceeds u times the total, where u is the
        counter-based `uniform(seed, choice_index, position)`
 

@@ -55,10 +55,10 @@ def _failed_prompts(executor: CudaExecutor, model: NsmModel) -> str | None:
     return _failed_tolerance(executor, executor.logits(beside[0]), model.logits(want[0]), "logits of a prompt")
 
 
-def _failed_tolerance(executor: CudaExecutor, got: Tensor, want: Tensor, what: str) -> str | None:
+def _failed_tolerance(executor: CudaExecutor, got: Tensor, want: Tensor, subject: str) -> str | None:
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
     tolerance = TOLERANCE[executor.options.weights]
-    return None if error <= tolerance else f"{what} are off by {error:.2g}, {tolerance:g} is allowed"
+    return None if error <= tolerance else f"{subject} are off by {error:.2g}, {tolerance:g} is allowed"
 
 
 def _read(executor: CudaExecutor, texts: list[list[int]]) -> list[Tensor]:

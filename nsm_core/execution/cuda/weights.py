@@ -38,7 +38,7 @@ class AttentionLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A block: its mixer, and what every block has."""
+    """A block: its mixer, and the parts that every block has."""
 
     mixer: SlotLayer | AttentionLayer
     out: Linear

@@ -45,7 +45,7 @@ def native_unsupported_reason(model: object) -> str | None:
 
 
 class NativeWeights:
-    """A packed copy of a model's weights; matrices that are int8 by rows stay what they are, others are rounded to it.
+    """A packed copy of a model's weights; matrices that are int8 by rows are copied, others are rounded to int8.
 
     `variant`: one of `variants()`. Raises ValueError for a model that `native_unsupported_reason` refuses.
     """
@@ -145,9 +145,9 @@ class NativeWeights:
         )
 
     @staticmethod
-    def _check(is_done: int, what: str) -> None:
+    def _check(is_done: int, part: str) -> None:
         if not is_done:
-            raise ValueError(f"the native kernels cannot take this model: {what} has another size")
+            raise ValueError(f"the native kernels cannot take this model: {part} has another size")
 
 
 def _shape_of(model: NsmModel) -> Shape:

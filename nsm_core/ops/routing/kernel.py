@@ -226,7 +226,7 @@ def routing_backward(
     top_k: int,
     taper: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to logits, strength and log_timescale, from what the forward pass read and found."""
+    """Gradients to logits, strength and log_timescale, from the forward pass's inputs and results."""
     logits, strength = logits.contiguous(), strength.contiguous()
     d_logits, d_strength = torch.empty_like(logits), torch.empty_like(strength)
     num_tokens, programs, constants = _grid(logits)

@@ -117,7 +117,7 @@ def _backward_to_input(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The gradients of the tokens and of the tail before them, from what each gave to itself and those after it."""
+    """The gradients of the tokens and of the tail before them, from their part in themselves and later tokens."""
     C: tl.constexpr = 3 * H * K
     column, tile = tl.program_id(0) % (3 * H), tl.program_id(0) // (3 * H) % num_tiles
     row = (tl.program_id(0) // (3 * H) // num_tiles).to(tl.int64)

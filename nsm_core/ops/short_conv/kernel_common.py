@@ -44,7 +44,7 @@ def load_tokens(
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """[TOKENS, K] fp32: what the tokens from `first` on see `back` places before them; pointers of the row."""
+    """[TOKENS, K] fp32: the tokens `back` positions before those from `first` on; pointers of the row."""
     tokens = first + tl.arange(0, TOKENS)
     source = tokens - back
     is_seen = tokens < num_tokens

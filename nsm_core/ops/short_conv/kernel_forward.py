@@ -79,7 +79,7 @@ def _forward(
         tl.store(k_ptr + at, normed.to(k_ptr.dtype.element_ty), mask=mask)
     else:
         tl.store(v_ptr + at, active.to(v_ptr.dtype.element_ty), mask=mask)
-    # the new tail: of this tile's tokens those that are among the row's last, and what is left of the old tail
+    # the new tail: of this tile's tokens those among the row's last, and the rest of the old tail
     length = row_length(lengths_ptr, row, num_tokens)
     if (first < length) & (first + TOKENS > length - TAPS + 1):
         x = load_tokens(

@@ -195,7 +195,7 @@ def chunk_bank_backward_kernel(
         if VALUES:
             banks += K
 
-        # through the chunk's end: token i decays what the chunk started with and what tokens before i wrote
+        # through the chunk's end: token i decays the chunk's start and the writes of tokens before i
         bank, d_bank = tl.load(states + banks), tl.load(d_states + banks)
         kept = tl.exp(tl.sum(g, axis=0)) * tl.sum(d_bank * bank, axis=1)
         d_bank = d_bank.to(operand)

@@ -170,7 +170,7 @@ def match_bank(x, y, bank, left, near_write, far_write, far_left, from_start, PR
 
 @triton.jit
 def token_weights(near_read, far_read, near_write, far_write, PRECISION: tl.constexpr):
-    """[CHUNK,CHUNK]: the share of what token j wrote in what token i reads; `near_read` [CHUNK,M] is weights * left."""
+    """[CHUNK,CHUNK]: the share of token j's write in token i's read; `near_read` [CHUNK,M] is weights * left."""
     # where, not a product with the mask: a masked entry may be inf, and inf * 0 is NaN
     near = tl.dot(near_read, tl.trans(near_write), input_precision=PRECISION)
     near = tl.where(near_mask(), near, 0.0)

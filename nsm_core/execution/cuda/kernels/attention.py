@@ -202,8 +202,8 @@ def attend_in_place(
     """rows, start [B] int64; projected [B, >= (H + 2 Hkv) K]: q, k, v; cos, sin [B,K/2]; scale [H].
 
     ring [rows of the pool, Hkv, 2, window, K] bf16, fp16 or fp32 gets the token at place start % window; queries and
-    weights are rounded like it. out [B, >= H K] is what the output projection reads. sums [>= B H pieces K] and stats
-    [>= 2 B H pieces] fp32: what passes between the kernels.
+    weights are rounded like it. out [B, >= H K] is the input of the output projection. sums [>= B H pieces K] and stats
+    [>= 2 B H pieces] fp32: passed between the kernels.
     """
     _, kv_heads, _, window, head_dim = ring.shape
     heads, pieces = scale.shape[0], num_pieces(window)

@@ -1,4 +1,4 @@
-"""A linear layer with what stands around it: the norm before, gate, bias and residual after.
+"""A linear layer fused with its surroundings: the norm before, gate, bias and residual after.
 
 A program makes ROWS x COLS outputs and runs over the whole input width itself, in one order of summation. What a row
 gives does therefore not depend on how many rows there are, nor on the width of a tile: batches of any size give the
@@ -39,7 +39,7 @@ FEW_ROWS, SPLIT_COLUMNS = 256, 16
 
 @triton.jit
 def _factor(squares_ptr, rows, is_row, width, eps, PARTS: tl.constexpr):
-    """[ROWS]: what each row is normalised by, out of PARTS sums of squares.
+    """[ROWS]: each row's normalisation factor, from PARTS sums of squares.
 
     One after the other: the order of a sum over an axis depends on the shape of the tile around it.
     """
@@ -159,7 +159,7 @@ def _linear(
     values = tl.zeros([ROWS, COLS], tl.float32)
     for start in range(0, depth, DEPTH):
         is_input = is_row[:, None]
-        if not IS_PADDED:  # what lies behind is the next row's
+        if not IS_PADDED:  # memory behind it is the next row's
             is_input = is_input & (start + inner < width)[None, :]
         x = tl.load(x_ptr + x_at, mask=is_input, other=0.0)
         weight = tl.load(weight_at, mask=is_column[None, :], other=0.0)
@@ -243,7 +243,7 @@ def make_stream(batch: int, width: int, dtype: torch.dtype, device: torch.device
 
 
 def split(weight: Tensor) -> Tensor:
-    """[N, depth] fp32 -> [2 N, depth]: what TF32 holds of it, then the rest. Three products keep fp32's digits."""
+    """[N, depth] fp32 -> [2 N, depth]: its TF32 part, then the remainder. Three products keep fp32's digits."""
     high = (weight.view(torch.int32) & -8192).view(torch.float32)
     return torch.cat((high, weight - high)).contiguous()
 

@@ -209,7 +209,7 @@ def slot_step_in_place(
     """rows [B] int64; projected [B, >= 4d]: q, k, v and the gate; router [B, >= H M (+ H)] fp32: logits and strengths.
 
     tail [rows of the pool, taps-1, 3d] and slots [rows of the pool, H, M, 2K], fp32, are moved on by the token; out
-    [B, >= d] is what the output projection reads.
+    [B, >= d] is the input of the output projection.
     """
     _, heads, num_slots, pair = slots.shape
     block_slots, channels = triton.next_power_of_2(num_slots), triton.next_power_of_2(pair // 2)
