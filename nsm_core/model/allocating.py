@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.config import ModelConfig
-from nsm_core.model.allocation import AllocationRule, SlotUse, Tokens, follow
+from nsm_core.model.allocation import AllocationRule, SlotAllocation, Tokens, follow
 from nsm_core.model.boundaries import Piece, may_be_any, pieces
 from nsm_core.model.communicating import Communication
 from nsm_core.model.pulse import PulseMixer
@@ -38,30 +38,30 @@ class AllocatingMixer(PulseMixer):
 
     def initial_state(self, batch_size: int) -> State:
         device = self.initial_slots.device
-        shapes = {name: self.state_shapes()[name] for name in SlotUse._fields}
+        shapes = {name: self.state_shapes()[name] for name in SlotAllocation._fields}
         use = {name: torch.zeros(batch_size, *shape, device=device) for name, shape in shapes.items()}
         use["active"][..., : self.num_started] = 1.0
         return {**super().initial_state(batch_size), **use}
 
     def forward(self, x: Tensor, state: State, segments: Segments) -> tuple[Tensor, State]:
-        """state: as of PulseMixer, and the tensors of SlotUse."""
+        """state: as of PulseMixer, and the tensors of SlotAllocation."""
         tokens, gate, tail = self._tokens(x, state["conv_tail"], segments.reset, segments.lengths)
         tokens["x"] = x
-        slots, use, reads = state["slots"], self._existing(SlotUse.of(state), segments), []
+        slots, use, reads = state["slots"], self._existing(SlotAllocation.of(state), segments), []
         for piece in pieces(segments, self.interval):
             own = {name: value[:, piece.tokens] for name, value in tokens.items()}
             read, slots, use = self._read_piece(own, slots, use, piece)
             reads.append(read)
         return self._output(torch.cat(reads, dim=1), gate), {"slots": slots, "conv_tail": tail, **use._asdict()}
 
-    def _existing(self, use: SlotUse, segments: Segments) -> SlotUse:
+    def _existing(self, use: SlotAllocation, segments: Segments) -> SlotAllocation:
         """Without the slots that are not there for this row."""
         exists = segments.existing(use.active.shape[-1])
         return use if exists is None else use._replace(active=torch.where(exists, use.active, 0.0))
 
     def _read_piece(
-        self, tokens: dict[str, Tensor], slots: Tensor, use: SlotUse, piece: Piece
-    ) -> tuple[Tensor, Tensor, SlotUse]:
+        self, tokens: dict[str, Tensor], slots: Tensor, use: SlotAllocation, piece: Piece
+    ) -> tuple[Tensor, Tensor, SlotAllocation]:
         """Tokens up to a row's boundary, the boundary itself, and the tokens after it."""
         read, slots, use = self._read_some(tokens, slots, use, piece, piece.before)
         if not piece.may_have_boundary:
@@ -71,8 +71,8 @@ class AllocatingMixer(PulseMixer):
         return torch.where(piece.before[..., None, None], read, later), slots, use
 
     def _read_some(
-        self, tokens: dict[str, Tensor], slots: Tensor, use: SlotUse, piece: Piece, mask: Tensor
-    ) -> tuple[Tensor, Tensor, SlotUse]:
+        self, tokens: dict[str, Tensor], slots: Tensor, use: SlotAllocation, piece: Piece, mask: Tensor
+    ) -> tuple[Tensor, Tensor, SlotAllocation]:
         """Only tokens of the mask [B,T] write and count, and only texts that start at one of them start."""
         given, segments = dict(tokens), piece.segments
         counted = mask if segments.valid is None else mask & segments.valid
@@ -92,24 +92,26 @@ class AllocatingMixer(PulseMixer):
         did = Tokens(-torch.expm1(log_decay), read, counted, starts)
         return out, slots, follow(use, did, start)
 
-    def _started(self, segments: Segments, use: SlotUse) -> Tensor:
+    def _started(self, segments: Segments, use: SlotAllocation) -> Tensor:
         """[B,H,M] bool: the slots in use at the start of a text."""
         exists = segments.existing(use.active.shape[-1])
         started = torch.arange(use.active.shape[-1], device=use.active.device) < self.num_started
         return (started if exists is None else started & exists).expand_as(use.active)
 
-    def _cross(self, slots: Tensor, use: SlotUse, rows: Tensor, segments: Segments) -> tuple[Tensor, SlotUse]:
+    def _cross(
+        self, slots: Tensor, use: SlotAllocation, rows: Tensor, segments: Segments
+    ) -> tuple[Tensor, SlotAllocation]:
         """A boundary, for the `rows` [B] bool that are at one."""
         changed = slots if self.communication is None else self.communication(slots, use.mask)
         after, pruned = self.rule.apply(use, segments.existing(use.active.shape[-1]))
         changed = torch.where(pruned[..., None], self.initial_slots.to(slots.dtype), changed)
         crossed = (_choose(rows, new, old) for new, old in zip(after, use, strict=True))
-        return _choose(rows, changed, slots), SlotUse(*crossed)
+        return _choose(rows, changed, slots), SlotAllocation(*crossed)
 
     def step(self, x: Tensor, state: State, positions: Tensor) -> tuple[Tensor, State]:
         tokens, gate, tail = self._tokens(x[:, None], state["conv_tail"])
         token = {name: value[:, 0] for name, value in tokens.items()}
-        use = SlotUse.of(state)
+        use = SlotAllocation.of(state)
         write = -torch.expm1(self.router(x, active=use.mask))
         token["read_bias"] = _masked(token.get("read_bias"), use.mask, write)
         out, slots, read = slot_step_with_reads(**token, write=write, scale=self.scale, state=state["slots"])

@@ -18,7 +18,7 @@ DECAY = 0.999  # of importance and pressure, at every token
 MAX_ALLOCATED = 2  # at a boundary
 
 
-class SlotUse(NamedTuple):
+class SlotAllocation(NamedTuple):
     """What a layer carries beside its slots.
 
     importance [B,H,M]: decayed sum of a slot's write and read weights. pressure [B,H]: decayed mean of how
@@ -32,7 +32,7 @@ class SlotUse(NamedTuple):
     active: Tensor
 
     @classmethod
-    def of(cls, state: State) -> SlotUse:
+    def of(cls, state: State) -> SlotAllocation:
         return cls(*(state[name] for name in cls._fields))
 
     @property
@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
 
 
 @torch.no_grad()
-def follow(use: SlotUse, tokens: Tokens, start: Tensor) -> SlotUse:
+def follow(use: SlotAllocation, tokens: Tokens, start: Tensor) -> SlotAllocation:
     """After these tokens. `start` [B,H,M] bool: the slots that a text begins with.
 
     All tokens at once: with r the number of tokens so far, a sum that decays is DECAY^r times a sum of amounts that
@@ -73,7 +73,7 @@ def follow(use: SlotUse, tokens: Tokens, start: Tensor) -> SlotUse:
     shrunk = DECAY ** rank[:, -1]
     is_new = ~is_first[:, -1]
     pressed = (grown * torch.where(is_last[..., None], overwritten, 0.0)).sum(dim=1)
-    return SlotUse(
+    return SlotAllocation(
         importance=shrunk[:, None, None] * (before + added)[:, -1],
         pressure=shrunk[:, None] * (torch.where(is_new[:, None], 0.0, use.pressure) + pressed),
         age=torch.where(is_new[:, None, None], 0.0, use.age),
@@ -81,7 +81,7 @@ def follow(use: SlotUse, tokens: Tokens, start: Tensor) -> SlotUse:
     )
 
 
-def _documents(starts: Tensor | None, before: Tensor, use: SlotUse) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(starts: Tensor | None, before: Tensor, use: SlotAllocation) -> tuple[Tensor, Tensor, Tensor]:
     """Of every token: whether its text is the carried one [B,T], the sums [B,T,H,M] `before` its text began, and
     whether its text is the last one [B,T].
     """
@@ -112,7 +112,7 @@ class AllocationRule:
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
 
     @torch.no_grad()
-    def apply(self, use: SlotUse, exists: Tensor | None = None) -> tuple[SlotUse, Tensor]:
+    def apply(self, use: SlotAllocation, exists: Tensor | None = None) -> tuple[SlotAllocation, Tensor]:
         """The use after a boundary, and the slots that were pruned, [B,H,M] bool; those start anew when taken again.
 
         `exists` [B,1,M] bool: slots that may be taken at all. Ties never decide anything: pruning goes from the highest
@@ -127,7 +127,7 @@ class AllocationRule:
         free = ~active if exists is None else ~active & exists
         is_pressed = (use.pressure > self.allocate_pressure)[..., None]
         taken = free & is_pressed & (free.cumsum(dim=-1) <= MAX_ALLOCATED)
-        return SlotUse(
+        return SlotAllocation(
             importance=torch.where(active & ~pruned, use.importance, 0.0),
             pressure=use.pressure,
             age=torch.where(pruned, 0.0, age),

@@ -14,7 +14,7 @@ DEAD_SHARE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlotUse:
+class RouterBalance:
     """Means over the routers' heads, of the tokens since the last reset.
 
     The load of a slot is the share of tokens that choose it; with a sigmoid router, which chooses none, its write
@@ -47,7 +47,7 @@ def balance_loss(chosen: Tensor, probability: Tensor) -> Tensor:
     return chosen.shape[-1] * (shares[0] * shares[1]).sum(dim=-1).mean()
 
 
-def slot_use(uses: Sequence[Tensor]) -> SlotUse | None:
+def slot_use(uses: Sequence[Tensor]) -> RouterBalance | None:
     """From each router's means [3, H, M]: load, write weights, log decay. None without any."""
     if not uses:
         return None
@@ -55,7 +55,7 @@ def slot_use(uses: Sequence[Tensor]) -> SlotUse | None:
     is_dead, effective, busiest, written, half_lives = (
         torch.cat(of_routers) for of_routers in zip(*heads, strict=True)
     )
-    return SlotUse(
+    return RouterBalance(
         dead_slots=float(is_dead.double().mean()),
         effective_slots=float(effective.mean()),
         max_load=float(busiest.mean()),

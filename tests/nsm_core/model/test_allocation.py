@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
 from nsm_core.model.allocating import AllocatingMixer
-from nsm_core.model.allocation import DECAY, AllocationRule, SlotUse, Tokens, follow
+from nsm_core.model.allocation import DECAY, AllocationRule, SlotAllocation, Tokens, follow
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.segments import Segments
 from nsm_core.state.quantize import StateFormat, rounded_state
@@ -26,11 +26,13 @@ SHAPE: dict[str, Any] = {
 RULE = AllocationRule(min_slots=2, prune_share=0.5, prune_age=2, allocate_pressure=0.1)
 
 
-def make_use(importance: list[float], *, pressure: float = 0.0, age: float = 9, active: str = "11111111") -> SlotUse:
+def make_use(
+    importance: list[float], *, pressure: float = 0.0, age: float = 9, active: str = "11111111"
+) -> SlotAllocation:
     """One row, one head."""
     mask = torch.tensor([float(letter) for letter in active])[None, None]
     values = torch.tensor(importance, dtype=torch.float64)[None, None]
-    return SlotUse(values, torch.tensor([[pressure]]), age * mask, mask)
+    return SlotAllocation(values, torch.tensor([[pressure]]), age * mask, mask)
 
 
 def make_mixer(**changes: Any) -> AllocatingMixer:
@@ -54,8 +56,8 @@ def test_importance_and_pressure_are_those_of_one_token_after_the_other(
     write, read = torch.rand(2, 1, num_tokens, 1, 4, dtype=torch.float64)
     flags = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
     counted, starts = torch.tensor([data.draw(flags)]), torch.tensor([data.draw(flags)])
-    use = SlotUse(torch.rand(1, 1, 4), torch.rand(1, 1), torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 4))
-    use = SlotUse(*(value.double() for value in use))
+    use = SlotAllocation(torch.rand(1, 1, 4), torch.rand(1, 1), torch.full((1, 1, 4), 3.0), torch.ones(1, 1, 4))
+    use = SlotAllocation(*(value.double() for value in use))
     start = torch.tensor([[[True, True, False, False]]])
     got = follow(use, Tokens(write, read, counted, starts), start)
     importance, pressure, age, active = use
@@ -68,7 +70,7 @@ def test_importance_and_pressure_are_those_of_one_token_after_the_other(
             overwritten = (write[:, t] * importance).sum(-1) / total if total > 0 else torch.zeros_like(total)
             pressure = DECAY * pressure + (1 - DECAY) * overwritten
             importance = DECAY * importance + (1 - DECAY) * (write[:, t] + read[:, t])
-    want = SlotUse(importance, pressure, age, active)
+    want = SlotAllocation(importance, pressure, age, active)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -84,7 +86,7 @@ def test_importance_and_pressure_are_those_of_one_token_after_the_other(
         pytest.param(make_use([1, 0, 1, 1, 1, 1, 1, 1], pressure=0.2), "10111111", id="not what was just pruned"),
     ],
 )
-def test_boundary_prunes_and_allocates_slots(use: SlotUse, after: str) -> None:
+def test_boundary_prunes_and_allocates_slots(use: SlotAllocation, after: str) -> None:
     got, pruned = RULE.apply(use)
     assert letters(got.mask) == after
     assert letters(pruned) == letters(use.mask & ~got.mask)
@@ -139,7 +141,8 @@ def test_a_state_that_was_rounded_at_rest_has_the_same_slots_in_use(form: StateF
     rounded = model.state_spec.unpack(rounded_state(layout, model.state_spec.pack(state), form))
     for layer in range(2):
         use, was = (
-            SlotUse(*(given[f"layers.{layer}.{name}"] for name in SlotUse._fields)) for given in (rounded, state)
+            SlotAllocation(*(given[f"layers.{layer}.{name}"] for name in SlotAllocation._fields))
+            for given in (rounded, state)
         )
         assert torch.equal(use.mask, was.mask)
         assert torch.equal(use.age.round(), was.age)
