@@ -70,7 +70,7 @@ class ModelConfig:
 
     The last `upper_slots` of a head in a C layer are its second level: tokens read them and never write to them. M is
     a memory of `memory_rows` rows of `memory_width` numbers that `memory_heads` heads write to every `gate_chunk`
-    tokens.
+    tokens. K is slots that are written by key: a head has M of `slot_width` numbers (0: d / H).
     """
 
     layer_pattern: str = "N"
@@ -107,6 +107,7 @@ class ModelConfig:
     memory_rows: int = 128
     memory_width: int = 64
     memory_heads: int = 2
+    slot_width: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -129,6 +130,10 @@ class ModelConfig:
             value, high = getattr(self, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
             is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= high
             _require(is_size, f"{name} must be a whole number in [1, {high}], got {value!r}")
+        _require(
+            0 <= self.slot_width <= MAX_SIZE,
+            f"slot_width must be 0 (d_model / num_heads) to {MAX_SIZE}, got {self.slot_width}",
+        )
         _require(self.conv_taps >= 2, f"conv_taps must be at least 2, got {self.conv_taps}")
         _require(
             self.d_model % self.num_heads == 0,

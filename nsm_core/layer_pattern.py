@@ -9,7 +9,7 @@ from nsm_core.errors import ConfigError
 
 # Slot memory, the same with communication, gated slots, linear recurrence, window and full attention, external memory:
 # see nsm_core/model/registry.py
-LAYER_KINDS = "NCGLWAM"
+LAYER_KINDS = "NCGKLWAM"
 # A small letter is a layer that another package registers, as nsm_lab/baselines does
 _ANY = f"[{LAYER_KINDS}a-z]"
 _LAYER = re.compile(rf"{_ANY}|\({_ANY}{{2,}}\)|\[{_ANY}{{2,}}\]")

@@ -12,6 +12,7 @@ from nsm_core.model.attention import WindowAttention
 from nsm_core.model.communicating import CommunicatingMixer
 from nsm_core.model.composite import ParallelMixer, SequentialMixer
 from nsm_core.model.gated import GatedMixer
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.memory import MemoryMixer
 from nsm_core.model.mixer import Mixer
 from nsm_core.model.pulse import PulseMixer
@@ -25,6 +26,7 @@ MIXERS: dict[str, MixerFactory] = {
         AllocatingMixer(config, is_communicating=True) if config.allocation else CommunicatingMixer(config)
     ),
     "G": GatedMixer,
+    "K": KeyedMixer,
     "L": LinearRecurrence,
     "W": lambda config: WindowAttention(config, config.window),
     "A": lambda config: WindowAttention(config, config.max_context),

@@ -34,7 +34,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
 SCALE_SUFFIX = ".row_scale"
 # Rounding these would move slot choices or the start of every session: they have more bits than other matrices.
-SENSITIVE = ("router.", "initial_slots")
+SENSITIVE = ("router.", "initial_slots", "rates.")
 
 
 class WeightFormat(enum.StrEnum):

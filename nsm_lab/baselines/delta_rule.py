@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsm_lab.baselines.linear_attention import in_chunks
+from nsm_core.ops.chunks import in_chunks
 
 # RWKV-7 keeps at least exp(-exp(-0.5)) = 0.545 of a channel at a token. Against the middle of 32 tokens no factor
 # passes e^10, which leaves a sum of fp32 numbers its digits.

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
 from nsm_core.model.segments import Segments, first_tokens, valid_tokens
+from nsm_core.ops.chunks import in_chunks
 from nsm_core.ops.linear_scan import linear_scan
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
 from nsm_lab.baselines.baseline import Baseline, linear, silenced, zero_linear
-from nsm_lab.baselines.linear_attention import in_chunks
 
 STEP_RANGE = (0.001, 0.1)  # of the discretisation at the start
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsm_core.ops.chunks import exp_differences, in_chunks
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 
 
@@ -32,22 +33,6 @@ def linear_attention(
     before = chunk_states(update, total[..., -1], state, reset)
     outside = (q @ before[:, :-1]) * total.exp()[..., None]
     return (inside + outside).transpose(2, 3).flatten(1, 2)[:, :num_tokens], before[:, -1]
-
-
-def in_chunks(x: Tensor, chunk: int) -> Tensor:
-    """x [B,T,...] -> [B, n, chunk, ...], with zeros behind the last token."""
-    missing = -x.shape[1] % chunk
-    if missing:
-        x = torch.cat((x, x.new_zeros(x.shape[0], missing, *x.shape[2:])), dim=1)
-    return torch.unflatten(x, 1, (-1, chunk))
-
-
-def exp_differences(total: Tensor) -> Tensor:
-    """total [...,C], running sums -> [...,C,C]: exp(total[i] - total[j]) for j <= i, else zero."""
-    difference = total[..., :, None] - total[..., None, :]
-    is_later = torch.ones(difference.shape[-2:], dtype=torch.bool, device=total.device).triu(1)
-    # masked before the exponential: above the diagonal it may overflow, and its gradient would not be a number
-    return difference.masked_fill(is_later, -torch.inf).exp()
 
 
 def chunk_states(update: Tensor, log_decay: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from nsm_core.model.registry import register_layer
 from nsm_lab.baselines.baseline import Baseline
 from nsm_lab.baselines.diagonal import S5, S4d
+from nsm_lab.baselines.gated_deltanet import GatedDeltaNet
 from nsm_lab.baselines.linformer import Linformer
 from nsm_lab.baselines.lstm import Lstm
 from nsm_lab.baselines.mamba2 import Mamba2
@@ -21,6 +22,7 @@ BASELINES: Mapping[str, type[Baseline]] = {
     "m": Mamba2,
     "d": S4d,
     "s": S5,
+    "g": GatedDeltaNet,
 }
 
 

@@ -50,6 +50,7 @@ MODEL_FIELDS: dict[str, Callable[[str], object]] = {
     "memory_rows": int,
     "memory_width": int,
     "memory_heads": int,
+    "slot_width": int,
     "communication_interval": int,
     "allocation": _is_true,
     "start_slots": int,

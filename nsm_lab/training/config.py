@@ -36,6 +36,7 @@ class TrainConfig:
     z_loss: float = 0.0  # weight of the penalty on large router logits, a layer; 0: not computed
     dropout: float = 0.0
     carry: float = 0.5
+    recall: float = 0.0  # share of the training tokens that repeat or ask for what the same document said before
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
@@ -54,7 +55,8 @@ class TrainConfig:
             self._require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("warmup", "decay", "dropout", "carry", "tier_share"):
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
-        self._require(0.0 <= self.ema < 1.0, "ema", "in [0, 1)")
+        for name in ("ema", "recall"):
+            self._require(0.0 <= getattr(self, name) < 1.0, name, "in [0, 1)")
         for name in ("balance_loss", "z_loss"):
             self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         for name in ("muon_lr", "adam_lr", "clip"):

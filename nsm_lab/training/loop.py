@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +27,12 @@ from nsm_lab.baselines.register import register_baselines
 from nsm_lab.training import checkpointing
 from nsm_lab.training.average import WeightAverage
 from nsm_lab.training.config import TrainConfig
-from nsm_lab.training.data import IGNORED_TARGET, Batch, PackedBatches, tokenize_split
+from nsm_lab.training.data import IGNORED_TARGET, Batch, PackedBatches, TokenizedSplit, tokenize_split
 from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.distributed import World, join_world, leave_world, mean_over_world
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
+from nsm_lab.training.recall import recall_split
 from nsm_lab.training.tiers import TierDraw
 
 
@@ -193,8 +196,19 @@ class Trainer:
             log_line(f"token ids of the {split} split: encoded, or mapped from {cache}")
         tokenized = tokenize_split(self.config.data, split, self.tokenizer, cache)  # type: ignore[arg-type]
         rows = self.config.rows if split == "train" else max(1, self.config.rows // 4)
+        if split == "train" and self.config.recall > 0:
+            tokenized = self._with_recall(tokenized)
         return PackedBatches(
             tokenized, rows, self.config.seq_len, CHUNK_LEN, self.config.seed, self.world.rank, self.world.size
+        )
+
+    def _with_recall(self, split: TokenizedSplit) -> TokenizedSplit:
+        """As many copies of the split, each with other insertions, as the run reads."""
+        config = self.config
+        tokens_read = config.steps * config.rows * config.seq_len * self.world.size
+        copies = math.ceil(tokens_read * (1.0 - config.recall) / split.num_tokens)
+        return recall_split(
+            split, self.tokenizer, share=config.recall, copies=copies, seed=config.seed, workers=os.cpu_count() or 1
         )
 
     def _build_module(self) -> nn.Module:

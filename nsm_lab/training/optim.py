@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nsm_lab.training.config import TrainConfig
 
 # Linear maps whose rows are scores, each of a slot or a head by itself, and no map between features
-SCORES = frozenset({"router", "read_bias", "count"})
+SCORES = frozenset({"router", "read_bias", "count", "rates"})
 
 
 class Optimizers:

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "direct read": {"projector": "direct"},
     "hybrid read": {"projector": "hybrid"},
     "two levels": {"layer_pattern": "C", "communication_interval": 64, "upper_slots": 2},
+    "keyed": {"layer_pattern": "K", "slot_width": 16},
     "memory": {"layer_pattern": "N(NM)", "gate_chunk": 8, "memory_rows": 8, "memory_width": 16},
     "advanced hybrid": {"layer_pattern": "[CW]", "communication_interval": 64, "timescale_groups": 2},
     "sequential hybrid": {"layer_pattern": "(WNL)"},

@@ -36,6 +36,8 @@ KINDS: dict[str, dict[str, object]] = {
         "memory_rows": 12,
         "memory_width": 16,
     },
+    "keyed": {"layer_pattern": "KW", "slot_width": 24},
+    "keyed beside slots": {"layer_pattern": "KN", "num_layers": 2},
     "direct": {"projector": "direct", "num_layers": 2},
     "hybrid read, communicating": {
         "projector": "hybrid",
@@ -81,6 +83,8 @@ def test_state_spec_has_names_shapes_and_bytes(model: NsmModel) -> None:
     rows, width, heads = (getattr(model.config, f"memory_{name}") for name in ("rows", "width", "heads"))
     numbers |= {"M": (rows + heads) * (width + 1)}
     numbers |= {"W": CONFIG.window * kv_width, "A": CONFIG.max_context * kv_width}
+    inner = CONFIG.num_heads * (model.config.slot_width or CONFIG.head_dim)
+    numbers |= {"K": CONFIG.num_memory_slots * inner + 3 * (CONFIG.num_heads * CONFIG.num_memory_slots + inner)}
     plans = parse_layer_pattern(model.config.layer_pattern)
     layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]
     assert model.state_spec.num_bytes == 8 + 4 * sum(numbers[kind] for plan in layers for kind in plan.kinds)

@@ -26,9 +26,11 @@ def test_a_state_has_the_size_that_is_documented(model: NsmModel) -> None:
     d, heads, slots, width = CONFIG.d_model, CONFIG.num_heads, CONFIG.num_memory_slots, CONFIG.head_dim
     linformer = (16 * (CONFIG.max_context // 64) + 64) * 2 * d
     mamba2 = 2 * d * slots + 3 * (2 * d + 2 * slots)
+    inner = heads * (model.config.slot_width or width)
+    deltanet = slots * inner + 3 * (2 * heads * slots + inner)
     numbers = {
         "l": 2 * d, "f": linformer, "p": heads * 2 * slots * (width + 1), "r": d * width + d, "m": mamba2,
-        "d": 2 * d * slots, "s": d,
+        "d": 2 * d * slots, "s": d, "g": deltanet,
     }  # fmt: skip
     plans = parse_layer_pattern(model.config.layer_pattern)
     layers = [plans[layer % len(plans)] for layer in range(model.config.num_layers)]
