@@ -176,7 +176,7 @@ class FileDatabase:
         parts = _opened(self._parts)
 
         def acknowledged(connection: sqlite3.Connection) -> Result:
-            parts.watch.check_before_write()
+            parts.watch.check_before_write(connection)
             result = work(connection)
             parts.watch.acknowledge(connection)
             return result

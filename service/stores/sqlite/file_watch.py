@@ -36,7 +36,9 @@ class FileWatch:
     def __init__(self, database: Path) -> None:
         self._database = database
         self._log = database.with_name(f"{database.name}-wal")
-        self._files = (database, self._log, database.with_name(f"{database.name}-shm"))
+        self._index = database.with_name(f"{database.name}-shm")
+        self._files = (database, self._log, self._index)
+        self._index_bytes = 0
         self._mark = database.with_name(f"{database.name}-stamp")
         self._identities: tuple[tuple[int, int] | None, ...] = ()
         self._mark_descriptor = -1
@@ -79,8 +81,9 @@ class FileWatch:
             if found != opened:
                 self._refuse(f"{path} was replaced by another file")
         self._problem = None
+        self._repair_index()
 
-    def check_before_write(self) -> None:
+    def check_before_write(self, connection: sqlite3.Connection) -> None:
         """`check`, and that the files' content did not go back. Raises StoreReplaced."""
         self.check()
         self._check_stamp_in_file()
@@ -88,6 +91,8 @@ class FileWatch:
         if (size < self._log_state[0] or header != self._log_state[1]) and self._stamp_in_file < self._acknowledged:
             self._refuse(f"{self._log} was cut or overwritten")
         self._log_state = (size, header)
+        if read_stamp(connection) < self._acknowledged:
+            self._refuse(f"{self._index} was overwritten with an older copy")
 
     def acknowledge(self, connection: sqlite3.Connection) -> None:
         """After a transaction, before anybody hears of it. Raises StoreReplaced."""
@@ -95,6 +100,21 @@ class FileWatch:
         self._log_state = self._find_log_state()
         self._acknowledged = read_stamp(connection)
         self._write_mark()
+
+    def _repair_index(self) -> None:
+        """The index of the log is mapped into memory: a process that touches a part that was cut off is killed.
+
+        Filled up with zeros it is not valid, and SQLite makes it again from the log.
+        """
+        try:
+            num_bytes = self._index.stat().st_size
+            if num_bytes < self._index_bytes:
+                os.truncate(self._index, self._index_bytes)
+                logger.error("%s was cut while the store is open; it is made again", self._index)
+            else:
+                self._index_bytes = num_bytes
+        except OSError as error:
+            self._refuse(f"{self._index} was cut and cannot be made again ({error.strerror})")
 
     def _refuse(self, problem: str) -> NoReturn:
         if problem != self._problem:
@@ -128,6 +148,8 @@ class FileWatch:
         state = self._find_database_state()
         if state == self._database_state:
             return
+        if state[1] == 0 < self._database_state[1]:  # SQLite would drop the log of an empty file at the next start
+            self._refuse(f"{self._database} was cut")
         try:
             stamp = self._read_stamp_in_file()
         except sqlite3.Error as error:
