@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 WATTS = 400.0
@@ -33,6 +33,14 @@ COUNTERS = {
 }
 
 
+CALLS = "nsm_worker_calls"  # counter, by outcome
+HISTOGRAMS = (
+    "nsm_worker_time_to_first_token_seconds",
+    "nsm_worker_inter_token_latency_seconds",
+    "nsm_worker_call_seconds",
+)
+
+
 class AbsentHardware(Collector):
     """What it shows rises with time."""
 
@@ -45,6 +53,12 @@ class AbsentHardware(Collector):
             yield GaugeMetricFamily(name, "A stand-in.", value)
         for name, per_s in COUNTERS.items():
             yield CounterMetricFamily(name, "A stand-in.", per_s * elapsed)
+        calls = CounterMetricFamily(CALLS, "A stand-in.", labels=["outcome"])
+        calls.add_metric(["length"], elapsed)
+        yield calls
+        for name in HISTOGRAMS:
+            buckets = [("0.1", elapsed), ("1.0", 2 * elapsed), ("+Inf", 2 * elapsed)]
+            yield HistogramMetricFamily(name, "A stand-in.", buckets=buckets, sum_value=elapsed)
         servers = GaugeMetricFamily("nsm_triton_servers", "A stand-in.", labels=["state"])
         servers.add_metric(["up"], 2)
         servers.add_metric(["down"], 0)

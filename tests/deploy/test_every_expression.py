@@ -120,7 +120,11 @@ def test_the_stand_in_shows_nothing_that_servers_do_not(watch: Watched) -> None:
     assert all(f'"{name}_total"' in gateway for name in absent_hardware.COUNTERS)
     own = {series["__name__"] for series in watch.prometheus.get("series", **{"match[]": '{job="triton"}'})}
     shown = {*absent_hardware.GAUGES, *(f"{name}_total" for name in absent_hardware.COUNTERS)}
-    assert {name for name in own if name.startswith("nsm_")} == shown | {
+    assert set(absent_hardware.HISTOGRAMS) == set(worker.HISTOGRAMS)
+    assert f"{absent_hardware.CALLS}_total" == worker.OUTCOMES[0]
+    timed = {f"{name}_{part}" for name in worker.HISTOGRAMS for part in ("bucket", "sum", "count")}
+    assert {name for name in own if name.startswith("nsm_")} == shown | timed | {
         "nsm_triton_servers",
         "nsm_energy_joules_total",
+        "nsm_worker_calls_total",
     }

@@ -158,9 +158,7 @@ async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTrit
         await eventually(is_published)
 
 
-async def test_X22_refusals_are_errors_in_the_metrics_of_the_server(
-    client: TritonClient, triton: RunningTriton
-) -> None:
+async def test_X22_refusals_are_errors_in_the_servers_metrics(client: TritonClient, triton: RunningTriton) -> None:
     """Of Triton's own page, so with its real metrics: labels and counters of every kind that is published."""
     async with httpx.AsyncClient() as http:
 

@@ -242,6 +242,26 @@ def _triton() -> tuple[Panel, ...]:
             about="Of the states that Triton's workers keep.",
         ),
         series(
+            "Calls of the workers by how they ended",
+            {"{{outcome}}": "sum by (outcome) (rate(nsm_worker_calls_total[$__rate_interval]))"},
+            unit="ops",
+            about="From gateways and other clients: a finish reason, or the code of an error.",
+            is_stacked=True,
+        ),
+        series(
+            "Latency in the workers, p95",
+            {
+                name: f"histogram_quantile(0.95, sum by (le) (rate({metric}_bucket[$__rate_interval])))"
+                for name, metric in (
+                    ("first token", "nsm_worker_time_to_first_token_seconds"),
+                    ("next token", "nsm_worker_inter_token_latency_seconds"),
+                    ("whole call", "nsm_worker_call_seconds"),
+                )
+            },
+            unit="s",
+            about="Of streams, and of all calls that ended well; without the way to the client.",
+        ),
+        series(
             "Slots of the workers",
             {
                 "running": "sum(nsm_worker_requests_running)",
