@@ -68,6 +68,10 @@ bench-gate: $(READY)  ## is this checkout slower than the commit BASE? fails if 
 docs: $(READY)  ## build the site of docs/ into build/site, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+.PHONY: verify-docs
+verify-docs: $(READY)  ## run the commands of the pages, compare what they print and their figures; options: ARGS="--page cli.md"
+	$(BIN)/python -m deploy.docs.verify $(ARGS)
+
 .PHONY: lock
 lock: $(READY)  ## write requirements.lock anew from pyproject.toml; options: LOCK_ARGS=--upgrade
 	@echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile pyproject.toml - --all-extras \

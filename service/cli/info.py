@@ -73,4 +73,4 @@ def _shown(value: Any) -> str:
 
 
 def _tensor_line(tensor: dict[str, Any]) -> str:
-    return f"{tensor['name']} {tensor['dtype']} {tensor['shape']}"
+    return f"{tensor['name']} {tensor['dtype']} {list(tensor['shape'])}"
