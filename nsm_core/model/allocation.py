@@ -69,6 +69,8 @@ def follow(use: SlotAllocation, tokens: Tokens, start: Tensor) -> SlotAllocation
     is_first, since, is_last = _documents(tokens.starts, total - added, use)
     # importance before each token, but for a factor that all slots share
     before = torch.where(is_first[..., None, None], use.importance[:, None], 0.0) + total - added - since
+    if tokens.starts is not None:
+        before = before.masked_fill(_is_unwritten(tokens.counted, tokens.starts)[..., None, None], 0.0)
     overwritten = _ratio((write * before).sum(dim=-1), before.sum(dim=-1))  # [B,T,H]
     shrunk = DECAY ** rank[:, -1]
     is_new = ~is_first[:, -1]
@@ -92,6 +94,16 @@ def _documents(starts: Tensor | None, before: Tensor, use: SlotAllocation) -> tu
     # sums only grow, so the latest start's is the largest
     since = torch.where(starts[..., None, None], before, 0.0).cummax(dim=1).values
     return number == 0, since, number == number[:, -1:]
+
+
+def _is_unwritten(counted: Tensor, starts: Tensor) -> Tensor:
+    """[B,T] bool: tokens of texts that begin here, with no counted token of their text before them.
+
+    The sums before them are zero; a difference of two sums leaves a rounding error, whose share of another is no ratio.
+    """
+    num_before = counted.cumsum(dim=1) - counted.long()
+    num_at_start = torch.where(starts, num_before, 0).cummax(dim=1).values
+    return (starts.cumsum(dim=1) > 0) & (num_before == num_at_start)
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
