@@ -11,14 +11,14 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, SessionBusy, VersionConflict
 from service.deps import Services
 from service.messages import quoted
 from service.responses.chain import Chain
-from service.responses.records import MAX_TRIES, StoredResponse, hold_sessions, let_go_of_sessions
+from service.responses.records import MAX_TRIES, StoredResponse, let_go_of_sessions
 from service.schemas.items import Item
 from service.stores.records.base import ABSENT, Record
 
@@ -223,14 +223,12 @@ async def finish_turn(services: Services, tenant: str, stored: StoredResponse) -
         await _put_items(services, tenant, conversation.id, new_items)
         changed = _after_turn(conversation, [item["id"] for item in new_items], stored.chain if is_retained else None)
         added = changed.session_ids - conversation.session_ids
-        await hold_sessions(services, tenant, added)
         try:
-            await _put(services, tenant, changed)
+            await _put(services, tenant, changed, holds=added)
         except VersionConflict:
-            await let_go_of_sessions(services, tenant, added)
-        else:
-            await let_go_of_sessions(services, tenant, conversation.session_ids - changed.session_ids)
-            return
+            continue
+        await let_go_of_sessions(services, tenant, conversation.session_ids - changed.session_ids)
+        return
 
 
 def _after_turn(conversation: Conversation, new_ids: Sequence[str], chain: Chain | None) -> Conversation:
@@ -260,13 +258,16 @@ async def _change(
     return await _put(services, tenant, change(await load_conversation(services, tenant, conversation_id)))
 
 
-async def _put(services: Services, tenant: str, conversation: Conversation) -> Conversation:
+async def _put(
+    services: Services, tenant: str, conversation: Conversation, *, holds: Collection[str] = ()
+) -> Conversation:
     version = await services.records.put(
         tenant=tenant,
         kind="conversation",
         record_id=conversation.id,
         document=conversation.to_document(),
         expected_version=conversation.version,
+        holds=holds,
     )
     return dataclasses.replace(conversation, version=version)
 

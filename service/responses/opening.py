@@ -11,7 +11,7 @@ from service.deps import Services
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.conversations import Conversation, begin_turn
 from service.responses.fork import create_session, fork_at
-from service.responses.records import Draft, StoredResponse, hold_sessions, let_go_of_sessions, put_response
+from service.responses.records import Draft, StoredResponse, let_go_of_sessions, put_response
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn
@@ -41,10 +41,10 @@ class Opening:
         services, tenant = self.services, self.tenant
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(_stop, turn)
-            for session_id in stored.chain.session_ids:
-                await hold_sessions(services, tenant, [session_id])
-                undo.push_async_callback(let_go_of_sessions, services, tenant, [session_id])
-            stored = await put_response(services, tenant, stored)
+            if position != plan.start:
+                undo.push_async_callback(self._discard, position)
+            stored = await put_response(services, tenant, stored, holds=stored.chain.session_ids)
+            undo.push_async_callback(let_go_of_sessions, services, tenant, stored.chain.session_ids)
             undo.push_async_callback(services.records.delete, tenant=tenant, kind="response", record_id=stored.id)
             if conversation is not None:
                 await begin_turn(services, tenant, conversation, stored.id)
@@ -57,26 +57,25 @@ class Opening:
         self, response_id: str, plan: TurnPlan, conversation: Conversation | None, *, is_shared: bool
     ) -> tuple[LogPosition, Turn]:
         """The turn, and the position it begins at."""
-        if plan.start is not None and not is_shared and await self._is_head(plan.start):
+        if plan.start is not None and not is_shared:
             try:
                 return plan.start, await self._open(response_id, plan, plan.start)
             except SessionBusy:
                 if conversation is not None:
                     raise
             except VersionConflict:
-                pass  # another turn was faster
+                pass  # the session has gone on from there
         position = await self._new_session(plan)
         try:
             return position, await self._open(response_id, plan, position)
         except BaseException:
-            with contextlib.suppress(NotFound):
-                await self.services.turns.delete(SessionKey(self.tenant, position.session_id))
+            await self._discard(position)
             raise
 
-    async def _is_head(self, position: LogPosition) -> bool:
-        """Whether its session has not gone on from there. Raises NotFound."""
-        head = await self.services.store.get(SessionKey(self.tenant, position.session_id))
-        return head.version == position.version
+    async def _discard(self, position: LogPosition) -> None:
+        """Deletes a session that was made for this turn."""
+        with contextlib.suppress(NotFound):
+            await self.services.turns.delete(SessionKey(self.tenant, position.session_id))
 
     async def _new_session(self, plan: TurnPlan) -> LogPosition:
         if plan.start is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from nsm_core.errors import NotFound, VersionConflict
+from nsm_core.errors import NotFound
 from service.deps import Services
 from service.messages import quoted
 from service.responses.chain import Chain
@@ -102,46 +102,25 @@ async def load_response(
     return found
 
 
-async def put_response(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
-    """As it is kept now. Raises VersionConflict."""
+async def put_response(
+    services: Services, tenant: str, stored: StoredResponse, *, holds: Collection[str] = ()
+) -> StoredResponse:
+    """The response at its new version. `holds`: sessions that it needs from now on. Raises VersionConflict."""
     version = await services.records.put(
         tenant=tenant,
         kind="response",
         record_id=stored.id,
         document=stored.to_document(),
         expected_version=stored.version,
+        holds=holds,
     )
     return dataclasses.replace(stored, version=version)
 
 
-async def hold_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
-    """One holder more for each: a session that responses began is kept while one of them needs it."""
-    for session_id in session_ids:
-        await _count(services, SessionKey(tenant, session_id), 1)
-
-
-async def let_go_of_sessions(services: Services, tenant: str, session_ids: Iterable[str]) -> None:
+async def let_go_of_sessions(services: Services, tenant: str, session_ids: Collection[str]) -> None:
     """One holder less; a session without any is deleted."""
-    for session_id in session_ids:
-        key = SessionKey(tenant, session_id)
-        if await _count(services, key, -1) <= 0:
-            with contextlib.suppress(NotFound):
-                await services.turns.delete(key)
-            await services.records.delete(tenant=tenant, kind="chain", record_id=session_id)
-
-
-async def _count(services: Services, key: SessionKey, change: int) -> int:
-    """How many hold the session afterwards."""
-    name: dict[str, Any] = {"tenant": key.tenant, "kind": "chain", "record_id": key.session_id}
-    for is_last in [False] * (MAX_TRIES - 1) + [True]:
-        record = await services.records.get(**name)
-        num_holders = change + (0 if record is None else record.document["num_holders"])
-        version = ABSENT if record is None else record.version
-        try:
-            await services.records.put(**name, document={"num_holders": num_holders}, expected_version=version)
-        except VersionConflict:
-            if is_last:
-                raise
-        else:
-            return num_holders
-    raise RuntimeError("unreachable")
+    if not session_ids:
+        return
+    for session_id in await services.records.let_go(tenant=tenant, session_ids=session_ids):
+        with contextlib.suppress(NotFound):
+            await services.turns.delete(SessionKey(tenant, session_id))

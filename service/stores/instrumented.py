@@ -25,7 +25,7 @@ OPERATIONS = (
     *("read_log", "log_marks", "list", "list_retained", "load_retained"),
 )
 PREFIX_OPERATIONS = ("find", "load", "put", "remove")  # of PrefixStore, as for the next
-RECORD_OPERATIONS = ("get", "get_many", "put", "delete")
+RECORD_OPERATIONS = ("get", "get_many", "put", "let_go", "delete")
 Method = Callable[..., Coroutine[Any, Any, Any]]
 Outcome = Literal["ok", "refused", "failed"]
 

@@ -151,3 +151,34 @@ async def test_what_documents_take_is_counted_and_given_back(records: RecordStor
     assert await records.usage(tenant="b") == len(json.dumps({"t": "x"}))
     await records.put(**KEY, document={"n": 1}, expected_version=ABSENT)
     assert await records.usage(tenant="a") == len(json.dumps({"n": 1}))
+
+
+async def test_a_document_that_is_put_holds_its_sessions(records: RecordStore) -> None:
+    await records.put(**KEY, document={"n": 1}, expected_version=ABSENT, holds=("s1", "s2"))
+    await records.put(**{**KEY, "record_id": "r2"}, document={"n": 2}, expected_version=ABSENT, holds=["s1"])
+    assert await records.let_go(tenant="a", session_ids=("s1", "s2")) == ("s2",)
+    assert await records.let_go(tenant="b", session_ids=["s1"]) == ("s1",)  # another tenant's session of that name
+    assert await records.let_go(tenant="a", session_ids=()) == ()
+    assert await records.let_go(tenant="a", session_ids=("s1",)) == ("s1",)
+
+
+async def test_a_put_that_is_refused_holds_nothing(records: RecordStore) -> None:
+    await records.put(**KEY, document={"n": 1}, expected_version=ABSENT, holds=["s1"])
+    with pytest.raises(VersionConflict):
+        await records.put(**KEY, document={"n": 2}, expected_version=7, holds=["s1", "s2"])
+    assert await records.let_go(tenant="a", session_ids=["s1"]) == ("s1",)
+    assert [one async for one in records.scan() if one.kind == "chain"] == []
+
+
+async def test_writers_at_once_hold_a_session_once_each(records: RecordStore) -> None:
+    names = [f"r{number}" for number in range(8)]
+    await asyncio.gather(
+        *(
+            records.put(**{**KEY, "record_id": name}, document={}, expected_version=ABSENT, holds=["s1"])
+            for name in names
+        )
+    )
+    (count,) = [one async for one in records.scan() if one.kind == "chain"]
+    assert (count.record_id, dict(count.document)) == ("s1", {"num_holders": 8})
+    left = [await records.let_go(tenant="a", session_ids=["s1"]) for _ in names]
+    assert left == [()] * 7 + [("s1",)]

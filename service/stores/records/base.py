@@ -7,9 +7,10 @@ other unseen. Unlike a session it has no log and no state; what changes together
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+# A "chain" document counts the holders of a session: the responses and conversations that need it.
 Kind = Literal["response", "chain", "conversation", "item"]
 
 ABSENT = 0  # the version of a document that does not exist
@@ -56,12 +57,17 @@ class RecordStore(Protocol):
         document: Mapping[str, Any],
         expected_version: int,
         ttl_s: float | None = None,
+        holds: Collection[str] = (),
     ) -> int:
         """The document's new version, one above `expected_version` (ABSENT: a new document). Durable when it returns.
 
-        `ttl_s`: how long it is kept from now on; None: for ever. Raises VersionConflict when the document is at another
-        version; then nothing changed.
+        `ttl_s`: how long it is kept from now on; None: for ever. `holds`: sessions that get one holder more with it, in
+        the same trip. Raises VersionConflict when the document is at another version; then nothing changed.
         """
+        ...
+
+    async def let_go(self, *, tenant: str, session_ids: Collection[str]) -> tuple[str, ...]:
+        """Each of these sessions gets one holder less. Returns those that have none any more."""
         ...
 
     async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
-from nsm_core.errors import SnapshotCorrupt
+from redis.exceptions import NoScriptError
+
+from nsm_core.errors import NsmError, SnapshotCorrupt
 from service.stores.records.base import Kind, OwnedRecord, Record
 from service.stores.records.conflict import conflict
 from service.stores.records.redis_sizes import DocumentSizes
@@ -18,6 +20,8 @@ from service.stores.sessions.redis import RedisSessionStore
 
 FIELDS = ("owner", "version", "document")
 PUT = load_script("put", package="service.stores.records")
+COUNT = load_script("count", package="service.stores.records")
+ScriptCall = tuple[Any, ...]  # script, key and arguments
 
 
 class RedisRecordStore:
@@ -49,16 +53,45 @@ class RedisRecordStore:
         document: Mapping[str, Any],
         expected_version: int,
         ttl_s: float | None = None,
+        holds: Collection[str] = (),
     ) -> int:
         version = expected_version + 1
         ttl_ms = "" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000)))
         raw = json.dumps(document)
         values = (secrets.token_hex(12), expected_version, version, raw, ttl_ms)
         key = self._keys.record(tenant, kind, record_id)
-        if not await self._client.script(PUT, (key,), _owner(tenant, kind, record_id), *values):
-            raise conflict(kind, record_id, expected_version)
+        put = (PUT, key, _owner(tenant, kind, record_id), *values)
+        try:
+            *_, is_put = await self._together(*(self._counting(tenant, name, 1) for name in holds), put)
+            if not is_put:
+                raise conflict(kind, record_id, expected_version)
+        except NsmError:  # the holds are not part of one transaction with the document
+            if holds:
+                await self.let_go(tenant=tenant, session_ids=holds)
+            raise
         await self._sizes.put(tenant, key, version=version, num_bytes=len(raw))
         return version
+
+    async def let_go(self, *, tenant: str, session_ids: Collection[str]) -> tuple[str, ...]:
+        if not session_ids:
+            return ()
+        counts = await self._together(*(self._counting(tenant, name, -1) for name in session_ids))
+        return tuple(name for name, count in zip(session_ids, counts, strict=True) if count == 0)
+
+    def _counting(self, tenant: str, session_id: str, change: int) -> ScriptCall:
+        owner = _owner(tenant, "chain", session_id)
+        return COUNT, self._keys.record(tenant, "chain", session_id), owner, secrets.token_hex(12), change
+
+    async def _together(self, *calls: ScriptCall) -> list[Any]:
+        """The answers of scripts that recognise a repeated call, in one round trip to each server."""
+
+        async def work(attempt: Attempt) -> list[Any]:
+            try:
+                return await attempt.together(*(("EVALSHA", script.sha, 1, *args) for script, *args in calls))
+            except NoScriptError:
+                return await attempt.together(*(("EVAL", script.text, 1, *args) for script, *args in calls))
+
+        return await self._client.call(work)
 
     async def delete(self, *, tenant: str, kind: Kind, record_id: str) -> bool:
         key = self._keys.record(tenant, kind, record_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from service.stores.records.base import Kind, OwnedRecord, Record
@@ -15,6 +15,11 @@ from service.stores.sqlite.connection import empty_write_ahead_log, reading, tra
 
 ONE = "tenant = ? AND kind = ? AND record_id = ?"
 EXISTS = "(expires_at IS NULL OR expires_at > ?)"  # at a time
+# not OR REPLACE: rows that it removes reach no trigger
+UPSERT = (
+    "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+    "version = excluded.version, document = excluded.document, expires_at = excluded.expires_at"
+)
 PAGE = 100
 
 
@@ -51,6 +56,7 @@ class SqliteRecordStore:
         document: Mapping[str, Any],
         expected_version: int,
         ttl_s: float | None = None,
+        holds: Collection[str] = (),
     ) -> int:
         key, version, raw = (tenant, kind, record_id), expected_version + 1, json.dumps(document)
 
@@ -61,14 +67,17 @@ class SqliteRecordStore:
                 row = connection.execute(f"SELECT version FROM records WHERE {ONE}", key).fetchone()
                 if (0 if row is None else row[0]) != expected_version:
                     raise conflict(kind, record_id, expected_version)
-                expires_at = None if ttl_s is None else now + ttl_s
-                connection.execute(
-                    # not OR REPLACE: what that removes reaches no trigger
-                    "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-                    "version = excluded.version, document = excluded.document, expires_at = excluded.expires_at",
-                    (*key, version, raw, expires_at),
-                )
+                connection.execute(UPSERT, (*key, version, raw, None if ttl_s is None else now + ttl_s))
+                for session_id in holds:
+                    _count_holders(connection, tenant, session_id, 1)
             return version
+
+        return await self._database.write(work)
+
+    async def let_go(self, *, tenant: str, session_ids: Collection[str]) -> tuple[str, ...]:
+        def work(connection: sqlite3.Connection) -> tuple[str, ...]:
+            with transaction(connection):
+                return tuple(name for name in session_ids if _count_holders(connection, tenant, name, -1) == 0)
 
         return await self._database.write(work)
 
@@ -113,3 +122,16 @@ class SqliteRecordStore:
             return num_removed
 
         return await self._database.write(work)
+
+
+def _count_holders(connection: sqlite3.Connection, tenant: str, session_id: str, change: int) -> int:
+    """The holders of a session after `change`; a count of 0 is deleted. Inside the caller's transaction."""
+    key = (tenant, "chain", session_id)
+    row = connection.execute(f"SELECT version, document FROM records WHERE {ONE}", key).fetchone()
+    version, count = (0, 0) if row is None else (row[0], json.loads(row[1])["num_holders"])
+    count = max(0, count + change)
+    if count:
+        connection.execute(UPSERT, (*key, version + 1, json.dumps({"num_holders": count}), None))
+    else:
+        connection.execute(f"DELETE FROM records WHERE {ONE}", key)
+    return int(count)

@@ -232,7 +232,7 @@ async def test_the_documents_of_a_response_are_part_of_its_trace(spans: Spans, m
         assert (await server.client.get(f"/v1/responses/{response['id']}")).status_code == 503
         failed = spans.named("records get")
     assert {span.context.trace_id for span in puts} == {outer.context.trace_id}
-    assert {dict(span.attributes or {})["db.collection.name"] for span in puts} == {"chain", "response"}
+    assert {dict(span.attributes or {})["db.collection.name"] for span in puts} == {"response"}
     assert (failed.attributes or {})["error.type"] == "StoreUnavailable"
     assert failed.status.status_code is StatusCode.ERROR
 
