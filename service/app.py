@@ -35,7 +35,7 @@ from service.routes import (
     streams,
     tokenize,
 )
-from service.settings import Settings, items_of
+from service.settings import Settings, items_of, naming
 from service.stores.expiry import sweeping
 from service.stores.instrumented import instrumented, traced_prefixes, traced_records
 from service.stores.prefixes.base import PrefixStore
@@ -102,7 +102,8 @@ def create_app(
         collected.watch_upstreams(backend.upstream_stats)
     records = records_beside(store)
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
-    keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+    with naming("api_keys_file"):
+        keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
     store = instrumented(store, collected.sessions, None if tracing is None else tracing.tracer)
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
@@ -207,7 +208,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if services.tracing is not None:
             stack.push_async_callback(asyncio.to_thread, services.tracing.shutdown)
         stack.push_async_callback(services.store.close)
-        await services.store.open()
+        with naming("data_dir" if services.settings.store == "sqlite" else "store"):
+            await services.store.open()
         await stack.enter_async_context(sweeping(services.store))
         await stack.enter_async_context(sweeping(services.records))
         await stack.enter_async_context(services.prefix_resume.running())

@@ -19,7 +19,7 @@ from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
-from service.settings import Settings, is_tracing_on, label
+from service.settings import Settings, is_tracing_on, label, naming
 from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
@@ -81,10 +81,12 @@ def make_backend(settings: Settings) -> InferenceBackend:
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    loaded = load_checkpoint(settings.model)
+    with naming("model"):
+        loaded = load_checkpoint(settings.model)
     meter = meter_of(loaded.model) if settings.energy else None
     try:
-        return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
+        with naming("executor"):
+            return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
     except MemoryError as error:
         raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
 
@@ -101,8 +103,10 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
     if settings.model is not None:
         from nsm_core.model import storage
 
-        fingerprint = storage.fingerprint(settings.model)
-    tls = None if settings.triton_tls_dir is None else TritonTls.read_directory(settings.triton_tls_dir)
+        with naming("model"):
+            fingerprint = storage.fingerprint(settings.model)
+    with naming("triton_tls_dir"):
+        tls = None if settings.triton_tls_dir is None else TritonTls.read_directory(settings.triton_tls_dir)
     return TritonBackend(settings.triton_urls(), wait_s=TRITON_WAIT_S, fingerprint=fingerprint, tls=tls)
 
 
@@ -135,7 +139,8 @@ def require_keys(settings: Settings, sock: socket.socket) -> None:
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} on {host} is already in use; choose another with --port or NSM_PORT")
-    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+    reason = error.strerror or error
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}; see --host or NSM_HOST, --port or NSM_PORT")
 
 
 def uvicorn_config(app: FastAPI) -> uvicorn.Config:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineConfig
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, NsmError
 from nsm_core.execution.names import ExecutorName
 from nsm_core.model.bundled import find_checkpoint
 from service.messages import validation_message
@@ -335,6 +336,16 @@ def trace_receiver() -> str:
     return next((os.environ[name] for name in reversed(OTLP_ENDPOINTS) if os.environ.get(name)), OTLP_DEFAULT)
 
 
+@contextlib.contextmanager
+def naming(*names: str) -> Iterator[None]:
+    """A start that fails inside names these settings, in a note of its error."""
+    try:
+        yield
+    except NsmError as error:
+        error.add_note("set by " + ", ".join(f"{_variable(name)} or {_option(name)}" for name in names))
+        raise
+
+
 def shown(name: str) -> Shown:
     """How a setting is shown."""
     return next((item for item in Settings.model_fields[name].metadata if isinstance(item, Shown)), Shown())
@@ -355,7 +366,15 @@ def engine_settings() -> tuple[str, ...]:
 
 def label(name: str) -> str:
     """A setting as its variable and as its option."""
-    return f"{ENV_PREFIX}{name.upper()} (--{name.replace('_', '-')})"
+    return f"{_variable(name)} ({_option(name)})"
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _describe(item: ErrorDetails) -> str:

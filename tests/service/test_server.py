@@ -208,7 +208,7 @@ async def test_errors_of_the_start_are_raised() -> None:
         async def open(self) -> None:
             raise StoreUnavailable("the disk is gone")
 
-    app = create_app(Settings(), FakeBackend(), BrokenStore())
+    app = create_app(Settings(), FakeBackend(), BrokenStore(None))
     with bind("127.0.0.1", 0) as sock, pytest.raises(StoreUnavailable, match="the disk is gone"):
         await serve(app, uvicorn_config(app), sock)
 

@@ -105,11 +105,12 @@ def test_a_broken_file_of_keys_keeps_a_server_from_starting(
     path = tmp_path / "keys.toml"
     path.write_text("[tenants.acme]\n")
     result = nsm("serve", "--port", 0, "--api-keys-file", path)
-    assert_one_line(result, f"the API keys in {path} cannot be used: keys is required")
+    note = "(set by NSM_API_KEYS_FILE or --api-keys-file)"
+    assert_one_line(result, f"the API keys in {path} cannot be used: keys is required {note}")
     path.write_text(f'[[keys]]\nid = "{"0" * 12}"\ntenant = "acme"\nsha256 = "{"0" * 64}"\n')
     result = nsm("serve", "--port", 0, "--api-keys-file", path)
-    wish = f"key {'0' * 12}: its tenant is not declared; add [tenants.acme]"
-    assert_one_line(result, f"the API keys in {path} cannot be used: {wish}")
+    reason = f"key {'0' * 12}: its tenant is not declared; add [tenants.acme]"
+    assert_one_line(result, f"the API keys in {path} cannot be used: {reason} {note}")
     result = nsm("serve", "--port", 0, "--host", "0.0.0.0")
     assert_one_line(
         result,

@@ -95,9 +95,17 @@ def test_a_bad_variable_is_named(nsm: Nsm) -> None:
     assert_one_line(result, "NSM_MAX_SLOTS (--max-slots): must be above 0, got '0'")
 
 
-@pytest.mark.parametrize("args", [("generate", "x"), ("chat",), ("info",)], ids=lambda args: args[0])
-def test_a_missing_model_is_named(nsm: Nsm, args: tuple[str, ...]) -> None:
-    assert_one_line(nsm(*args, "--model", "/no/such"), "no model directory /no/such")
+@pytest.mark.parametrize(
+    ("args", "note"),
+    [
+        (("generate", "x"), " (set by NSM_MODEL or --model)"),
+        (("chat",), " (set by NSM_MODEL or --model)"),
+        (("info",), ""),
+    ],
+    ids=["generate", "chat", "info"],
+)
+def test_missing_model_is_an_error_of_one_line(nsm: Nsm, args: tuple[str, ...], note: str) -> None:
+    assert_one_line(nsm(*args, "--model", "/no/such"), f"no model directory /no/such{note}")
 
 
 def test_an_unexpected_error_is_one_line_too_and_debug_shows_it(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
             "tape",
             f"NSM_STORE (--store): must be one of {', '.join(STORES)}, got 'tape'",
         ),
-        ("--model", "/no/such", "no model directory /no/such"),
+        ("--model", "/no/such", "no model directory /no/such (set by NSM_MODEL or --model)"),
         (
             "--token-budget",
             3,
@@ -64,6 +64,28 @@ def test_a_bad_setting_is_one_line(
     monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value)
     assert_one_line(result, message)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--executor", "cuda"),
+        ("--api-keys-file", "/no/such"),
+        ("--data-dir", "/proc/no-such"),
+        ("--store", "sqlite:////proc/no-such/x.db"),
+        ("--host", "192.0.2.1"),
+        ("--model", "/proc"),
+    ],
+)
+def test_X17_start_that_fails_names_the_setting_in_one_line(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: str
+) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    result = nsm("serve", "--port", 0, option, value)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert f"NSM_{option[2:].upper().replace('-', '_')}" in result.stderr
+    assert option in result.stderr
 
 
 def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
