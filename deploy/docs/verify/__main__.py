@@ -23,6 +23,7 @@ LIMIT_S = 180.0
 SERVER = ("make serve", "nsm serve", ".venv/bin/nsm serve")
 READY = "until curl -sf 127.0.0.1:{port}/health/ready > /dev/null; do kill -0 $! || break; sleep 0.3; done"
 STOP = '[ -n "$PAGE_SERVER" ] && kill $PAGE_SERVER && wait $PAGE_SERVER 2> /dev/null; PAGE_SERVER='
+CTRL_C = "^C"
 FRAGMENTS = ("NameError", "FileNotFoundError")  # of a block that needs what the reader has
 INDENT = "\n      "
 
@@ -129,8 +130,12 @@ def run_server(step: Step, command: str, shell: Shell, limit_s: float) -> Outcom
     """In the background, until the page starts another one: a reader would have it in a second terminal."""
     port = command.partition("--port ")[2].split()[0] if "--port " in command else str(shell.port)
     program = command.replace("make serve", "nsm serve")  # which is what that target runs, as its own child
-    started = f"{program} > page-server.log 2>&1 & PAGE_SERVER=$!; {READY.format(port=port)}; cat page-server.log"
-    status, printed = shell.run(started, limit_s=limit_s)
+    started = f"{program} > page-server.log 2>&1 & PAGE_SERVER=$!; {READY.format(port=port)}"
+    status, _ = shell.run(started, limit_s=limit_s)
+    if CTRL_C in step.shown:
+        shell.run(STOP, limit_s=limit_s)
+        step = dataclasses.replace(step, shown=tuple(line for line in step.shown if line != CTRL_C))
+    _, printed = shell.run("cat page-server.log", limit_s=limit_s)
     return judge(step, shell, status, printed)
 
 
