@@ -192,6 +192,7 @@ class ResultApplier:
             text=text + sequence.output.finish(),
             stop_reason=None if stop is None else stop.reason,
             num_dropped_tokens=0 if stop is None else stop.num_dropped,
+            tail=b"" if stop is None else stop.tail,
             prompt_tokens=sequence.prompt_tokens,
             cached_tokens=sequence.resumed_position,
             completion_tokens=len(sequence.sampled),

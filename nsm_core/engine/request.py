@@ -155,15 +155,17 @@ class Finished:
     """The last event of every request, however it ends.
 
     `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
-    end-of-text. `num_dropped_tokens`: the number of last TokenEvents that are not visible because of a stop string or
-    id. `cached_tokens`: tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None if the
-    engine did not report them. `energy`: this request's share, empty without a meter. Equality ignores both.
+    end-of-text. `num_dropped_tokens`: the number of last TokenEvents that are not visible because of a stop string
+    or id; `tail`: the visible bytes of the first of them, if a stop string begins inside it. `cached_tokens`:
+    tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None if the engine did not report
+    them. `energy`: this request's share, empty without a meter. Equality ignores both.
     """
 
     reason: FinishReason
     text: str = ""
     stop_reason: str | int | None = None
     num_dropped_tokens: int = 0
+    tail: bytes = b""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

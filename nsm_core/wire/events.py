@@ -115,6 +115,7 @@ class EventEncoder:
             "completion_tokens": finished.completion_tokens,
             "stop_reason": finished.stop_reason,
             "num_dropped_tokens": finished.num_dropped_tokens,
+            "tail": list(finished.tail),
         }
         if finished.timings is not None:
             details["timings"] = dataclasses.asdict(finished.timings)
@@ -196,6 +197,7 @@ class EventDecoder:
             text=text,
             stop_reason=details["stop_reason"],
             num_dropped_tokens=details["num_dropped_tokens"],
+            tail=bytes(details["tail"]),
             prompt_tokens=details["prompt_tokens"],
             cached_tokens=details["cached_tokens"],
             completion_tokens=details["completion_tokens"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -50,7 +51,9 @@ class Chat:
                         continue
                     text = self._prefixes[index].cut(delta)
                     if self._body.logprobs or self._body.include_routing:
-                        frames.append(self._frame(index, {"content": text}, tokens=delta.tokens))
+                        frames.append(
+                            self._frame(index, {"content": text}, tokens=self._prefixes[index].cut_tokens(delta))
+                        )
                     elif text:
                         frames.append(texts[index](text))
                 if frames:
@@ -67,7 +70,7 @@ class Chat:
             async for batch in batches:
                 for index, delta in batch:
                     texts[index].append(self._prefixes[index].cut(delta))
-                    tokens[index].extend(delta.tokens)
+                    tokens[index].extend(self._prefixes[index].cut_tokens(delta))
         ends = ends_of(self.group)
         choices = [
             {
@@ -109,6 +112,7 @@ class PrefixCutter:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self._raw = prefix.encode()
 
     def cut(self, delta: Delta) -> str:
         """The delta's text, less the prefix at the very beginning; the prefix is one character or none."""
@@ -116,6 +120,18 @@ class PrefixCutter:
             return ""
         prefix, self._prefix = self._prefix, ""
         return delta.text.removeprefix(prefix)
+
+    def cut_tokens(self, delta: Delta) -> tuple[ScoredToken, ...]:
+        """The delta's tokens, less the prefix. Tokens may come later than their text."""
+        if not self._raw:
+            return delta.tokens
+        return tuple(self._cut_token(token) for token in delta.tokens)
+
+    def _cut_token(self, token: ScoredToken) -> ScoredToken:
+        if not (self._raw and token.raw):
+            return token
+        prefix, self._raw = self._raw, b""
+        return dataclasses.replace(token, raw=token.raw.removeprefix(prefix))
 
 
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:

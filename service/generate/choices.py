@@ -230,7 +230,13 @@ def final_event(event: Finished, choice: Choice) -> Finished:
         raise event.error or NsmError("the engine failed on this request")
     if choice.is_score_only and choice.is_scored:
         return dataclasses.replace(
-            event, reason=FinishReason.LENGTH, text="", num_dropped_tokens=0, completion_tokens=0, stop_reason=None
+            event,
+            reason=FinishReason.LENGTH,
+            text="",
+            num_dropped_tokens=0,
+            tail=b"",
+            completion_tokens=0,
+            stop_reason=None,
         )
     if event.reason is FinishReason.ABORT:
         # nobody here asked for it: whoever cancels a group no longer reads it

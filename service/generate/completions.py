@@ -95,6 +95,7 @@ class ChoiceText:
         prompt_text: str = "",
     ) -> None:
         """`prompt`: needed to show its logprobs; `prompt_text`: what is echoed."""
+        self._tokenizer = tokenizer
         self._logprobs = LegacyLogprobs(tokenizer) if has_logprobs else None
         self._has_routing = has_routing
         self._prompt = prompt
@@ -133,7 +134,10 @@ class ChoiceText:
         if self._logprobs is None or self._prompt is None:  # scored only so that the request ends there
             return []
         start = self._prompt.num_start
-        tokens = [ScoredToken(*pair) for pair in zip(self._prompt.ids[start:], scored[start:], strict=True)]
+        tokens = [
+            ScoredToken(token_id, self._tokenizer.token_bytes(token_id), logprob)
+            for token_id, logprob in zip(self._prompt.ids[start:], scored[start:], strict=True)
+        ]
         logprobs = self._render(tokens)
         self._logprobs.end_prompt()
         return [text_piece(self._prompt_text, logprobs=logprobs, routing=self._routing(()))]

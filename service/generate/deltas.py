@@ -14,9 +14,13 @@ from nsm_core.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log-probability, None where nothing was read before it, and its routing, if asked for."""
+    """A token with its log-probability, None where nothing was read before it, and its routing, if asked for.
+
+    `raw`: its visible bytes, fewer than the token's where the text begins or ends inside it.
+    """
 
     token_id: int
+    raw: bytes
     logprob: TokenLogprob | None
     routing: TokenRouting | None = None
 
@@ -41,8 +45,9 @@ class Delta(NamedTuple):  # made for every token, in a fifth of the time that a 
 class DeltaBuilder:
     """Feeds on the events of one request, in order; joined, the texts are the whole visible text.
 
-    A token joins a piece with its logprobs when all of its own text is visible. Until then it waits here, and it
-    vanishes when a stop string or stop id swallows any of it: what was shown once is never taken back.
+    A token joins a piece with its logprobs when all of its own text is visible. Until then it waits here. A stop string
+    that begins inside it leaves it the bytes before, and one that begins before it removes it. So the bytes of all
+    tokens, joined, are those of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -67,8 +72,9 @@ class DeltaBuilder:
     def _feed_token(self, event: TokenEvent) -> tuple[Delta, ...]:
         self._num_events += 1
         if event.logprob is not None or event.routing is not None:
-            token = ScoredToken(event.token_id, event.logprob, event.routing)
-            self._waiting.append((token, self._end_of(event.token_id)))
+            raw = self._tokenizer.token_bytes(event.token_id)
+            token = ScoredToken(event.token_id, raw, event.logprob, event.routing)
+            self._waiting.append((token, self._end_of(raw)))
         if not event.text:
             return ()
         self._num_visible += len(event.text)
@@ -77,15 +83,18 @@ class DeltaBuilder:
         num_whole = sum(1 for _, end in self._waiting if end <= self._num_visible)
         return (Delta(text=event.text, tokens=self._take(num_whole)),)
 
-    def _end_of(self, token_id: int) -> int:
+    def _end_of(self, raw: bytes) -> int:
         """How many characters must be visible for this token to be; a character that it only begins counts."""
-        self._num_chars += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        self._num_chars += len(self._utf8.decode(raw))
         has_begun_another = self._utf8.getstate()[0] != b""
         return self._num_chars + has_begun_another
 
     def _feed_end(self, event: Finished) -> tuple[Delta, ...]:
         num_kept = max(0, self._num_events - event.num_dropped_tokens - self._num_shown)
-        rest = Delta(text=event.text, tokens=self._take(min(num_kept, len(self._waiting))))
+        tokens = self._take(min(num_kept, len(self._waiting)))
+        if event.tail and self._waiting:
+            tokens += (dataclasses.replace(self._waiting.popleft()[0], raw=event.tail),)
+        rest = Delta(text=event.text, tokens=tokens)
         last = Delta(finished=event)
         return (last,) if rest.is_empty else (rest, last)
 

@@ -83,9 +83,14 @@ def finish_reason(end: Finished) -> str:
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token for a person; one that is a part of a character shows its bytes, so that no two of them look alike."""
-    if token_id == tokenizer.end_of_text_id:
-        return END_OF_TEXT
-    raw = tokenizer.token_bytes(token_id)
+    return END_OF_TEXT if token_id == tokenizer.end_of_text_id else _bytes_text(tokenizer.token_bytes(token_id))
+
+
+def _visible_text(tokenizer: Tokenizer, token: ScoredToken) -> str:
+    return END_OF_TEXT if token.token_id == tokenizer.end_of_text_id else _bytes_text(token.raw)
+
+
+def _bytes_text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -120,21 +125,26 @@ def _layer_routing(layer: LayerRouting) -> dict[str, Any]:
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
     """The `logprobs` of a chat choice."""
-    content = [_chat_token(tokenizer, token.logprob) for token in tokens if token.logprob is not None]
+    content = [_chat_token(tokenizer, token, token.logprob) for token in tokens if token.logprob is not None]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(tokenizer: Tokenizer, scored: TokenLogprob) -> dict[str, Any]:
-    top = [_chat_place(tokenizer, token_id, logprob) for token_id, logprob in scored.top]
-    return {**_chat_place(tokenizer, scored.token_id, scored.logprob), "top_logprobs": top}
+def _chat_token(tokenizer: Tokenizer, token: ScoredToken, scored: TokenLogprob) -> dict[str, Any]:
+    """A token that the text cuts is shown as its visible part, among the alternatives too."""
+    visible = {"token": _visible_text(tokenizer, token), "bytes": list(token.raw)}
+    top = [
+        {**(visible if token_id == token.token_id else _chat_alternative(tokenizer, token_id)), **_score(logprob)}
+        for token_id, logprob in scored.top
+    ]
+    return {**visible, **_score(scored.logprob), "top_logprobs": top}
 
 
-def _chat_place(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token_text(tokenizer, token_id),
-        "logprob": max(logprob, LEAST_LOGPROB),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+def _chat_alternative(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
+    return {"token": token_text(tokenizer, token_id), "bytes": list(tokenizer.token_bytes(token_id))}
+
+
+def _score(logprob: float) -> dict[str, float]:
+    return {"logprob": max(logprob, LEAST_LOGPROB)}
 
 
 class LegacyLogprobs:
@@ -149,12 +159,12 @@ class LegacyLogprobs:
         """Tokens follow those of the call before."""
         places: list[ScoredToken] = list(tokens)
         return {
-            "tokens": [token_text(self._tokenizer, token.token_id) for token in places],
+            "tokens": [_visible_text(self._tokenizer, token) for token in places],
             "token_logprobs": [
                 None if token.logprob is None else max(token.logprob.logprob, LEAST_LOGPROB) for token in places
             ],
-            "top_logprobs": [self._top(token.logprob) for token in places],
-            "text_offset": [self._advance(token.token_id) for token in places],
+            "top_logprobs": [self._top(token) for token in places],
+            "text_offset": [self._advance(token.raw) for token in places],
         }
 
     def end_prompt(self) -> None:
@@ -162,14 +172,18 @@ class LegacyLogprobs:
         self._offset += len(self._utf8.decode(b"", final=True))
         self._utf8.reset()
 
-    def _advance(self, token_id: int) -> int:
+    def _advance(self, raw: bytes) -> int:
         start = self._offset
-        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        self._offset += len(self._utf8.decode(raw))
         return start
 
-    def _top(self, scored: TokenLogprob | None) -> dict[str, float] | None:
-        """The most likely tokens, and always the token itself."""
+    def _top(self, token: ScoredToken) -> dict[str, float] | None:
+        """The most likely tokens, and always the token itself, as it stands in `tokens`."""
+        scored = token.logprob
         if scored is None:
             return None
-        places = [*scored.top, (scored.token_id, scored.logprob)]
-        return {token_text(self._tokenizer, token_id): max(logprob, LEAST_LOGPROB) for token_id, logprob in places}
+        others = [
+            (token_text(self._tokenizer, other), logprob) for other, logprob in scored.top if other != token.token_id
+        ]
+        own = (_visible_text(self._tokenizer, token), scored.logprob)
+        return {text: max(logprob, LEAST_LOGPROB) for text, logprob in [*others, own]}

@@ -37,4 +37,5 @@ class EventReplayer:
             text=self._last_text + self._output.finish(),
             stop_reason=None if stop is None else stop.reason,
             num_dropped_tokens=0 if stop is None else stop.num_dropped,
+            tail=b"" if stop is None else stop.tail,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 from service.generate.openai_format import token_text
 from tests.support.backends import MakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
@@ -53,6 +53,53 @@ async def test_S2_every_stop_string_cuts_the_text_where_it_begins(server: Gatewa
         whole = (await complete(server, max_tokens=40, stop=stop, logprobs=0))["choices"][0]
         assert (whole["text"], whole["finish_reason"]) == (text[: text.index(stop)], "stop")
         assert await stream_text(server, max_tokens=40, stop=stop) == (whole["text"], whole["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_X10_joined_tokens_equal_the_text_in_completions_chats_and_sessions(
+    make_backend: MakeBackend, is_stream: bool
+) -> None:
+    async with gateway(make_backend(), is_live=True) as server:
+        asked = {"seed": 1, "ignore_eos": True, "max_tokens": 30, "stream": is_stream}
+        for stop in ["e", "a", "t", " ", "\n", "1", "in", "X"]:
+            answer = await told(server, PATH, {**asked, "prompt": "Once", "logprobs": 2, "stop": stop})
+            assert joined(answer) == answer[0]
+            await server.client.post("/v1/sessions", json={"id": "one"})
+            fields = {**asked, "input": "Once", "logprobs": 2, "stop": stop}
+            answer = await told(server, "/v1/sessions/one/generate", fields)
+            assert joined(answer) == answer[0]
+            await server.client.delete("/v1/sessions/one")
+            messages = [{"role": "user", "content": "Once"}]
+            fields = {**asked, "messages": messages, "logprobs": True, "top_logprobs": 2, "stop": stop}
+            answer = await told(server, "/v1/chat/completions", fields)
+            assert joined(answer) == answer[0]
+
+
+async def told(server: Gateway, path: str, body: dict[str, Any]) -> tuple[str, list[bytes]]:
+    """The text of the one choice, and the bytes of its tokens, whole or streamed."""
+    response = await server.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answers = frames_of(response.text) if body["stream"] else [response.json()]
+    text, tokens = "", []
+    for choice in (answer["choices"][0] for answer in answers):
+        message = choice.get("delta", choice.get("message", {}))
+        text += choice.get("text", message.get("content")) or ""
+        scored = choice["logprobs"] or {}
+        tokens += [bytes(entry["bytes"]) for entry in scored.get("content", [])]
+        tokens += [shown_bytes(name) for name in scored.get("tokens", [])]
+    return text, tokens
+
+
+def shown_bytes(name: str) -> bytes:
+    """Of a completion's token: those of its name, which spells parts of characters in hexadecimal digits."""
+    if name == END_OF_TEXT:
+        return b""
+    marked = name.removeprefix("bytes:")
+    return name.encode() if marked == name else bytes.fromhex(marked.replace("\\x", ""))
+
+
+def joined(answer: tuple[str, list[bytes]]) -> str:
+    return b"".join(answer[1]).decode(errors="replace")
 
 
 async def test_M5_a_choice_does_not_depend_on_those_beside_it(server: Gateway) -> None:

@@ -34,6 +34,7 @@ finishes = st.builds(
     text=texts,
     stop_reason=st.none() | texts | token_ids,
     num_dropped_tokens=st.integers(0, 9),
+    tail=st.binary(max_size=4),
     prompt_tokens=st.integers(0, 2**40),
     cached_tokens=st.integers(0, 2**40),
     completion_tokens=st.integers(0, 2**40),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import codecs
+import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import Event, Finished, FinishReason, PromptScored, TokenEvent, TokenLogprob
 from nsm_core.sampling.params import SamplingParams
+from nsm_core.tokenizer import END_OF_TEXT
+from service.generate.chat import PrefixCutter
+from service.generate.completions import ChoiceText
 from service.generate.deltas import Delta, DeltaBuilder
+from service.generate.openai_format import chat_logprobs
 from tests.support.fakes import tiny_tokenizer
 
 A, B, C, SPACE = (tiny_tokenizer().encode(char)[0] for char in "abc ")
@@ -19,12 +25,14 @@ END = tiny_tokenizer().end_of_text_id
 
 
 def token(token_id: int, text: str, *, has_logprob: bool = True) -> TokenEvent:
-    logprob = TokenLogprob(token_id=token_id, logprob=-1.0) if has_logprob else None
+    logprob = TokenLogprob(token_id=token_id, logprob=-1.0, top=((token_id, -1.0), (A, -2.0))) if has_logprob else None
     return TokenEvent(index=1, token_id=token_id, text=text, logprob=logprob)
 
 
-def finished(text: str = "", *, dropped: int = 0, reason: FinishReason = FinishReason.STOP) -> Finished:
-    return Finished(reason=reason, text=text, num_dropped_tokens=dropped)
+def finished(
+    text: str = "", *, dropped: int = 0, tail: bytes = b"", reason: FinishReason = FinishReason.STOP
+) -> Finished:
+    return Finished(reason=reason, text=text, num_dropped_tokens=dropped, tail=tail)
 
 
 def feed_all(events: Sequence[Event]) -> list[Delta]:
@@ -62,9 +70,10 @@ def test_S2_what_was_held_back_in_vain_is_released_at_the_end() -> None:
     assert shown(deltas) == [("ab", [A, B]), ("", [])]
 
 
-def test_a_stop_inside_a_token_shows_the_text_before_it_but_not_the_token() -> None:
-    deltas = feed_all([token(A, "a"), token(WAS, ""), finished(" w", dropped=1)])
-    assert shown(deltas) == [("a", [A]), (" w", []), ("", [])]
+def test_X10_a_token_that_a_stop_string_cuts_keeps_the_bytes_before_it() -> None:
+    deltas = feed_all([token(A, "a"), token(WAS, ""), finished(" w", dropped=1, tail=b" w")])
+    assert shown(deltas) == [("a", [A]), (" w", [WAS]), ("", [])]
+    assert [scored.raw for delta in deltas for scored in delta.tokens] == [b"a", b" w"]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
@@ -97,7 +106,7 @@ def engine_events(ids: Sequence[int], stop: tuple[str, ...]) -> Iterator[Event]:
         step = output.feed(token_id)
         yield token(token_id, step.text if step.stop is None else "")
         if step.stop is not None:
-            yield finished(step.text, dropped=step.stop.num_dropped)
+            yield finished(step.text, dropped=step.stop.num_dropped, tail=step.stop.tail)
             return
     yield finished(output.finish(), reason=FinishReason.LENGTH)
 
@@ -114,11 +123,46 @@ def test_S2_every_kept_token_appears_once_in_order_and_never_before_its_text(ids
     sampled = [event.token_id for event in events if isinstance(event, TokenEvent)]
     kept = sampled[: len(sampled) - end.num_dropped_tokens]
     deltas = feed_all(events)
-    assert [scored.token_id for delta in deltas for scored in delta.tokens] == kept
-    text, tokens = "", []
+    cut = sampled[len(kept) :][:1] if end.tail else []
+    assert [scored.token_id for delta in deltas for scored in delta.tokens] == [*kept, *cut]
+    text, raw = "", b""
     for delta in deltas:
         text += delta.text
-        tokens += [scored.token_id for scored in delta.tokens]
-        whole = tiny_tokenizer().decode(tokens)
-        assert text.startswith(whole.removesuffix("\ufffd"))
+        raw += b"".join(scored.raw for scored in delta.tokens)
+        assert text.startswith(raw.decode(errors="replace").removesuffix("\ufffd"))
     assert not any(text.endswith(word) for word in stop)
+
+
+@given(some_ids, some_stops)
+def test_X10_the_log_probabilities_of_completions_join_to_the_text(ids: list[int], stop: list[str]) -> None:
+    choice = ChoiceText(tiny_tokenizer(), has_logprobs=True)
+    pieces = [piece for delta in feed_all(list(engine_events(ids, tuple(stop)))) for piece in choice.pieces(delta)]
+    whole = choice.join(pieces)
+    text, told = whole["text"], whole["logprobs"]
+    assert text == "".join(piece["text"] for piece in pieces)
+    raw = b"".join(map(bytes_of, told["tokens"]))
+    assert raw.decode(errors="replace") == text
+    assert all(name in top for name, top in zip(told["tokens"], told["top_logprobs"], strict=True))
+    starts = itertools.accumulate((bytes_of(name) for name in told["tokens"]), initial=b"")
+    utf8 = codecs.getincrementaldecoder("utf-8")
+    assert told["text_offset"] == [len(utf8("replace").decode(start)) for start in starts][:-1]
+
+
+@given(some_ids, some_stops, st.sampled_from(["", " "]))
+def test_X10_the_log_probabilities_of_chats_join_to_the_text(ids: list[int], stop: list[str], prefix: str) -> None:
+    cutter, text, content = PrefixCutter(prefix), "", []
+    for delta in feed_all(list(engine_events(ids, tuple(stop)))):
+        text += cutter.cut(delta)
+        content += chat_logprobs(tiny_tokenizer(), cutter.cut_tokens(delta))["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == text
+    for entry in content:
+        assert bytes_of(entry["token"]) == bytes(entry["bytes"])
+        assert {**entry, "top_logprobs": None} in [{**top, "top_logprobs": None} for top in entry["top_logprobs"]]
+
+
+def bytes_of(name: str) -> bytes:
+    """Of a token as it is shown."""
+    if name == END_OF_TEXT:
+        return b""
+    marked = name.removeprefix("bytes:")
+    return name.encode() if marked == name else bytes.fromhex(marked.replace("\\x", ""))
