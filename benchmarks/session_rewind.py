@@ -1,7 +1,7 @@
 """What older snapshots buy and cost: `python -m benchmarks.session_rewind --redis`. Tables, then one line of JSON.
 
 A session of the bundled model over `--turns` turns of `--turn-tokens` tokens of books, once for each number of older
-snapshots (NSM_KEPT_SNAPSHOTS), all with the states of one reading:
+snapshots (NSM_RETAINED_SNAPSHOTS), all with the states of one reading:
 
 - bytes: what the session takes in SQLite (file size) and Redis (MEMORY USAGE of its keys), against the raw state;
 - rewind: the time of going back so many tokens, the commit included. A rewind makes the session shorter, so each one

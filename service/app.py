@@ -135,7 +135,7 @@ def create_app(
             lease_s=settings.lease_s,
             tenants=tenants,
             record_ttl_s=settings.turn_ttl_s,
-            max_retained=settings.kept_snapshots,
+            max_retained=settings.retained_snapshots,
             state_format=StateFormat(settings.state_dtype),
         ),
         tenants=tenants,

@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     turn_ttl_s: Annotated[float, Shown(page="[retries](sessions.md#retries)")] = Field(
         default=86_400.0, ge=1.0, le=31_536_000.0, description="Time for which the result of a turn is stored."
     )
-    kept_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
+    retained_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
         default=2, ge=0, le=8, description="Older states of each session, for rewinds and forks."
     )
     state_dtype: Annotated[

@@ -234,7 +234,7 @@ async def _migrate(
             store,
             lease_s=settings.lease_s,
             metrics=Metrics(backend),
-            max_retained=settings.kept_snapshots,
+            max_retained=settings.retained_snapshots,
             state_format=StateFormat(settings.state_dtype),
         )
         migrator = Migrator(store, backend, leases, is_dry_run=is_dry_run, is_repairing=is_repairing)

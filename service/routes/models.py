@@ -52,7 +52,7 @@ def model_object(services: Services, tenant: str) -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "chat_template": model.chat_template,
         "prefix_cache": services.prefix_resume.is_on and services.tenants.may_cache_prefixes(tenant),
-        "kept_snapshots": services.settings.kept_snapshots,
+        "retained_snapshots": services.settings.retained_snapshots,
         "limits": {
             "max_prompt_tokens": services.settings.max_prompt_tokens,
             "max_tokens": services.settings.max_tokens_limit,

@@ -246,7 +246,7 @@ class ModelAnswer(BaseModel):
     num_parameters: int
     chat_template: str
     prefix_cache: bool
-    kept_snapshots: int
+    retained_snapshots: int
     limits: dict[str, int]
 
 

@@ -185,7 +185,11 @@ def described(app: FastAPI) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def api(tiny_tokenizer: Tokenizer) -> Iterator[Api]:
     wanted = Settings(
-        data_dir=Path("unused"), max_tokens_limit=32, max_prompt_tokens=512, max_body_bytes=100_000, kept_snapshots=2
+        data_dir=Path("unused"),
+        max_tokens_limit=32,
+        max_prompt_tokens=512,
+        max_body_bytes=100_000,
+        retained_snapshots=2,
     )
     app = create_app(wanted, local_backend(tiny_tokenizer, queue_limit=512), SqliteSessionStore(None))
     schema = schemathesis.openapi.from_dict(described(app))

@@ -201,7 +201,7 @@ async def test_what_is_read_from_the_start_of_its_log_is_exact_again(tiny_tokeni
 async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_where_it_began(
     tiny_tokenizer: Tokenizer, open_store: OpenStore, dtype: str
 ) -> None:
-    async with replica(tiny_tokenizer, open_store(), dtype, kept_snapshots=8) as house:
+    async with replica(tiny_tokenizer, open_store(), dtype, retained_snapshots=8) as house:
         await create(house)
         states = []
         for turn in range(3):
@@ -215,7 +215,7 @@ async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_wh
             assert raw is not None
             assert Snapshot.decode(raw).header.stored_format == dtype
             assert Snapshot.decode(raw).state == states[one.version - 1]
-    async with replica(tiny_tokenizer, open_store(), "fp32", kept_snapshots=8) as other:
+    async with replica(tiny_tokenizer, open_store(), "fp32", retained_snapshots=8) as other:
         ok(await other.client.post("/v1/sessions/s1/rewind", json={"to_position": kept[1].position + 5}))
         header = Snapshot.decode(await raw_of(other.services.store)).header
         assert (header.stored_format, header.rounding) == ("fp32", dtype)

@@ -217,9 +217,9 @@ def test_a_password_in_a_store_is_never_shown() -> None:
 
 
 def test_a_session_may_keep_as_many_snapshots_as_the_stores_have_room_for() -> None:
-    assert load_settings(kept_snapshots=MAX_RETAINED).kept_snapshots == MAX_RETAINED
+    assert load_settings(retained_snapshots=MAX_RETAINED).retained_snapshots == MAX_RETAINED
     assert (load_settings().state_dtype, load_settings(state_dtype="int8").state_dtype) == ("fp32", "int8")
     with pytest.raises(ConfigError, match=r"NSM_STATE_DTYPE.*'bf16'"):
         load_settings(state_dtype="bf16")
-    with pytest.raises(ConfigError, match="NSM_KEPT_SNAPSHOTS"):
-        load_settings(kept_snapshots=MAX_RETAINED + 1)
+    with pytest.raises(ConfigError, match="NSM_RETAINED_SNAPSHOTS"):
+        load_settings(retained_snapshots=MAX_RETAINED + 1)

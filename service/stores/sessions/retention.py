@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-MAX_RETAINED = 8  # the stores have room for so many; NSM_KEPT_SNAPSHOTS may not ask for more
+MAX_RETAINED = 8  # the stores have room for so many; NSM_RETAINED_SNAPSHOTS may not ask for more
 MIN_GAP_TOKENS = 256  # a snapshot that saves the reading of fewer tokens is not worth its bytes
 
 

@@ -46,11 +46,11 @@ async def test_R16_states_are_exact_unless_the_operator_says_so_and_the_fingerpr
 async def test_R18_what_is_switched_off_says_so(tmp_path: Path) -> None:
     async with gateway(FakeBackend()) as server:
         told = await told_of(server)
-        assert (told["prefix_cache"], told["kept_snapshots"]) == (True, 2)
+        assert (told["prefix_cache"], told["retained_snapshots"]) == (True, 2)
         assert 'nsm_prefix_resume_total{outcome="off"} 0.0' in (await server.client.get("/metrics")).text
-    async with gateway(FakeBackend(), prefix_cache_mb=0, kept_snapshots=0) as server:
+    async with gateway(FakeBackend(), prefix_cache_mb=0, retained_snapshots=0) as server:
         told = await told_of(server)
-        assert (told["prefix_cache"], told["kept_snapshots"]) == (False, 0)
+        assert (told["prefix_cache"], told["retained_snapshots"]) == (False, 0)
         await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         text = (await server.client.get("/metrics")).text
         assert 'nsm_prefix_resume_total{outcome="off"} 1.0' in text

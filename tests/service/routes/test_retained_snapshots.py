@@ -64,13 +64,13 @@ async def test_short_turns_keep_nothing_and_long_ones_a_few() -> None:
 
 @pytest.mark.parametrize("num_kept", [0, 1, 8])
 async def test_as_many_are_kept_as_the_setting_says(num_kept: int) -> None:
-    async with gateway(FakeBackend(), kept_snapshots=num_kept) as house:
+    async with gateway(FakeBackend(), retained_snapshots=num_kept) as house:
         await long_turns(house, 7)
         assert len(await kept_in(house)) == min(num_kept, 6)
 
 
 async def test_a_rewind_reads_only_what_lies_behind_the_nearest() -> None:
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
+    async with gateway(FakeBackend(), retained_snapshots=8) as house:
         log = await long_turns(house)
         kept = await kept_in(house)
         assert [one.version for one in kept] == [1, 2, 3, 4, 5]
@@ -87,7 +87,7 @@ async def test_a_rewind_reads_only_what_lies_behind_the_nearest() -> None:
 
 
 async def test_a_rewind_to_a_kept_place_reads_nothing() -> None:
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
+    async with gateway(FakeBackend(), retained_snapshots=8) as house:
         log = await long_turns(house)
         place, backend = (await kept_in(house))[1].position, house.services.backend
         assert isinstance(backend, FakeBackend)
@@ -100,7 +100,7 @@ async def test_a_rewind_to_a_kept_place_reads_nothing() -> None:
 
 
 async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() -> None:
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
+    async with gateway(FakeBackend(), retained_snapshots=8) as house:
         log = await long_turns(house)
         kept = await kept_in(house)
         await damage(house, 4, 5)
@@ -129,7 +129,7 @@ async def test_R3_damaged_ones_are_passed_over_for_older_ones_and_the_start() ->
     ids=str,
 )
 async def test_R2_what_is_not_the_sessions_own_is_passed_over(changes: dict[str, Any]) -> None:
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
+    async with gateway(FakeBackend(), retained_snapshots=8) as house:
         log = await long_turns(house, 3)
         for version, raw in (await get_retained(house.store)).items():
             snapshot = Snapshot.decode(raw)
@@ -153,7 +153,7 @@ async def test_another_models_are_dropped_with_its_state(tmp_path: Path) -> None
 
 
 async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> None:
-    async with gateway(FakeBackend(), kept_snapshots=8) as house:
+    async with gateway(FakeBackend(), retained_snapshots=8) as house:
         last: dict[str, Any] = {}
         ids = []
         for _ in range(4):
@@ -181,7 +181,7 @@ async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> No
 async def test_an_engine_goes_on_from_a_kept_state_as_from_the_whole_log(make_backend: MakeBackend) -> None:
     texts = []
     for num_kept in (0, 4):
-        async with gateway(make_backend(), kept_snapshots=num_kept) as house:
+        async with gateway(make_backend(), retained_snapshots=num_kept) as house:
             await long_turns(house, 3)
             assert len(await kept_in(house)) == min(num_kept, 2)
             ok(await rewind(house, to_position=700))
