@@ -5,16 +5,14 @@ from __future__ import annotations
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from deploy.grafana.expressions import DASHBOARDS
-from deploy.grafana.generate import energy, load_test, model, overview, sessions
-
-MODULES = (overview, sessions, model, energy, load_test)
+from deploy.grafana.generate.boards import boards
 
 
 def rendered() -> dict[str, str]:
     """File name -> JSON."""
-    boards = [module.build().build() for module in MODULES]
     encoder = JSONEncoder(sort_keys=True, indent=2)
-    return {f"{board.uid}.json": encoder.encode(board) + "\n" for board in boards}
+    built = [board.build() for board in boards()]
+    return {f"{board.uid}.json": encoder.encode(board) + "\n" for board in built}
 
 
 def main() -> None:

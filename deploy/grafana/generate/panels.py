@@ -73,9 +73,9 @@ class Section:
 def series(
     title: str,
     queries: Queries,
-    *,
     unit: str,
     about: str,
+    *,
     width: int = 8,
     is_stacked: bool = False,
     is_log: bool = False,
@@ -97,14 +97,14 @@ def series(
     return panel if top is None else panel.max(top)
 
 
-def latency(title: str, histogram: str, *, about: str, width: int = 8, unit: str = "s") -> TimeseriesPanel:
+def latency(title: str, histogram: str, about: str, *, width: int = 8, unit: str = "s") -> TimeseriesPanel:
     """Median, 95th and 99th percentile of a histogram."""
     queries = {f"p{q * 100:g}": quantile(q, histogram) for q in QUANTILES}
-    return series(title, queries, unit=unit, about=about, width=width)
+    return series(title, queries, unit, about, width=width)
 
 
 def number(
-    title: str, expr: str, *, unit: str, about: str, limits: tuple[float, float] | None = None, width: int = 4
+    title: str, expr: str, unit: str, about: str, *, limits: tuple[float, float] | None = None, width: int = 4
 ) -> StatPanel:
     """The latest value, large, with its course behind it. `limits`: from where on it is yellow, and red."""
     panel = _framed(StatPanel(), title, {"": expr}, unit=unit, about=about, width=width, height=4)
@@ -115,7 +115,7 @@ def number(
     return panel.reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
 
 
-def heatmap(title: str, expr: str, *, unit: str, about: str, width: int = 12) -> HeatmapPanel:
+def heatmap(title: str, expr: str, unit: str, about: str, *, width: int = 12) -> HeatmapPanel:
     """How a histogram's observations spread over its buckets, over time."""
     panel = _framed(HeatmapPanel(), title, {"{{le}}": expr}, unit="short", about=about, width=width, height=8)
     panel.calculate(False).y_axis(YAxisConfig().unit(unit))

@@ -41,6 +41,16 @@ def lowest(metric: str, by: str) -> str:
     return f"min by ({by}) ({select(metric)})"
 
 
+def overall(metric: str) -> str:
+    """The mean over gateways and labels."""
+    return f"avg({select(metric)})"
+
+
+def within(histogram: str, variable: str) -> str:
+    """The share of observations at or below the bucket that a variable of the dashboard names."""
+    return share(rate(f"{histogram}_bucket", f'le="${variable}"'), rate(f"{histogram}_count"))
+
+
 def quantile(q: float, histogram: str, *matchers: str, by: str = "") -> str:
     """Of all gateways' observations together: quantiles of quantiles mean nothing."""
     labels = f"{by}, le" if by else "le"
