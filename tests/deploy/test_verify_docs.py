@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.docs.verify.__main__ import main, pages, verify
@@ -124,8 +126,11 @@ def test_a_command_that_does_not_end_fails_and_so_do_those_after_it(
 def test_what_a_page_starts_ends_with_it(tmp_path: Path) -> None:
     with Shell(tmp_path) as shell:
         _, printed = shell.run("sleep 100 & echo $!", limit_s=10.0)
-    state = Path(f"/proc/{printed.split()[-1]}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    pid = int(printed.split()[-1])
+    deadline = time.monotonic() + 10.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # another process's end cannot be awaited
 
 
 def test_every_page_with_commands_is_among_those_that_are_verified() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds that a command may take")
     parser.add_argument("--figures", action="store_true", help="the figures alone, which run nothing")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the shells, and what they started
     outcomes = [] if args.figures else [outcome for page in pages(args.page) for outcome in verify(page, args.limit_s)]
     figures = read_figures()
     stale = list(stale_figures(figures))
