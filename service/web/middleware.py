@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,8 @@ from service.web.errors import answer, report
 
 access_logger = logging.getLogger("nsm.access")
 
+MAX_LARGE_BODIES = 32  # of the largest size, that are held at once
+FREE_BODY_BYTES = 64 * 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:+/=-]{1,128}")
 # Defaults of every answer: not cached, not shown in a frame of another host, and no scripts if opened in a browser.
 HEADERS = {
@@ -131,10 +134,48 @@ class TrackRequests:
             await self.app(scope, receive, send)
 
 
+class BodyMemory:
+    """Memory for the bodies of all requests under way, in bytes.
+
+    The first FREE_BODY_BYTES of each body do not count, so that slow uploads of large bodies cannot keep small requests
+    out.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_held = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """What one body holds, until its request ends."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.num_held -= share.num_held
+
+
+class BodyShare:
+    """One body's part of the memory."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self.num_held = 0
+        self._memory = memory
+
+    def grow(self, num_bytes: int) -> None:
+        """The body has `num_bytes` by now. Raises Overloaded if all bodies together have too many."""
+        added = max(0, num_bytes - FREE_BODY_BYTES) - self.num_held
+        if added > 0 and self._memory.num_held + added > self._memory.max_bytes:
+            raise Overloaded(f"the bodies of the requests under way have {self._memory.num_held} bytes, the maximum")
+        self.num_held += added
+        self._memory.num_held += added
+
+
 class Body:
     """The only reader of `receive`: reads the body within its limits, then watches for the client to leave.
 
-    `piece_s`: maximum seconds between two pieces of the body; `whole_s`: for the whole body.
+    `piece_s`: maximum seconds between two pieces of the body; `whole_s`: for the whole body. All bodies under way
+    together take at most MAX_LARGE_BODIES times `max_bytes`.
 
     When the client leaves before the answer is complete, the handler's task is cancelled, streamed or not.
     """
@@ -142,6 +183,7 @@ class Body:
     def __init__(self, app: ASGIApp, max_bytes: int, *, piece_s: float, whole_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.memory = BodyMemory(MAX_LARGE_BODIES * max_bytes)
         self.piece_s = piece_s
         self.whole_s = whole_s
 
@@ -149,14 +191,15 @@ class Body:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = await self._read(Headers(scope=scope), receive)
-        if body is not None:
-            await WatchedRequest(body, receive, send).run(self.app, scope)
+        with self.memory.share() as share:
+            body = await self._read(Headers(scope=scope), receive, share)
+            if body is not None:
+                await WatchedRequest(body, receive, send).run(self.app, scope)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, share: BodyShare) -> bytes | None:
         """The whole body, or None when the client left first.
 
-        Raises BodyTooLarge before the excess is read, or BodyTooSlow.
+        Raises BodyTooLarge before the excess is read, BodyTooSlow, or Overloaded.
         """
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self.max_bytes):
@@ -171,6 +214,7 @@ class Body:
             num_bytes += len(chunks[-1])
             if num_bytes > self.max_bytes:
                 raise BodyTooLarge(f"the body must have at most {self.max_bytes} bytes, got at least {num_bytes}")
+            share.grow(num_bytes)
             if not message.get("more_body", False):
                 return b"".join(chunks)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from service.web.middleware import Body, logfmt
+from service.web.middleware import FREE_BODY_BYTES, MAX_LARGE_BODIES, Body, BodyMemory, logfmt
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, gateway, until
 from tests.support.raw_http import RawClient, connect, head
@@ -302,3 +303,36 @@ async def test_an_answer_that_breaks_off_is_seen_as_broken_off() -> None:
 
 async def _read_to_end(client: RawClient) -> bytes:
     return await asyncio.wait_for(client.reader.read(), 10)
+
+
+async def test_X3_held_bodies_have_a_bound_in_all_and_small_ones_still_get_through() -> None:
+    size = 200_000
+    counted = size - 1 - FREE_BODY_BYTES  # of each body, whose last byte does not come
+    most = MAX_LARGE_BODIES * size // counted
+    async with (
+        gateway(FakeBackend(), is_live=True, max_body_bytes=size) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = [await stack.enter_async_context(connect(server.url)) for _ in range(most + 5)]
+        memory = body_memory(server)
+        start = head("POST", PATH, {"content-length": str(size), "content-type": "application/json"})
+        for client in clients[:most]:
+            await client.send(start + b"x" * (size - 1))
+        await until(lambda: memory.num_held == most * counted)
+        for client in clients[most:]:
+            await client.send(start + b"x" * (size - 1))
+            assert await client.status() == 503
+        assert (await server.client.post(PATH, json={"prompt": "x", "max_tokens": 1})).status_code == 200
+        assert memory.num_held <= memory.max_bytes
+        for client in clients:
+            client.leave()
+        await until(lambda: memory.num_held == 0)
+        body = {"prompt": "x" * (size - 1000), "max_tokens": 1}
+        assert (await server.client.post(PATH, json=body)).status_code != 503
+
+
+def body_memory(server: Gateway) -> BodyMemory:
+    app: Any = server.app.middleware_stack
+    while not isinstance(app, Body):
+        app = app.app
+    return app.memory
