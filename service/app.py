@@ -171,7 +171,12 @@ def _middleware(services: Services, receive_timeout_s: float) -> list[Middleware
     """Outermost first."""
     settings, tracing = services.settings, services.tracing
     return [
-        Middleware(RequestContext, metrics=services.metrics, stream_ping_s=settings.stream_ping_s),
+        Middleware(
+            RequestContext,
+            metrics=services.metrics,
+            stream_ping_s=settings.stream_ping_s,
+            routes=[one for module in ROUTES for one in module.router.routes],
+        ),
         *([] if tracing is None else [Middleware(TraceRequests, tracer=tracing.tracer)]),
         Middleware(CatchErrors),
         *_origins(settings),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+HINT_CUTOFF = 0.8  # of difflib: a hint names a misspelt field, not one that shares some letters
+
 MESSAGES: Mapping[str, str] = {
     "missing": "is required",
     "extra_forbidden": "is an unknown field",

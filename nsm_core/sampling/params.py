@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,7 +21,12 @@ SEED_BITS = 64
 
 def _check(condition: bool, param: str, expected: str, given: object) -> None:
     if not condition:
-        raise InvalidRequest(f"{param} must be {expected}, got {given!r}", param=param)
+        raise InvalidRequest(f"{param} must be {expected}, got {_shown(given)}", param=param)
+
+
+def _shown(given: object) -> str:
+    """Texts and lists as in JSON, where clients wrote them; numbers as Python does, which has NaN and infinity."""
+    return json.dumps(given) if isinstance(given, str | list) else repr(given)
 
 
 def _is_int(value: object) -> bool:

@@ -29,10 +29,13 @@ CONTENT_SCHEMA = content_schema({"const": "text"})
 
 
 class Message(RequestBody):
-    """One message. Fields that an assistant's message carries when a client sends it back are accepted if empty."""
+    """One message. Fields that an assistant's message carries when a client sends it back are accepted if empty, and
+    its content may be absent: clients replay answers as they got them.
+    """
 
+    ignored: ClassVar = {"name": str}
     unsupported: ClassVar = {
-        "name": (),
+        "tool_call_id": (),
         "refusal": (),
         "tool_calls": ([],),
         "function_call": (),
@@ -42,6 +45,13 @@ class Message(RequestBody):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_without_text(cls, message: Any) -> Any:
+        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None:
+            return {**message, "content": ""}
+        return message
 
     @field_validator("content", mode="after")
     @classmethod

@@ -23,6 +23,7 @@ from nsm_core.sampling.params import (
     seed_bits,
     top_k_count,
 )
+from service.messages import HINT_CUTOFF
 from service.schemas import ignored_fields
 from service.web.errors import shown
 
@@ -122,7 +123,11 @@ class RequestBody(BaseModel):
     @classmethod
     def _unknown(cls, name: str) -> str:
         other = cls.other_names.get(name)
-        close = difflib.get_close_matches(name[:64], cls.model_fields, n=1) if other is None else [other]
+        close = (
+            difflib.get_close_matches(name[:64], cls.model_fields, n=1, cutoff=HINT_CUTOFF)
+            if other is None
+            else [other]
+        )
         return f"unknown field {shown(name)}" + (f"; did you mean {close[0]}?" if close else "")
 
 

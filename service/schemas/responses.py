@@ -44,7 +44,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 OF_CHAT = {"messages": "input"}
 LENGTHS_OF_CHAT = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
-PLAIN_TEXT: tuple[Any, ...] = ({}, {"format": {"type": "text"}}, {"format": None})
+PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
+USUAL_VERBOSITY = (None, "medium")
+
+
+def _require_one_of(supported: tuple[Any, ...], value: Any, param: str) -> None:
+    if value not in supported:
+        message = f"{param} must be {shown(supported[-1])}, got {shown(value)}"
+        raise InvalidRequest(message, param=param, code="unsupported_parameter")
 
 
 class InputMessage(RequestBody):
@@ -143,12 +150,12 @@ class CreateResponseBody(SamplingFields, ContextFields):
     @field_validator("text", mode="after")
     @classmethod
     def _plain_text(cls, value: Any) -> None:
-        if value is not None and value not in PLAIN_TEXT:
-            raise InvalidRequest(
-                f'text.format must be {{"type": "text"}}, got {shown(value)}',
-                param="text",
-                code="unsupported_parameter",
-            )
+        if value is None:
+            return
+        if not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}:
+            raise InvalidRequest(f"text must be an object with format and verbosity, got {shown(value)}", param="text")
+        _require_one_of(PLAIN_FORMATS, value.get("format"), "text.format")
+        _require_one_of(USUAL_VERBOSITY, value.get("verbosity"), "text.verbosity")
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CreateResponseBody:

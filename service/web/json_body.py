@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Callable, Collection, Coroutine
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from email.message import Message
 from typing import Any
 
@@ -23,12 +25,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest
-from service.messages import quoted
+from service.messages import HINT_CUTOFF, quoted
 
 INLINE_BYTES = 32 * 1024  # larger bodies are read on a thread
 MAX_PARTS = 150_000  # objects, lists and members of a body: 37,500 messages of two fields, more than a prompt may have
 MARKS = (b"[", b"{", b":")  # with each of which one of these begins
 IGNORED_QUERY = frozenset({"include_obfuscation"})  # of OpenAI's clients; an answer has none in any case
+
+WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -53,11 +57,13 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
-        known = {field.alias for field in self.dependant.query_params} | IGNORED_QUERY
+        fields = self.dependant.query_params
+        known = {field.alias for field in fields} | IGNORED_QUERY
+        whole = {field.alias for field in fields if field.field_info.annotation in (int, int | None)}
         body_field = self.body_field
 
         async def parse_then_handle(request: Request) -> Response:
-            refuse_unknown_query(request, known)
+            check_query(request.query_params.multi_items(), known, whole)
             check_encoding(request.headers.get("content-encoding", ""))
             if body_field is not None:
                 raw = await request.body()
@@ -123,11 +129,19 @@ def check_encoding(value: str) -> None:
         raise HTTPException(415, f"a body must be sent as it is, without a Content-Encoding, got {value}")
 
 
-def refuse_unknown_query(request: Request, known: Collection[str]) -> None:
-    """Raises InvalidRequest: a misspelt name must not run with the default."""
-    for name in request.query_params:
+def check_query(items: Sequence[tuple[str, str]], known: Collection[str], whole: Collection[str]) -> None:
+    """Raises InvalidRequest for a name that is unknown or there twice, or a number that is not written plainly.
+
+    A misspelt name must not run with the default, nor one of two values be taken. `whole`: names of integers.
+    """
+    counts = Counter(name for name, _ in items)
+    for name, value in items:
         if name not in known:
-            close = difflib.get_close_matches(name[:64], known, n=1)
+            close = difflib.get_close_matches(name[:64], known, n=1, cutoff=HINT_CUTOFF)
             hint = f"; did you mean {close[0]}?" if close else ""
             message = f"unknown query parameter {quoted(name)}{hint}"
             raise InvalidRequest(message, param=name, code="unknown_parameter")
+        if counts[name] > 1:
+            raise InvalidRequest(f"{name} must be given once, got {counts[name]} values", param=name)
+        if name in whole and not WHOLE_NUMBER.fullmatch(value):
+            raise InvalidRequest(f"{name} must be an integer, got {quoted(value)}", param=name)

@@ -9,9 +9,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
@@ -39,11 +40,13 @@ class RequestContext:
     """Gives each request an id and an arrival time, and reports it when it has ended.
 
     `send_part` in the scope's state bypasses the inner layers: none of them reads the middle parts of a body.
+    `routes`: the application's, to name requests that are refused before they are routed.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, stream_ping_s: float) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, stream_ping_s: float, routes: Sequence[BaseRoute]) -> None:
         self.app = app
         self.metrics = metrics
+        self.routes = routes
         self._stream_ping_s = stream_ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +77,7 @@ class RequestContext:
                 self._report(scope, request, status, time.monotonic() - arrival)
 
     def _report(self, scope: Scope, request: CurrentRequest, status: int, duration_s: float) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
+        route = path_template(scope, self.routes)
         self.metrics.requests.http_answered(method=scope["method"], route=route, status=status, error=request.error)
         caller = scope["state"].get("caller")
         who = {} if caller is None or caller.key_id is None else {"tenant": caller.tenant, "key": caller.key_id}
@@ -275,6 +278,14 @@ class WatchedRequest:
             pass
         if not self._is_complete:
             self._has_left.set()
+
+
+def path_template(scope: Scope, routes: Sequence[BaseRoute]) -> str:
+    """The route of a request, as metrics name it; "unmatched" if there is none. A request that was refused before it
+    was routed has the route that it would have reached.
+    """
+    route = scope.get("route") or next((one for one in routes if one.matches(scope)[0] is Match.FULL), None)
+    return getattr(route, "path", "unmatched")
 
 
 def logfmt(fields: Mapping[str, object]) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from nsm_core.errors import ConfigError
 from service.settings import Settings
 from service.stores.redis.url import parse_redis_url
 from service.stores.sessions.base import SessionStore
@@ -10,7 +14,24 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 
 
 def make_store(settings: Settings) -> SessionStore:
-    """The store that the settings name; a new kind of store is a new case here. Raises ConfigError for a bad URL."""
+    """The store that the settings name; a new kind of store is a new case here.
+
+    Raises ConfigError for a bad URL, or a path that cannot be used.
+    """
     if settings.is_redis:
         return RedisSessionStore(parse_redis_url(settings.store))
-    return SqliteSessionStore(settings.database_path())
+    path = settings.database_path()
+    if path is not None:  # else in memory
+        require_directory(path.parent)
+    return SqliteSessionStore(path)
+
+
+def require_directory(directory: Path) -> None:
+    """Raises ConfigError if the directory is not there and cannot be made."""
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if there.is_dir():
+        fault = None if os.access(there, os.W_OK | os.X_OK) else "not writable"
+    else:
+        fault = "a symbolic link to nothing" if there.is_symlink() else "not a directory"
+    if fault is not None:
+        raise ConfigError(f"sessions cannot be stored in {directory} (NSM_DATA_DIR, NSM_STORE): {there} is {fault}")

@@ -43,7 +43,7 @@ BAD_VALUES: list[tuple[str, Any, str, str]] = [  # field, value, the limit and w
     ("seed", 2**64, str(2**64 - 1), str(2**64)),
     ("seed", math.nan, "whole number", "nan"),
     ("choice_index", -1, "[0,", "-1"),
-    ("stop", ("",), "non-empty", "''"),
+    ("stop", ("",), "non-empty", '[""]'),
     ("stop", tuple(str(i) for i in range(MAX_STOP_STRINGS + 1)), str(MAX_STOP_STRINGS), str(MAX_STOP_STRINGS + 1)),
     ("stop", ("x" * (MAX_STOP_CHARS + 1),), str(MAX_STOP_CHARS), str(MAX_STOP_CHARS + 1)),
     ("stop", ("a\ud800",), "Unicode", r"\ud800"),

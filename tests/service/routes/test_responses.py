@@ -138,7 +138,7 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"top_logprobs": False}, "top_logprobs", ["not supported", "false"]),
     ({"n": True}, "n", ["not supported", "true"]),
     ({"service_tier": 1}, "service_tier", ["must be a string, got 1"]),
-    ({"text": {"format": {"type": "json_object"}}}, "text", ["json_object"]),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format", ["json_object"]),
     ({"truncation": "middle"}, "truncation", ["middle"]),
     ({"max_output_tokens": 0}, "max_output_tokens", ["[1, 32768]", "0"]),
     ({"max_tokens": 5}, "max_tokens", ["unknown field", "did you mean max_output_tokens?"]),

@@ -79,9 +79,7 @@ async def test_a_client_that_leaves_while_it_sends_its_body_is_nobodys_request()
     async with gateway(backend, is_live=True) as server, connect(server.url) as client:
         await client.send(head("POST", PATH, {"content-length": "100", "content-type": "application/json"}) + b'{"pro')
         client.leave()
-        await until(
-            lambda: server.metric("nsm_http_requests_total", method="POST", route="unmatched", status="499") == 1
-        )
+        await until(lambda: server.metric("nsm_http_requests_total", method="POST", route=PATH, status="499") == 1)
     assert backend.requests == []
 
 
@@ -336,3 +334,9 @@ def body_memory(server: Gateway) -> BodyMemory:
     while not isinstance(app, Body):
         app = app.app
     return app.memory
+
+
+async def test_X23_a_body_that_is_too_large_counts_for_its_route() -> None:
+    async with gateway(FakeBackend(), max_body_bytes=1000) as server:
+        assert (await server.client.post(PATH, json={"prompt": "x" * 2000})).status_code == 413
+        assert server.metric("nsm_http_requests_total", method="POST", route=PATH, status="413") == 1
