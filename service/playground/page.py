@@ -75,11 +75,6 @@ def read_assets() -> dict[str, Asset]:
     return {path.name: _read(path) for path in FOLDER.iterdir()}
 
 
-def is_of_playground(path: str) -> bool:
-    """Whether a URL's path is the page's or one of its files': what holds no data and anybody may have."""
-    return path == PAGE_URL or path.startswith(f"{ASSETS_URL}/")
-
-
 def _read(path: Path) -> Asset:
     body = path.read_bytes()
     return Asset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=f'"{identity(body)}"')

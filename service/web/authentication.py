@@ -9,13 +9,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nsm_core.errors import Forbidden, RateLimited
-from service.playground.page import is_of_playground
+from service.playground import page
 from service.tenants.rate_limit import Allowance
 from service.tenants.tenants import Caller, Tenants
 from service.web.errors import answer
 from service.web.openapi import ASSETS_URL
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/docs", "/openapi.json", page.PAGE_URL})
+OPEN_FOLDERS = (f"{ASSETS_URL}/", f"{page.ASSETS_URL}/")
 METRICS_PATH = "/metrics"
 
 
@@ -57,7 +58,7 @@ def is_open(path: str) -> bool:
     """Whether no key is needed: health for load balancers, the documentation, and the playground, which asks for a key
     itself.
     """
-    return path in OPEN_PATHS or path.startswith(f"{ASSETS_URL}/") or is_of_playground(path)
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
 def key_of(headers: Headers) -> str | None:
