@@ -55,6 +55,8 @@ class EngineStats:
     num_steps: int = 0  # counter
     num_failed_steps: int = 0  # counter: steps that raised, and ended their requests
     step_seconds: float = 0.0  # counter
+    num_slow_steps: int = dataclasses.field(default=0, compare=False)  # counter: steps above SLOW_STEP_S
+    heartbeat_age_s: float = dataclasses.field(default=0.0, compare=False)  # gauge: since its thread began a turn
     step_rows: int = 0  # counter: requests that a step advanced, over all steps
     step_tokens: int = 0  # counter: tokens that the model read, over all steps
     tokens_computed: int = 0  # counter: prompt tokens the model read
@@ -93,7 +95,7 @@ class EngineStats:
         )
 
 
-_OF_STEPS = ("num_steps", "step_seconds", "step_rows", "step_tokens")
+_OF_STEPS = ("num_steps", "num_slow_steps", "step_seconds", "step_rows", "step_tokens")
 
 
 def add_energy(first: tuple[EnergyUse, ...], second: tuple[EnergyUse, ...]) -> tuple[EnergyUse, ...]:

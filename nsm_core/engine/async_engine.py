@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.event_queue import EventQueue
-from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest
-from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS
 from nsm_core.stats import EngineStats
 
@@ -26,6 +27,8 @@ logger = logging.getLogger("nsm.engine")
 IDLE_TURN_S = 1.0
 # A thread without a heartbeat for this long hangs.
 HEARTBEAT_LIMIT_S = 5.0
+# The engine ends a request at its deadline between two steps. If a step takes longer, the loop ends the request.
+DEADLINE_GRACE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class GenerationHandle:
         self.request = request
         self._inbox = inbox
         self._events = EventQueue()
+        self._num_tokens = 0
+        self._has_ended = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def events(self) -> AsyncIterator[Event]:
         """Each event once, in order; for one consumer."""
@@ -61,9 +67,28 @@ class GenerationHandle:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
         self._inbox.put(_Cancel(self.request.request_id))
 
+    def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on the request ends soon after its deadline, whatever the engine's thread does."""
+        deadline = self.request.deadline
+        if deadline is not None and deadline != math.inf:
+            self._timer = loop.call_later(deadline - time.monotonic() + DEADLINE_GRACE_S, self._expire)
+
     def deliver(self, event: Event) -> None:
-        """On the event loop's thread."""
+        """On the event loop's thread. After the end, events are ignored."""
+        if self._has_ended:
+            return
+        self._num_tokens += isinstance(event, TokenEvent)
+        if isinstance(event, Finished):
+            self._has_ended = True
+            if self._timer is not None:
+                self._timer.cancel()
         self._events.put(event)
+
+    def _expire(self) -> None:
+        self.fail(
+            DeadlineExceeded(f"the deadline passed after {self._num_tokens} tokens, while the engine was in a step")
+        )
+        self.cancel()
 
     def fail(self, error: NsmError) -> None:
         """Ends the request with `error`, without the engine."""
@@ -71,7 +96,13 @@ class GenerationHandle:
         cached = 0 if request.resume is None else request.resume.position
         prompt_tokens = cached + len(request.prompt_ids)
         self.deliver(
-            Finished(reason=FinishReason.ERROR, prompt_tokens=prompt_tokens, cached_tokens=cached, error=error)
+            Finished(
+                reason=FinishReason.ERROR,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached,
+                completion_tokens=self._num_tokens,
+                error=error,
+            )
         )
 
 
@@ -146,6 +177,9 @@ class AsyncEngine:
         """Raises EngineDead or Overloaded if `submit` would now, for any request."""
         if self._end is not None:
             raise EngineDead(str(self._end))
+        age_s = self._heartbeat_age_s()
+        if age_s >= HEARTBEAT_LIMIT_S:
+            raise EngineDead(f"the engine does not answer: it has been in one step for {age_s:.0f} s")
         if len(self._handles) >= self._limit:
             raise Overloaded(f"the queue is full: {self._queue_limit} requests may wait")
 
@@ -157,6 +191,8 @@ class AsyncEngine:
         self._engine.check(request)
         self._check_num_watched(request)
         handle = GenerationHandle(request, self._inbox)
+        if self._loop is not None:
+            handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
         self._inbox.put(_Submit(request, time.monotonic()))
         return handle
@@ -172,11 +208,14 @@ class AsyncEngine:
 
     def is_ready(self) -> bool:
         """Whether requests are taken and the thread's heartbeat is fresh."""
-        return self._end is None and time.monotonic() - self._heartbeat < HEARTBEAT_LIMIT_S
+        return self._end is None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S
+
+    def _heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._heartbeat
 
     def stats(self) -> EngineStats:
-        """The counters as they were after one step."""
-        return dataclasses.replace(self._stats)
+        """The counters as they were after one step, and the age of the heartbeat now."""
+        return dataclasses.replace(self._stats, heartbeat_age_s=self._heartbeat_age_s())
 
     def _run(self) -> None:
         """The body of the thread. However it ends, every request gets its last event."""

@@ -20,6 +20,7 @@ from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.slow_steps import SlowSteps
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
 from nsm_core.errors import InvalidRequest, StepFailed
@@ -75,6 +76,7 @@ class Engine:
         )
         self._runner = Runner(made)
         self._failures = StepFailures()
+        self._slow_steps = SlowSteps()
         self._routing = RoutingWatch(probe, clock=clock)
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
         self._blockers = OverlapBlockers(made.overlap if made.savepoint is None else None)
@@ -144,7 +146,10 @@ class Engine:
             self._step_alone(plan, events)
         if not self._active.by_id:
             self._stats.idle()
-        self._stats.counters.step_seconds += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._stats.counters.step_seconds += seconds
+        self._slow_steps.record(seconds)
+        self._stats.counters.num_slow_steps = self._slow_steps.total
         return events
 
     def stats(self) -> EngineStats:

@@ -129,6 +129,8 @@ def boards() -> list[Dashboard]:
                 series("Time of a step",
                     {"mean": share(rate("nsm_engine_step_seconds_total"), rate("nsm_engine_steps_total"))}, "s",
                     "Mean duration of a step of the engine."),
+                series("Age of the heartbeat", {BY_GATEWAY: highest("nsm_engine_heartbeat_age_seconds", "instance")},
+                    "s", "Time since the engine began a step or woke; above 5 s new requests are refused.", top=1),
                 series("Time in steps", {BY_GATEWAY: rate("nsm_engine_step_seconds_total", by="instance")},
                     "percentunit", "Share of the time that the engine works, by gateway.", top=1),
                 series("Drafts", {"drafted": rate("nsm_spec_decode_num_draft_tokens_total"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prometheus_client import CollectorRegistry
 
 from nsm_core.stats import EngineStats
@@ -18,7 +20,12 @@ GAUGES = {
         "Memory of the accelerator that the engine's process has taken; 0 without one.",
         "device_memory_bytes",
     ),
+    "nsm_engine_heartbeat_age_seconds": (
+        "Time since the engine's thread began its present step, or woke last; 0 on Triton servers.",
+        "heartbeat_age_s",
+    ),
 }
+OF_ALL: dict[str, Literal["livemax"]] = {"heartbeat_age_s": "livemax"}
 COUNTERS = {
     "nsm_tokens_computed_total": ("Prompt tokens the model read.", "tokens_computed"),
     "nsm_tokens_resumed_total": ("Prompt tokens covered by a resumed state.", "tokens_resumed"),
@@ -31,6 +38,7 @@ COUNTERS = {
     ),
     "nsm_engine_steps_total": ("Steps of the engine.", "num_steps"),
     "nsm_engine_step_failures_total": ("Steps that failed, and ended their requests.", "num_failed_steps"),
+    "nsm_engine_slow_steps_total": ("Steps that took more than a second.", "num_slow_steps"),
     "nsm_engine_step_seconds_total": ("Time spent in steps.", "step_seconds"),
     "nsm_engine_step_rows_total": ("Requests that a step advanced, over all steps.", "step_rows"),
     "nsm_engine_step_tokens_total": ("Tokens that a step read, over all steps.", "step_tokens"),
@@ -42,7 +50,8 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._gauges = [
-            (field, FollowingGauge(name, text, registry=registry)) for name, (text, field) in GAUGES.items()
+            (field, FollowingGauge(name, text, registry=registry, of_all=OF_ALL.get(field, "livesum")))
+            for name, (text, field) in GAUGES.items()
         ]
         self._counters = [
             (field, FollowingCounter(name, text, registry=registry)) for name, (text, field) in COUNTERS.items()

@@ -263,6 +263,39 @@ async def test_a_hanging_step_is_not_ready(
     assert gated.is_ready()
 
 
+async def test_X15_a_deadline_passes_in_a_step_that_hangs(
+    gated: AsyncEngine, model: GatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "DEADLINE_GRACE_S", 0.05)
+    running = gated.submit(make_request("running", deadline=time.monotonic() + 0.3))
+    model.gate.release()
+    waiting = gated.submit(make_request("waiting", deadline=time.monotonic() + 0.3))
+    for handle in (running, waiting):
+        async with asyncio.timeout(10):
+            finished = (await collect(handle)).finished
+        assert finished.reason is FinishReason.ERROR
+        assert isinstance(finished.error, DeadlineExceeded)
+    assert model.is_waiting.is_set()  # the step has not ended
+    model.gate.release(1000)
+    await until(lambda: gated.stats().num_running == gated.stats().num_waiting == 0)
+    assert (await collect(gated.submit(make_request("later")))).finished.reason is FinishReason.LENGTH
+
+
+async def test_X15_a_hanging_engine_refuses_new_requests_at_once(
+    gated: AsyncEngine, model: GatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = gated.submit(make_request())
+    await model.until_waiting()
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 0.02)
+    await until(lambda: not gated.is_ready())
+    with pytest.raises(EngineDead, match="in one step"):
+        gated.submit(make_request("late"))
+    assert gated.stats().heartbeat_age_s > 0.02
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 60.0)
+    model.gate.release(1000)
+    assert (await collect(running)).finished.reason is FinishReason.LENGTH
+
+
 async def test_one_call_to_the_loop_per_step(gated: AsyncEngine, model: GatedModel) -> None:
     loop, num_calls = asyncio.get_running_loop(), 0
     inner = loop.call_soon_threadsafe

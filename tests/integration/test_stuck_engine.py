@@ -1,0 +1,83 @@
+"""A gateway whose engine hangs in a step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from nsm_core.engine import async_engine
+from nsm_core.engine.engine import Engine, Events
+from nsm_core.tokenizer import Tokenizer
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.models import local_backend
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/sessions/one/generate", {"input": "x"}),
+    ("/v1/responses", {"input": "x"}),
+]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every step waits while it is clear."""
+    opened, step = threading.Event(), Engine.step
+
+    def wait_and_step(engine: Engine) -> Events:
+        opened.wait()
+        return step(engine)
+
+    opened.set()
+    monkeypatch.setattr(Engine, "step", wait_and_step)
+    yield opened
+    opened.set()
+
+
+@pytest.fixture
+async def server(tiny_tokenizer: Tokenizer, gate: threading.Event) -> AsyncIterator[Gateway]:
+    async with gateway(local_backend(tiny_tokenizer), is_live=True) as opened:
+        await opened.client.post("/v1/sessions", json={"id": "one"})
+        yield opened
+        gate.set()
+
+
+async def ask(server: Gateway, path: str, body: dict[str, Any]) -> Any:
+    async with asyncio.timeout(20):
+        return await server.client.post(path, json={"ignore_eos": True, **body} if "responses" not in path else body)
+
+
+async def test_X15_deadlines_pass_on_every_route_while_a_step_hangs(server: Gateway, gate: threading.Event) -> None:
+    gate.clear()
+    calls = [call for call in CALLS if "responses" not in call[0]]  # those have no timeout of their own
+    answers = await asyncio.gather(*(ask(server, path, {**body, "timeout": 0.5}) for path, body in calls))
+    assert [(answer.status_code, error_of(answer)["code"]) for answer in answers] == [(504, "deadline_exceeded")] * len(
+        calls
+    )
+    gate.set()
+    for path, body in calls:  # the session is free again, too
+        assert (await ask(server, path, {**body, "max_tokens": 2})).status_code == 200
+
+
+async def test_X15_new_requests_are_refused_at_once_while_a_step_hangs(
+    server: Gateway, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.clear()
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 1.5)
+    async with asyncio.timeout(30):
+        while (await server.client.get("/health/ready")).status_code != 503:  # noqa: ASYNC110  # time makes it true
+            await asyncio.sleep(0.05)
+    for path, body in CALLS:
+        answer = await ask(server, path, body)
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_dead"), path
+        assert int(answer.headers["retry-after"]) >= 1
+    await server.client.get("/metrics")
+    assert server.metric("nsm_engine_heartbeat_age_seconds") > 1.5
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 60.0)
+    gate.set()
+    assert (await ask(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})).status_code == 200
