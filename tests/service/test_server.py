@@ -93,7 +93,7 @@ async def test_T7_running_streams_finish_and_new_work_is_refused() -> None:
         await asyncio.wait_for(task, 10)
 
 
-async def test_what_does_not_finish_in_time_ends_in_good_order() -> None:
+async def test_unfinished_request_is_aborted_with_a_final_frame() -> None:
     backend = FakeBackend(hold=True)
     async with served(backend, grace_s=0.05) as (task, client):
         stream = asyncio.create_task(client.post(PATH, json={"prompt": "x", "stream": True}))
@@ -256,7 +256,7 @@ def test_which_addresses_only_this_machine_reaches(address: str, expected: bool)
     assert is_loopback(address) is expected
 
 
-def test_without_keys_other_hosts_are_served_only_when_the_operator_says_so(tmp_path: Path) -> None:
+def test_other_hosts_without_keys_need_allow_anonymous(tmp_path: Path) -> None:
     with bind("0.0.0.0", 0) as everywhere, bind("localhost", 0) as here:
         with pytest.raises(ConfigError, match=r"not 0\.0\.0\.0; .*NSM_API_KEYS_FILE.*NSM_ALLOW_ANONYMOUS=true"):
             require_keys(Settings(host="0.0.0.0"), everywhere)

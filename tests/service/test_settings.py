@@ -216,7 +216,7 @@ def test_a_password_in_a_store_is_never_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_session_may_keep_as_many_snapshots_as_the_stores_have_room_for() -> None:
+def test_kept_snapshots_is_bounded_by_the_stores() -> None:
     assert load_settings(retained_snapshots=MAX_RETAINED).retained_snapshots == MAX_RETAINED
     assert (load_settings().state_dtype, load_settings(state_dtype="int8").state_dtype) == ("fp32", "int8")
     with pytest.raises(ConfigError, match=r"NSM_STATE_DTYPE.*'bf16'"):

@@ -82,7 +82,7 @@ def test_a_file_that_is_no_result_is_one_line(nsm: Nsm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rate", "status"), [(100.0, 0), (97.0, 0), (80.0, 1), (130.0, 0)])
-def test_the_gate_opens_for_what_is_no_loss(
+def test_gate_passes_without_a_loss(
     nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, status: int
 ) -> None:
     base = stand_in(tmp_path / "base", "base", rates=(100.0,))

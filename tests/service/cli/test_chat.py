@@ -34,7 +34,7 @@ def head_of(nsm: Nsm, session_id: str) -> dict[str, Any]:
     return dict(json.loads(nsm("sessions", "show", session_id, "--json").stdout))
 
 
-def test_P4_a_chat_that_was_left_goes_on_as_if_it_never_had_been(nsm: Nsm) -> None:
+def test_P4_resumed_chat_equals_an_unbroken_one(nsm: Nsm) -> None:
     unbroken = nsm("chat", "--seed", 5, *SHORT, stdin="\n".join(MESSAGES) + "\n")
     part = nsm("chat", "--seed", 5, *SHORT, stdin=MESSAGES[0])
     session_id, answers, positions = id_of(part.stderr), [part.stdout], [0]
@@ -66,7 +66,7 @@ def test_P7_the_log_is_the_chat_in_the_models_template(nsm: Nsm, tiny_tokenizer:
     assert log["ids"].count(tiny_tokenizer.end_of_text_id) == 1
 
 
-def test_coming_back_shows_place_and_last_exchange(nsm: Nsm) -> None:
+def test_resumed_chat_shows_position_and_last_exchange(nsm: Nsm) -> None:
     first = nsm("chat", "--seed", 7, *SHORT, stdin="\n".join(MESSAGES[:2]))
     session_id = id_of(first.stderr)
     head, last_answer = head_of(nsm, session_id), nsm("chat", "--seed", 7, *SHORT, stdin=MESSAGES[0]).stdout
@@ -89,7 +89,7 @@ def test_standard_output_holds_the_answers_alone(nsm: Nsm) -> None:
     assert "no such command: /what" in result.stderr
 
 
-def test_the_way_back_names_what_was_given(nsm: Nsm, model_dir: Path, tmp_path: Path) -> None:
+def test_resume_command_repeats_the_given_options(nsm: Nsm, model_dir: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "my sessions"
     result = nsm("chat", "--model", model_dir, "--data-dir", elsewhere, *SHORT, stdin="Hello")
     way_back = f"nsm chat --model {model_dir} --data-dir '{elsewhere}' --session {id_of(result.stderr)}"
@@ -97,7 +97,7 @@ def test_the_way_back_names_what_was_given(nsm: Nsm, model_dir: Path, tmp_path: 
     assert (elsewhere / "sessions.db").exists()
 
 
-def test_nothing_said_leaves_no_session(nsm: Nsm) -> None:
+def test_chat_without_a_turn_saves_no_session(nsm: Nsm) -> None:
     result = nsm("chat", stdin="/info\n")
     assert result.exit_code == 0
     assert result.stderr.endswith("no turns; no session was saved\n")
@@ -140,7 +140,7 @@ def test_a_session_of_another_model_is_refused(nsm: Nsm, other_model_dir: Path) 
     assert head_of(nsm, session_id) == before
 
 
-def test_a_message_that_is_refused_ends_a_script_and_keeps_nothing(nsm: Nsm) -> None:
+def test_refused_message_ends_a_script_and_saves_nothing(nsm: Nsm) -> None:
     result = nsm("chat", *SHORT, stdin="much too long a message\nnever said\n", NSM_MAX_PROMPT_TOKENS="10")
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -154,7 +154,7 @@ def test_sessions_in_memory_end_with_the_process(nsm: Nsm, data_dir: Path) -> No
     assert not data_dir.exists()
 
 
-def test_without_a_seed_a_session_draws_one_and_keeps_it(nsm: Nsm) -> None:
+def test_session_without_a_seed_draws_one_for_all_turns(nsm: Nsm) -> None:
     answers = [nsm("chat", "--max-tokens", 30, stdin=MESSAGES[0]).stdout for _ in range(2)]
     assert answers[0] != answers[1]
 
@@ -200,7 +200,7 @@ def person() -> Iterator[Person]:
     person.leave()
 
 
-def test_S8_ctrl_c_ends_an_answer_and_keeps_nothing_of_it(nsm: Nsm, person: Person) -> None:
+def test_S8_ctrl_c_ends_an_answer_and_saves_nothing(nsm: Nsm, person: Person) -> None:
     beginning = nsm("chat", "--temperature", 0, "--max-tokens", 3, stdin="Hello").stdout.strip()
     person.see("you> ")
     person.type("Hello\n")
@@ -255,7 +255,7 @@ async def stop_in_mid_answer(conversation: Conversation) -> None:
         await saying
 
 
-def test_a_message_that_is_no_text_is_told_as_that(nsm: Nsm) -> None:
+def test_message_of_invalid_utf_8_is_reported(nsm: Nsm) -> None:
     result = nsm("chat", *SHORT, stdin=b"good \xff bad\n")
     assert result.exit_code == 1
     assert result.stderr.endswith("nsm: the input is not valid utf-8: invalid start byte at byte 5\n")

@@ -14,7 +14,7 @@ from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.support.models import save_small_model
 
 
-def test_the_folder_says_what_its_files_are(nsm: Nsm, model_dir: Path, tmp_path: Path) -> None:
+def test_folder_describes_its_files(nsm: Nsm, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = nsm("export", model_dir, "--format", "torch", "--output", out)
     names = ["config.json", "initial_state.npz", "manifest.json", "step.pt2", "tokenizer.json"]
@@ -32,9 +32,7 @@ def test_the_folder_says_what_its_files_are(nsm: Nsm, model_dir: Path, tmp_path:
     assert [list(value.shape) for value in made] == [[3, *tensor["shape"][1:]] for tensor in function["outputs"]]
 
 
-def test_wrong_wishes_are_told_by_their_options(
-    nsm: Nsm, model_dir: Path, tmp_path: Path, tiny_tokenizer: Tokenizer
-) -> None:
+def test_invalid_value_names_its_option(nsm: Nsm, model_dir: Path, tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     (tmp_path / "mine").write_text("")
     result = nsm("export", model_dir, "--output", tmp_path)
     assert_one_line(result, f"Invalid value for '--output': {tmp_path} is there and not an empty folder", status=2)

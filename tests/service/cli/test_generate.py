@@ -41,7 +41,7 @@ def test_M5_a_seed_decides_the_text(nsm: Nsm, model_dir: Path) -> None:
     assert texts[0] == expected + ("" if expected.endswith("\n") else "\n")
 
 
-def test_without_a_seed_one_is_drawn_and_told(nsm: Nsm) -> None:
+def test_drawn_seed_is_printed(nsm: Nsm) -> None:
     first = json.loads(nsm("generate", PROMPT, "--max-tokens", 20, "--json").stdout)
     again = json.loads(nsm("generate", PROMPT, "--max-tokens", 20, "--json", "--seed", first["seed"]).stdout)
     other = json.loads(nsm("generate", PROMPT, "--max-tokens", 20, "--json").stdout)
@@ -49,7 +49,7 @@ def test_without_a_seed_one_is_drawn_and_told(nsm: Nsm) -> None:
     assert other["seed"] != first["seed"]
 
 
-def test_json_tells_usage(nsm: Nsm, model_dir: Path) -> None:
+def test_json_output_has_usage(nsm: Nsm, model_dir: Path) -> None:
     answer = json.loads(nsm("generate", PROMPT, "--max-tokens", 5, "--ignore-eos", "--seed", 1, "--json").stdout)
     loaded = load_checkpoint(model_dir)
     prompt_tokens = 1 + len(loaded.tokenizer.encode(PROMPT))

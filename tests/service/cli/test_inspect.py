@@ -35,7 +35,7 @@ def test_a_file_and_standard_input_are_read_as_they_are(nsm: Nsm, tmp_path: Path
     assert nsm("inspect", "-", "--json", stdin="Once upon a time\n").stdout == wanted
 
 
-def test_a_long_text_is_cut_and_it_is_said(nsm: Nsm) -> None:
+def test_long_text_is_cut_with_a_note(nsm: Nsm) -> None:
     result = nsm("inspect", "word " * 50, "--max-tokens", 20, "--json")
     assert json.loads(result.stdout)["num_tokens"] == 20
     assert result.stderr.startswith("the first 20 of ")

@@ -22,7 +22,7 @@ def key_of(result: Result) -> str:
     return found[2]
 
 
-def test_what_is_printed_is_a_file_that_a_server_takes(nsm: Nsm, tmp_path: Path) -> None:
+def test_printed_entry_is_a_valid_key_file(nsm: Nsm, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     result = nsm("keys", "new", "--tenant", "acme", "--metrics")
     path.write_text(result.stdout)
@@ -32,9 +32,7 @@ def test_what_is_printed_is_a_file_that_a_server_takes(nsm: Nsm, tmp_path: Path)
     assert path.read_text().startswith("[tenants.acme]\n\n[[keys]]")
 
 
-def test_what_is_added_to_a_file_declares_no_tenant_twice(
-    nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_key_declares_no_tenant_twice(nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[tenants.acme]\nmax_sessions = 5\n")
     with path.open("a") as file:
@@ -59,7 +57,7 @@ def test_a_file_is_begun_and_added_to(nsm: Nsm, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if "keys" in file.name] == ["keys.toml"]
 
 
-def test_a_file_keeps_its_words_its_mode_and_its_link(nsm: Nsm, tmp_path: Path) -> None:
+def test_edited_file_keeps_comments_mode_and_link(nsm: Nsm, tmp_path: Path) -> None:
     path, link = tmp_path / "keys.toml", tmp_path / "link.toml"
     path.write_text("# ours\n[tenants.acme]  # no key yet\nmax_sessions = 5")
     path.chmod(0o640)
@@ -98,10 +96,8 @@ def test_a_misspelt_variable_is_refused(nsm: Nsm) -> None:
     assert_one_line(result, "unknown setting NSM_API_KEY_FILE; did you mean NSM_API_KEYS_FILE?")
 
 
-def test_a_broken_file_of_keys_keeps_a_server_from_starting(
-    nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
+def test_invalid_key_file_stops_the_start(nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     path = tmp_path / "keys.toml"
     path.write_text("[tenants.acme]\n")
     result = nsm("serve", "--port", 0, "--api-keys-file", path)

@@ -32,7 +32,7 @@ def test_help_lists_every_command(nsm: Nsm) -> None:
         ("bogus",),
     ],
 )
-def test_what_needs_no_model_needs_no_torch(args: tuple[str, ...]) -> None:
+def test_command_without_a_model_imports_no_torch(args: tuple[str, ...]) -> None:
     heavy = "{'torch', 'fastapi', 'tokenizers', 'numpy'}"
     program = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & set(sys.modules)))); {NSM[-1]}"
     result = subprocess.run([*NSM[:-1], program, *args], capture_output=True, text=True, check=False)
@@ -119,7 +119,7 @@ def test_an_unexpected_error_is_one_line_too_and_debug_shows_it(nsm: Nsm, monkey
         nsm("--debug", "info")
 
 
-def test_a_full_or_forbidden_place_is_named(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_file_is_named(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**flags: object) -> None:
         raise PermissionError(13, "Permission denied", "/root/report.json")
 

@@ -38,7 +38,7 @@ def test_states_of_turns_are_those_of_their_logs(nsm: Nsm) -> None:
     assert nsm("sessions", "verify", "--sample", 1).stdout.startswith("verify: 1 same")
 
 
-def test_a_divergence_is_told_by_session_and_tensor(nsm: Nsm, data_dir: Path, model_dir: Path) -> None:
+def test_divergence_names_session_and_tensor(nsm: Nsm, data_dir: Path, model_dir: Path) -> None:
     changed, whole = talk(nsm), talk(nsm)
     change_state(data_dir, changed)
     result = nsm("sessions", "verify")
@@ -60,7 +60,7 @@ def test_a_divergence_is_told_by_session_and_tensor(nsm: Nsm, data_dir: Path, mo
     assert_one_line(nsm("sessions", "verify", "no-such"), "session 'no-such' does not exist")
 
 
-def test_rounded_states_are_compared_as_what_they_are(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_states_are_compared_as_rounded(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
     talk(nsm, "Hello\nAgain\nAnd once more")
     monkeypatch.setenv("NSM_STATE_DTYPE", "int8")
     session_id = talk(nsm, "Hello\nAgain\nAnd once more")
@@ -93,7 +93,7 @@ def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Pat
     assert (again.exit_code, nsm("sessions", "verify", *other).exit_code) == (0, 0)
 
 
-def test_sessions_that_cannot_be_migrated_are_told_once_and_by_the_status(nsm: Nsm, tmp_path: Path) -> None:
+def test_unmigratable_sessions_are_listed_once_and_fail_the_command(nsm: Nsm, tmp_path: Path) -> None:
     stranger = save_small_model(tmp_path / "stranger", Tokenizer.train(["another text"] * 4, vocab_size=280), seed=3)
     session_id = talk(nsm)
     for dry, title in ((("--dry-run",), "would migrate"), ((), "migrate")):
@@ -102,7 +102,7 @@ def test_sessions_that_cannot_be_migrated_are_told_once_and_by_the_status(nsm: N
         assert result.stderr == f"default/{session_id}: of another tokenizer\n"
 
 
-def test_R3_damage_is_told_and_repaired(nsm: Nsm, data_dir: Path) -> None:
+def test_R3_damage_is_reported_and_repaired(nsm: Nsm, data_dir: Path) -> None:
     session_id = talk(nsm)
     with sqlite3.connect(data_dir / "sessions.db") as connection:
         connection.execute("UPDATE snapshots SET snapshot = zeroblob(100)")

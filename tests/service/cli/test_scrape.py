@@ -42,11 +42,11 @@ def test_counters_become_rates_and_one_that_fell_began_anew(interval: Interval) 
     assert interval.ratio("turns_total", ["turns_total", "turns_total"]) == 0.5
 
 
-def test_gauges_are_what_they_are_now(interval: Interval) -> None:
+def test_gauge_shows_its_latest_value(interval: Interval) -> None:
     assert interval.after.total("slots") == 5.0
 
 
-def test_what_is_not_there_is_none_and_never_zero(interval: Interval) -> None:
+def test_missing_metric_is_none_and_not_zero(interval: Interval) -> None:
     assert interval.after.total("nothing") is None
     assert interval.rate("nothing_total") is None
     assert interval.rates("nothing_total", "outcome") == {}

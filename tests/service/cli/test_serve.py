@@ -61,7 +61,7 @@ def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -
 def test_a_bad_setting_is_one_line(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: object, message: str
 ) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, option, value)
     assert_one_line(result, message)
 
@@ -100,7 +100,7 @@ def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pyt
 
 
 def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.server.configure_logging", lambda *wishes: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -122,7 +122,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_one_line_says_what_is_served_and_chat_and_server_share_their_sessions(
+def test_start_line_names_the_model_and_chat_and_server_share_sessions(
     nsm: Nsm, data_dir: Path, server: tuple[subprocess.Popen[str], str]
 ) -> None:
     process, line = server

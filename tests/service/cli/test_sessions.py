@@ -38,11 +38,11 @@ def test_list_reads_as_many_pages_as_it_needs(nsm: Nsm, data_dir: Path) -> None:
     assert ids[1:] == [f"s{number}" for number in range(229, 5, -1)]
 
 
-def test_an_empty_store_says_so(nsm: Nsm) -> None:
+def test_empty_store_is_reported(nsm: Nsm) -> None:
     assert nsm("sessions", "list").stdout == "no sessions\n"
 
 
-def test_show_tells_place_and_size(nsm: Nsm, model_dir: Path) -> None:
+def test_show_prints_position_and_size(nsm: Nsm, model_dir: Path) -> None:
     session_id = talk(nsm)
     head = json.loads(nsm("sessions", "show", session_id, "--json").stdout)
     assert head["id"] == session_id

@@ -89,7 +89,7 @@ def three_turns(url: str) -> None:
         assert client.get("/v1/models", headers={"authorization": "Bearer nobody"}).status_code == 401
 
 
-def test_a_frame_shows_what_happened_and_needs_a_key_that_may_read_metrics(
+def test_frame_shows_the_interval_and_needs_a_key_for_metrics(
     nsm: Nsm, url: str, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     during_the_interval(monkeypatch, lambda: three_turns(url), lambda: None, lambda: None, leave)
@@ -141,7 +141,7 @@ def _rest(terminal: int) -> bytes:
     return text
 
 
-def test_a_server_that_is_gone_is_told_and_the_last_numbers_stay() -> None:
+def test_lost_server_is_reported_and_the_last_numbers_stay() -> None:
     scrape = Scrape(INFO + "# TYPE nsm_max_slots gauge\nnsm_max_slots 7.0\n", at=0.0)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render(Interval(scrape, scrape), "http://x", "http://x does not answer\x1b[2J"))
@@ -158,7 +158,7 @@ def test_a_server_that_is_gone_is_told_and_the_last_numbers_stay() -> None:
     ],
     ids=["another server's metrics", "a page"],
 )
-def test_somebody_else_on_that_port_is_one_line(nsm: Nsm, body: bytes, message: str) -> None:
+def test_another_program_on_the_port_is_an_error_of_one_line(nsm: Nsm, body: bytes, message: str) -> None:
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -181,7 +181,7 @@ def test_somebody_else_on_that_port_is_one_line(nsm: Nsm, body: bytes, message: 
     assert result.stderr.count("\n") == 1
 
 
-def test_nobody_there_is_one_line_that_names_the_server_of_the_settings(nsm: Nsm) -> None:
+def test_unreachable_server_is_named_in_one_line(nsm: Nsm) -> None:
     result = nsm("top", "--once", NSM_PORT="1")
     assert result.stderr.startswith("nsm: http://127.0.0.1:1 does not answer with metrics: ")
     assert result.exit_code == 1
@@ -193,7 +193,7 @@ def test_only_http_is_asked(nsm: Nsm) -> None:
     assert "must begin with http:// or https://" in result.stderr
 
 
-def test_rates_look_back_over_the_window_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_cover_the_window_only(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([Scrape(INFO, at=float(at)) for at in (0, 10, 20, 30, 40, 50)])
     monkeypatch.setattr(top_module, "scrape", lambda url, key: next(answers))
     watch = Watch("http://x", None)

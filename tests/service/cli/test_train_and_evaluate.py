@@ -37,9 +37,7 @@ def test_train_then_eval_then_generate(nsm: Nsm, model_dir: Path, tmp_path: Path
     assert json.loads(written.stdout)["model"] == "run"
 
 
-def test_eval_measures_the_model_of_the_settings_unless_told_otherwise(
-    nsm: Nsm, other_model_dir: Path, tmp_path: Path
-) -> None:
+def test_eval_measures_the_model_of_the_settings_by_default(nsm: Nsm, other_model_dir: Path, tmp_path: Path) -> None:
     for flags, name in (((), "tiny"), (("--model", other_model_dir), "other")):
         result = nsm("eval", "--data", BOOKS_DIR, "--out", tmp_path / name, *flags, *FEW)
         assert result.stdout.startswith(f"# {name} on val\n")

@@ -20,7 +20,7 @@ def listed(nsm: Nsm, store: str) -> list[tuple[str, int, int]]:
     return [(session["id"], session["version"], session["position"]) for session in found]
 
 
-def test_what_was_backed_up_and_restored_goes_on_as_the_original(nsm: Nsm, tmp_path: Path) -> None:
+def test_restored_session_continues_like_the_original(nsm: Nsm, tmp_path: Path) -> None:
     file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
     session_id = talk(nsm, "Hello")
     talk(nsm, "Hello\nAgain")
@@ -32,7 +32,7 @@ def test_what_was_backed_up_and_restored_goes_on_as_the_original(nsm: Nsm, tmp_p
     assert nsm(*again, "--store", other, stdin="And now?").stdout == nsm(*again, stdin="And now?").stdout
 
 
-def test_a_restore_tells_what_it_skipped(nsm: Nsm, tmp_path: Path) -> None:
+def test_restore_lists_skipped_sessions(nsm: Nsm, tmp_path: Path) -> None:
     file, session_id = tmp_path / "all.nsm", talk(nsm)
     nsm("sessions", "backup", file)
     nsm("chat", "--session", session_id, "--max-tokens", 2, stdin="More")
@@ -43,7 +43,7 @@ def test_a_restore_tells_what_it_skipped(nsm: Nsm, tmp_path: Path) -> None:
     assert [version for _, version, _ in listed(nsm, "sqlite")] == [1]
 
 
-def test_a_damaged_backup_tells_what_was_restored(nsm: Nsm, tmp_path: Path) -> None:
+def test_damaged_backup_reports_the_restored_sessions(nsm: Nsm, tmp_path: Path) -> None:
     file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
     first, _ = talk(nsm), talk(nsm)
     nsm("sessions", "backup", file)
@@ -55,7 +55,7 @@ def test_a_damaged_backup_tells_what_was_restored(nsm: Nsm, tmp_path: Path) -> N
     assert [session_id for session_id, *_ in listed(nsm, other)] == [first]
 
 
-def test_a_session_with_a_damaged_state_is_told_and_the_others_saved(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+def test_damaged_session_is_reported_and_the_others_are_saved(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
     damaged, _ = talk(nsm), talk(nsm)
     with sqlite3.connect(data_dir / "sessions.db") as connection:
         connection.execute("UPDATE snapshots SET snapshot = zeroblob(100) WHERE session_id = ?", (damaged,))
@@ -80,7 +80,7 @@ def test_sessions_move_to_redis_and_back(nsm: Nsm, redis_single: Topology, tmp_p
     assert len(answers) == 1
 
 
-def test_what_cannot_be_done_is_one_line(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
+def test_impossible_transfer_is_an_error_of_one_line(nsm: Nsm, data_dir: Path, tmp_path: Path) -> None:
     letters, nowhere = tmp_path / "letters", tmp_path / "no" / "all.nsm"
     letters.write_text("Dear Emma, " * 100)
     message = "this is no backup that can be used: it does not begin with the magic bytes; until there: no sessions"

@@ -122,7 +122,7 @@ def is_told(lines: Lines) -> bool:
     return any("canary" in line or "midnight" in line for line in lines.texts)
 
 
-async def test_no_line_at_any_level_holds_what_somebody_wrote(lines: Lines) -> None:
+async def test_no_log_line_holds_text_of_a_client(lines: Lines) -> None:
     async with gateway(FakeBackend(SECRET)) as server:
         await say(server)
     assert len(lines.texts) >= 8

@@ -107,7 +107,7 @@ async def test_every_documented_route_but_health_is_closed(keys_file: Path, acme
                 assert (response.status_code == 401) is not is_open, (method, path)
 
 
-async def test_a_body_is_not_read_for_somebody_without_a_key(keys_file: Path, acme: TestKey) -> None:
+async def test_body_of_a_request_without_a_key_is_not_read(keys_file: Path, acme: TestKey) -> None:
     async with keyed(keys_file, acme, acme="") as server:
         too_large = b"x" * (server.services.settings.max_body_bytes + 1)
         assert (await server.client.post(COMPLETIONS, content=too_large)).status_code == 401

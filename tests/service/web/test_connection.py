@@ -85,7 +85,7 @@ async def test_X3_pipelined_requests_that_wait_are_few_and_no_more_is_read(
     assert application.num_begun == 1
 
 
-async def test_X3_what_a_connection_holds_is_answered_and_then_it_ends(
+async def test_X3_held_requests_are_answered_before_the_connection_ends(
     client: RawClient, application: Application
 ) -> None:
     application.may_answer.set()

@@ -120,7 +120,7 @@ def test_an_unexpected_error_shows_its_request_id_and_nothing_else(caplog: pytes
 @pytest.mark.parametrize(
     ("error", "level"), [(SnapshotCorrupt("session 's1': bad"), logging.ERROR), (StorageFull("full"), logging.WARNING)]
 )
-def test_damage_to_what_is_stored_is_an_error_in_the_log(
+def test_damaged_stored_data_is_an_error_in_the_log(
     error: NsmError, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     report(error, request_id="r1")

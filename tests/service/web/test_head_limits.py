@@ -55,7 +55,7 @@ async def ask(client: RawClient) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\nx-more: "])
-async def test_a_head_that_does_not_come_closes_the_connection(client: RawClient, sent: bytes) -> None:
+async def test_missing_head_closes_the_connection(client: RawClient, sent: bytes) -> None:
     await client.send(sent)
     assert await closed(client) == b""
 
@@ -138,7 +138,7 @@ async def test_a_head_may_have_so_many_bytes_and_no_more(patient_client: RawClie
     assert str(MAX_HEAD_BYTES) in str(error["message"])
 
 
-async def test_what_is_no_http_is_refused_like_anything_else(patient_client: RawClient) -> None:
+async def test_invalid_http_gets_the_standard_error_body(patient_client: RawClient) -> None:
     await patient_client.send(b"\x16\x03\x01 this is TLS\r\n\r\n")
     error = await refusal(patient_client)
     assert (error["status"], error["code"]) == (400, "invalid_http")

@@ -56,7 +56,7 @@ async def test_without_room_a_turn_leaves_its_session_alone() -> None:
         assert (await server.client.post(S1, json=TURN)).json()["session"]["version"] == 1
 
 
-async def test_what_needs_no_engine_is_answered() -> None:
+async def test_request_without_need_of_the_engine_is_answered() -> None:
     backend = FakeBackend()
     backend.is_full = True
     async with gateway(backend) as server:
@@ -83,7 +83,7 @@ async def test_D9_a_retry_gets_its_answer_without_room() -> None:
         assert new.status_code == 503
 
 
-async def test_nobody_learns_without_a_key_that_there_is_no_room(tmp_path: Path) -> None:
+async def test_missing_key_is_reported_before_a_full_engine(tmp_path: Path) -> None:
     acme = make_key("acme")
     write_keys(tmp_path / "keys.toml", acme, acme="")
     backend = FakeBackend()

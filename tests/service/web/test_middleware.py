@@ -230,7 +230,7 @@ async def test_a_body_that_stops_is_408_and_the_connection_is_closed(limits: dic
     assert backend.requests == []
 
 
-async def test_a_body_may_take_its_time_while_it_goes_on() -> None:
+async def test_slow_body_without_a_long_pause_is_read() -> None:
     receive_timeout_s = 0.2
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     house = gateway(FakeBackend(), is_live=True, receive_timeout_s=receive_timeout_s)
@@ -247,7 +247,7 @@ async def test_a_body_may_take_its_time_while_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("given", ["abc-123", "0123456789abcdef/x+y=", "a" * 128])
-async def test_a_good_request_id_comes_back(given: str) -> None:
+async def test_valid_request_id_is_returned(given: str) -> None:
     async with gateway(FakeBackend()) as server:
         answer = await server.client.get("/health", headers={"x-request-id": given})
     assert answer.headers["x-request-id"] == given
@@ -278,7 +278,7 @@ async def test_the_access_log_has_one_line_for_each_request_and_no_prompt(caplog
     assert "hidden" not in caplog.text
 
 
-def test_logfmt_quotes_what_could_break_a_line() -> None:
+def test_logfmt_quotes_values_that_would_break_a_line() -> None:
     assert logfmt({"a": 1, "b": "x y", "c": "", "d": 'q"', "e": "z=1"}) == 'a=1 b="x y" c="" d="q\\"" e="z=1"'
 
 

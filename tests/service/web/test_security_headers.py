@@ -55,7 +55,7 @@ def break_sessions(server: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "fields", "status"), ANSWERS)
-async def test_answers_are_kept_by_nobody_and_run_nothing(
+async def test_answers_are_not_cached_and_run_no_script(
     server: Gateway,
     key: TestKey,
     monkeypatch: pytest.MonkeyPatch,

@@ -61,7 +61,7 @@ def test_a_text_frame_is_the_frame_around_its_text(text: str, other: str) -> Non
     assert TextFrame(make)(text) == make(text)
 
 
-async def test_a_stream_has_headers_that_keep_proxies_from_buffering() -> None:
+async def test_stream_has_headers_against_buffering_proxies() -> None:
     async def frames() -> AsyncGenerator[bytes, None]:
         yield DONE
 

@@ -12,7 +12,7 @@ from tests.support.fakes import FakeBackend
 PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 
-def test_the_page_lists_what_is_there() -> None:
+def test_page_lists_every_metric() -> None:
     metrics = Metrics(FakeBackend())
     metrics.watch_redis_pool(lambda: 0)
     stats = UpstreamStats(num_up=1, num_down=0, num_failovers=0, num_state_hits=0, num_state_misses=0)

@@ -102,7 +102,7 @@ def metered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> LocalBacke
     return local_backend(tokenizer)
 
 
-async def test_M6_energy_is_told_to_those_who_ask(tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_M6_energy_is_in_usage_on_request(tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway(metered(tiny_tokenizer, monkeypatch)) as server:
         ask = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
         silent = (await server.client.post(PATH, json=ask)).json()

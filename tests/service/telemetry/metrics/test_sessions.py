@@ -38,7 +38,7 @@ async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:
         assert server.metric("nsm_lease_busy_total") == 0
 
 
-async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_busy_session_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteSessionStore(None)
     async with gateway(FakeBackend(), store=store) as server:
         await server.client.post("/v1/sessions", json={"id": "s1"})
@@ -49,7 +49,7 @@ async def test_a_session_that_somebody_else_has_is_counted(monkeypatch: pytest.M
         assert server.metric("nsm_store_operation_seconds_count", operation="acquire", outcome="refused") == 1
 
 
-async def test_a_store_that_is_away_fails_and_one_that_says_no_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_outcome_is_failed_when_unreachable_and_refused_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, store = Metrics(FakeBackend()), SqliteSessionStore(None)
     seen = instrumented(store, metrics.sessions)
 
@@ -88,7 +88,7 @@ async def test_X20_the_room_of_a_store_is_a_metric_and_absent_where_nothing_boun
     assert room(free, "limit") is None
 
 
-async def test_what_tenants_have_stored_is_told_for_as_long_as_they_are_there() -> None:
+async def test_stored_bytes_are_shown_for_declared_tenants_only() -> None:
     metrics, store = Metrics(FakeBackend()), SqliteSessionStore(None)
     for tenant in ("a", "b"):
         await store.create(NewSession(key=SessionKey(tenant, "s"), model_fingerprint="m", metadata={}))

@@ -28,7 +28,7 @@ async def test_the_servers_part_belongs_to_the_generations_span(tiny_tokenizer: 
     assert phases == ["engine queue", "engine prefill", "engine decode"]
 
 
-async def test_M6_the_energy_of_a_server_is_told_by_the_gateway(tiny_tokenizer: Tokenizer) -> None:
+async def test_M6_gateway_reports_the_energy_of_its_server(tiny_tokenizer: Tokenizer) -> None:
     server = StandIn(random_loaded(tiny_tokenizer), energy=True)
     async with stand_ins(server), gateway(TritonBackend([server.url], wait_s=5.0)) as made:
         body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "include_energy": True}

@@ -105,7 +105,7 @@ async def test_a_request_is_a_span_with_its_generation_inside(spans: Spans) -> N
     }
 
 
-async def test_the_trace_of_a_client_goes_on(spans: Spans) -> None:
+async def test_client_trace_is_continued(spans: Spans) -> None:
     async with traced(spans) as server:
         await server.client.post(PATH, json={"prompt": "x", "n": 2}, headers={"traceparent": TRACEPARENT})
         assert len(spans.all) == 3
@@ -155,7 +155,7 @@ async def test_the_engines_phases_are_inside_and_end_to_end(spans: Spans, tiny_t
     assert 0 < float(str(attributes["gen_ai.latency.time_to_first_token"])) <= e2e_s
 
 
-async def test_failures_are_told_by_their_kind(spans: Spans) -> None:
+async def test_failed_span_has_the_error_type(spans: Spans) -> None:
     backend = FakeBackend(fail_after=1, error=DeadlineExceeded("late"))
     async with traced(spans, backend, is_live=True) as server:
         assert (await server.client.post(PATH, json={"prompt": "x"})).status_code == 504
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_ends_its_spans(spans: Spans) -> None:
     assert attributes["gen_ai.usage.output_tokens"] == 2
 
 
-async def test_what_the_store_refuses_is_no_failure_of_it(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusal_of_the_store_is_not_a_failed_span(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
     async with traced(spans) as server:
         await server.client.get("/v1/sessions/none")
         refused = spans.named("store get")
