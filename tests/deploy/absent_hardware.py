@@ -27,6 +27,16 @@ GAUGES = {
 }
 # name -> increase in a second
 COUNTERS = {
+    "nsm_worker_steps": 10.0,
+    "nsm_worker_step_rows": 20.0,
+    "nsm_worker_step_tokens": 40.0,
+    "nsm_worker_energy_joules": 300.0,
+    "nsm_worker_tokens_generated": 20.0,
+    "nsm_worker_tokens_computed": 20.0,
+    "nsm_worker_tokens_resumed": 60.0,
+    "nsm_worker_state_hits": 5.0,
+    "nsm_worker_state_misses": 1.0,
+    "nsm_worker_states_evicted": 0.5,
     "nsm_triton_failovers": 0.1,
     "nsm_triton_state_hits": 5.0,
     "nsm_triton_state_misses": 1.0,

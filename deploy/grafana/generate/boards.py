@@ -32,6 +32,7 @@ UNUSABLE = 'outcome=~"missing|corrupt|fingerprint_mismatch|refused"'
 LAYER = "layer {{layer}}"
 VERSIONS = f'label_replace({select("nsm_model_info")}, "version", "$1", "fingerprint", "(.{{12}}).*")'
 STATE_HITS, STATE_MISSES = rate("nsm_triton_state_hits_total"), rate("nsm_triton_state_misses_total")
+WORKER_STEPS = "sum(rate(nsm_worker_steps_total[$__rate_interval]))"
 WORKER_LATENCY = {
     name: f"histogram_quantile(0.95, sum by (le) (rate({metric}_bucket[$__rate_interval])))"
     for name, metric in (
@@ -98,6 +99,7 @@ def boards() -> list[Dashboard]:
                 series("Refusals", {"{{reason}}": rate("nsm_rejected_total", by="reason")}, "reqps",
                     "For want of a valid API key, or for a limit of the tenant.", is_stacked=True),
                 series("Length of requests", {"prompt": mean("nsm_request_prompt_tokens"),
+                    "allowed": mean("nsm_request_params_max_tokens"), "choices of a body": mean("nsm_request_params_n"),
                     "generated": mean("nsm_request_generation_tokens")}, "short",
                     "Mean tokens of a request; the prompt's include those of a resumed state.", is_log=True),
             )),
@@ -133,9 +135,11 @@ def boards() -> list[Dashboard]:
                     "s", "Time since the engine began a step or woke; above 5 s new requests are refused.", top=1),
                 series("Time in steps", {BY_GATEWAY: rate("nsm_engine_step_seconds_total", by="instance")},
                     "percentunit", "Share of the time that the engine works, by gateway.", top=1),
-                series("Drafts", {"drafted": rate("nsm_spec_decode_num_draft_tokens_total"),
+                series("Drafts", {"times": rate("nsm_spec_decode_num_drafts_total"),
+                    "drafted": rate("nsm_spec_decode_num_draft_tokens_total"),
                     "accepted": rate("nsm_spec_decode_num_accepted_tokens_total")}, "short",
-                    "Tokens a second that were drafted, and those of them that became output. None where many run."),
+                    "How often a second, tokens that were drafted, and those of them that became output. None where "
+                    "many run."),
             )),
             Section("Processes", (
                 series("CPU", {BY_GATEWAY: rate("nsm_process_cpu_seconds_total", by="instance")}, "short",
@@ -252,6 +256,21 @@ def boards() -> list[Dashboard]:
                 series("Latency in the workers, p95",
                     WORKER_LATENCY,
                     "s", "Of streams, and of all calls that ended well; without the way to the client."),
+                series("Tokens of the workers", {
+                    name: f"sum(rate(nsm_worker_tokens_{name}_total[$__rate_interval]))"
+                    for name in ("generated", "computed", "resumed")
+                }, "short", "A second. Computed are prompt tokens that were read, resumed those that a state covered."),
+                series("Steps of the workers", {
+                    name: share(f"sum(rate(nsm_worker_step_{name}_total[$__rate_interval]))", WORKER_STEPS)
+                    for name in ("rows", "tokens")
+                }, "short", "Mean requests and tokens of a step."),
+                series("States asked for by id", {
+                    name: f"sum(rate(nsm_worker_{metric}_total[$__rate_interval]))"
+                    for name, metric in (("there", "state_hits"), ("not there", "state_misses"),
+                                         ("given up for newer ones", "states_evicted"))
+                }, "ops", "In the memory of Triton's workers."),
+                series("Power of the workers", {"all": "sum(rate(nsm_worker_energy_joules_total[$__rate_interval]))"},
+                    "watt", "All sources together."),
                 series("Slots of the workers", {"running": "sum(nsm_worker_requests_running)",
                     "waiting": "sum(nsm_worker_requests_waiting)", "slots": "sum(nsm_worker_slots)"}, "short",
                     "As Triton's own /metrics tells them."),

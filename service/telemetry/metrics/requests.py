@@ -48,7 +48,6 @@ class RequestMetrics:
         self._queue = seconds("request_queue_time", "From the engine's queue to a slot.")
         self._prefill = seconds("request_prefill_time", "From the slot to the first token sampled.")
         self._decode = seconds("request_decode_time", "From the first token sampled to the end.")
-        self._inference = seconds("request_inference_time", "From the slot to the end.")
 
     def _register_sizes(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -131,7 +130,6 @@ class RequestMetrics:
             return
         self._prefill.observe(timings.prefill_s)
         self._decode.observe(timings.decode_s)
-        self._inference.observe(timings.prefill_s + timings.decode_s)
 
 
 class RequestRecord:
