@@ -30,7 +30,7 @@ def inspect_state(
     """
     state = dict(initial) if raw is None else spec.unpack(raw)
     numbers = sorted({_layer_of(tensor.name) for tensor in spec.tensors if tensor.name.startswith(_PREFIX)})
-    _check_wish(numbers, detail, layer)
+    _check_request(numbers, detail, layer)
     wanted = numbers if layer is None else [layer]
     described = (
         _describe(spec, number, part, state, initial, detail) for number in wanted for part in _parts(spec, number)
@@ -43,7 +43,7 @@ def _layer_of(name: str) -> int:
     return int(name.removeprefix(_PREFIX).partition(".")[0])
 
 
-def _check_wish(numbers: list[int], detail: Detail, layer: int | None) -> None:
+def _check_request(numbers: list[int], detail: Detail, layer: int | None) -> None:
     if layer is not None and layer not in numbers:
         raise InvalidRequest(f"layer must be one of this model's {len(numbers)} layers, got {layer}", param="layer")
     if detail is Detail.SLOT and layer is None:

@@ -73,7 +73,7 @@ class StateSpec:
     def read_position(self, raw: bytes) -> int:
         """The position in a packed state, without unpacking the rest. Raises SnapshotCorrupt as `unpack` does."""
         self._check_length(raw)
-        spec, offset = next((spec, offset) for spec, offset in self._places() if spec.name == POSITION)
+        spec, offset = next((spec, offset) for spec, offset in self._offsets() if spec.name == POSITION)
         return int.from_bytes(raw[offset : offset + spec.num_bytes], "little", signed=True)
 
     def unpack(self, raw: bytes, device: torch.device | None = None) -> State:
@@ -85,7 +85,7 @@ class StateSpec:
         if device is not None and device.type == "cuda":
             return self._unpack_on_gpu(raw, device)
         state: State = {}
-        for spec, offset in self._places():
+        for spec, offset in self._offsets():
             values = np.frombuffer(raw, _NUMPY_DTYPES[spec.dtype], count=math.prod(spec.shape), offset=offset)
             state[spec.name] = torch.from_numpy(values.copy()).reshape(1, *spec.shape)
         return state
@@ -94,14 +94,14 @@ class StateSpec:
         pinned = torch.empty(len(raw), dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[:] = np.frombuffer(raw, np.uint8)
         there, state = pinned.to(device, non_blocking=True), State()
-        for spec, offset in self._places():
+        for spec, offset in self._offsets():
             own = there[offset : offset + spec.num_bytes]
             # one that does not lie at a multiple of its size cannot be read where it is
             own = own if offset % spec.dtype.itemsize == 0 else own.clone()
             state[spec.name] = own.view(spec.dtype).reshape(1, *spec.shape)
         return state
 
-    def _places(self) -> Iterator[tuple[TensorSpec, int]]:
+    def _offsets(self) -> Iterator[tuple[TensorSpec, int]]:
         """Each tensor, and where it begins in a packed state."""
         offset = 0
         for spec in self.tensors:

@@ -142,8 +142,8 @@ class EventDecoder:
         pending = () if call.resume is None or call.resume.pending is None else (call.resume.pending,)
         self._prompt_ids = pending + (call.prompt_ids or ())
         self._num_tokens = len(call.sampled_ids)
-        self._keeps_state = call.keep_state
-        self.kept_state_id: str | None = None  # of the end state, where the call had the worker keep it
+        self._caches_state = call.keep_state
+        self.cached_state_id: str | None = None  # of the end state, where the call had the worker keep it
 
     @property
     def num_tokens(self) -> int:
@@ -184,7 +184,7 @@ class EventDecoder:
         end = None
         if state is not None:
             point = decode_resume(details["resume"])
-            self.kept_state_id = point.state_id if self._keeps_state else None
+            self.cached_state_id = point.state_id if self._caches_state else None
             end = EndState(
                 state=state,
                 position=point.position,

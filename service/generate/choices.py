@@ -32,12 +32,12 @@ EVENTS_AT_ONCE = 64  # most that are made into one write; a slow reader holds so
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """One admitted request. `keep`: what gets the states that the request was asked to send."""
+    """One admitted request. `save`: called with each state that the request asks for."""
 
     generation: Generation
     record: RequestRecord
     is_score_only: bool
-    keep: Callable[[PromptState | EndState], None] | None = None
+    save: Callable[[PromptState | EndState], None] | None = None
     is_scored: bool = False
     finished: Finished | None = None
 
@@ -59,11 +59,11 @@ class RequestGroup:
         arrival: float,
         is_stream: bool,
         is_score_only: bool = False,
-        keeps: Sequence[Callable[[PromptState | EndState], None] | None] = (),
+        savers: Sequence[Callable[[PromptState | EndState], None] | None] = (),
     ) -> None:
         """Submits all requests or none. Raises what `submit` raises. `permit` is left with the group.
 
-        `is_score_only`: end each request when its prompt is scored, before any token is sampled. `keeps`: for each
+        `is_score_only`: end each request when its prompt is scored, before any token is sampled. `savers`: for each
         request what gets its states, or nothing at all.
         """
         self.choices: list[Choice] = []
@@ -71,9 +71,9 @@ class RequestGroup:
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
         try:
-            for request, keep in zip(requests, keeps or [None] * len(requests), strict=True):
+            for request, save in zip(requests, savers or [None] * len(requests), strict=True):
                 generation = backend.submit(request)
-                self.choices.append(Choice(generation, metrics.requests.start(arrival=arrival), is_score_only, keep))
+                self.choices.append(Choice(generation, metrics.requests.start(arrival=arrival), is_score_only, save))
         except BaseException:
             self.cancel()
             raise
@@ -167,11 +167,11 @@ def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]
     elif isinstance(event, Finished):
         event = final_event(event, choice)
         choice.finished = event
-        if event.end_state is not None and choice.keep is not None:
-            choice.keep(event.end_state)
+        if event.end_state is not None and choice.save is not None:
+            choice.save(event.end_state)
     elif isinstance(event, PromptState):
-        if choice.keep is not None:
-            choice.keep(event)
+        if choice.save is not None:
+            choice.save(event)
     else:
         choice.is_scored = True
         if choice.is_score_only:
@@ -213,7 +213,7 @@ def submit_group(
         arrival=arrival.time,
         is_stream=is_stream,
         is_score_only=spec.is_score_only,
-        keeps=[start.keep for start in starts for _ in range(spec.n)],
+        savers=[start.save for start in starts for _ in range(spec.n)],
     )
 
 

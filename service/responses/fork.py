@@ -104,17 +104,17 @@ async def _state_after(
 ) -> tuple[EndState, StateFormat]:
     """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
     version = marks[-1].version
-    kept = [one for one in await store.list_retained(head.key) if one.version <= version]
+    retained = [one for one in await store.list_retained(head.key) if one.version <= version]
     if (await store.get(head.key)).created_at != head.created_at:
         raise not_found(head.session_id)
-    is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in kept)
+    is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in retained)
     num_fed = len(log_ids) if is_retained or len(log_ids) == 1 else len(log_ids) - 1
     reading = await read_up_to(
         backend,
         store,
         head.key,
         log_ids[:num_fed],
-        retained=kept,
+        retained=retained,
         marks=marks,
         request_id=f"fork-{uuid.uuid4().hex}",
         deadline=deadline,

@@ -169,8 +169,8 @@ async def frames(
                     )
     except Exception as error:
         report(error, request_id=request_id)
-        told = answer(error, request_id=request_id)
-        fields = {"code": told.code, "message": told.message, "param": told.param, "sequence_number": number}
+        shown = answer(error, request_id=request_id)
+        fields = {"code": shown.code, "message": shown.message, "param": shown.param, "sequence_number": number}
         yield frame({"type": "error", **fields}, event="error")
 
 

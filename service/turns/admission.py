@@ -47,7 +47,7 @@ class TurnAdmission:
     async def take_lease(self, key: SessionKey, turn: Turn) -> HeldLease:
         """Raises SessionBusy, NotFound or StoreUnavailable."""
         started = time.monotonic()
-        with _count_outcomes(self.metrics):
+        with _count_failures(self.metrics):
             held = await self.leases.take(key, on_lost=turn.stop)
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
@@ -61,7 +61,7 @@ class TurnAdmission:
             base_version=request.expected_version,
             request=encode_request(request, model_fingerprint=self.backend.model.fingerprint),
         )
-        with _count_outcomes(self.metrics):
+        with _count_failures(self.metrics):
             try:
                 return await held.begin_turn(start, max_records=self.max_records)
             except VersionConflict as error:  # the store's, which knows no fields
@@ -134,7 +134,7 @@ class TurnAdmission:
         )
 
     async def _resume(self, held: HeldLease, request: TurnRequest) -> ResumedSession:
-        with _count_outcomes(self.metrics):
+        with _count_failures(self.metrics):
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self.backend.model, self.backend.tokenizer
             # in a thread, as at the commit: megabytes and long counts would hold up every other stream
@@ -155,7 +155,7 @@ class TurnAdmission:
 
 
 @contextlib.contextmanager
-def _count_outcomes(metrics: Metrics) -> Iterator[None]:
+def _count_failures(metrics: Metrics) -> Iterator[None]:
     try:
         yield
     except StateMismatch:

@@ -62,12 +62,12 @@ class TurnFollower:
         self._taken: Turn | None = None
         self._num_chunks = 0
         self._replayer: EventReplayer | None = None
-        self._kept: TurnResult | None = None
+        self._result_read: TurnResult | None = None
         if record.request:
             request, _ = decode_request(record.request, key, turn_id=record.turn_id)
             self._replayer, self.render_options = EventReplayer(tokenizer, request.sampling), request.render_options
         elif record.result is not None:
-            self._kept = result = decode_result(record.result)
+            self._result_read = result = decode_result(record.result)
             self._replayer, self.render_options = EventReplayer(tokenizer, result.sampling), result.render_options
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
@@ -142,8 +142,8 @@ class TurnFollower:
                 yield new
 
     async def _result(self) -> TurnResult:
-        if self._kept is not None:
-            return self._kept
+        if self._result_read is not None:
+            return self._result_read
         if self._record.result is None:
             what = "was cancelled" if self._record.status == "cancelled" else "was lost with the server that ran it"
             raise TurnCancelled(f"the turn {what}; nothing of it was kept")

@@ -140,5 +140,5 @@ def _num_sampled_since_mark(marks: Sequence[LogMark], num_log_tokens: int) -> in
     cut = next((mark for mark in marks if mark.num_log_tokens > num_log_tokens), None)
     if cut is None:
         return 0
-    last_kept = max((mark.num_log_tokens for mark in marks if mark.num_log_tokens <= num_log_tokens), default=0)
-    return max(0, num_log_tokens - max(last_kept, cut.num_log_tokens - cut.num_sampled))
+    last_whole = max((mark.num_log_tokens for mark in marks if mark.num_log_tokens <= num_log_tokens), default=0)
+    return max(0, num_log_tokens - max(last_whole, cut.num_log_tokens - cut.num_sampled))

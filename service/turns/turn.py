@@ -87,8 +87,8 @@ class TurnSource(Protocol):
 
 
 class Turn:
-    """A turn of one session, from the claim to its end. Made by `TurnRegistry.open_turn`; a reader that leaves calls
-    `detach`.
+    """A turn of one session, from its reservation to its end. Made by `TurnRegistry.open_turn`; a reader that leaves
+    calls `detach`.
 
     It is its opener's TurnSource; `follow` gives further ones. Without any reader it goes on for `detached_s` seconds.
     `identity`, `digest`: see TurnStart.

@@ -3,7 +3,7 @@
 A turn runs in a task of its own, so that a client that leaves does not end it: it goes on to its commit, for at most
 `detached_s` seconds. The session is free again before its last event is given out: the client may answer at once.
 
-The store's lease keeps turns of other processes out, and the claim those of this one, without asking the store.
+The store's lease keeps turns of other processes out, and the reservation those of this one, without asking the store.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ class TurnRegistry:
     def _holding(
         self, key: SessionKey, request: TurnRequest | None = None
     ) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
-        """Claim and lease for a turn, until the end of the block, or of the turn that began in it."""
+        """Reservation and lease for a turn, until the end of the block, or of the turn that began in it."""
 
         def take(turn: Turn) -> Awaitable[HeldLease]:
             return self._opening.take_lease(key, turn)
 
-        return self._claimed(key, take, request)
+        return self._reserved(key, take, request)
 
     def exclusive(self, key: SessionKey) -> contextlib.AbstractAsyncContextManager[tuple[Turn, HeldLease]]:
         """The session for something else than a turn, which `cancel`, `delete` and `drain` stop like one.
@@ -206,13 +206,13 @@ class TurnRegistry:
         def take(turn: Turn) -> Awaitable[HeldLease]:
             return self._leases.take(key, on_lost=turn.stop)
 
-        return self._claimed(key, take)
+        return self._reserved(key, take)
 
     @contextlib.asynccontextmanager
-    async def _claimed(
+    async def _reserved(
         self, key: SessionKey, take: Callable[[Turn], Awaitable[HeldLease]], request: TurnRequest | None = None
     ) -> AsyncIterator[tuple[Turn, HeldLease]]:
-        turn = self._claim(key, request)
+        turn = self._reserve(key, request)
         held: HeldLease | None = None
         try:
             turn.permit = self._tenants.enter(key.tenant)
@@ -259,7 +259,7 @@ class TurnRegistry:
         """Stops the session's turn, then deletes the session; no turn begins in between. Raises NotFound."""
         while key in self._running:
             await self.cancel(key)
-        self._claim(key)
+        self._reserve(key)
         try:
             await self._store.delete(key)
         finally:
@@ -281,7 +281,7 @@ class TurnRegistry:
         """Whoever reads a turn of another process here is told that this one stops."""
         self._has_stopped.set()
 
-    def _claim(self, key: SessionKey, request: TurnRequest | None = None) -> Turn:
+    def _reserve(self, key: SessionKey, request: TurnRequest | None = None) -> Turn:
         if key in self._running:
             raise session_busy(key.session_id)
         identity, digest = (None, "") if request is None else (request.identity, request.digest)

@@ -173,7 +173,7 @@ async def test_off_switches(cached: Gateway, plain: Gateway, make_backend: MakeB
     async with gateway(make_backend(), api_keys_file=path) as server:
         for _ in range(2):
             assert cached_tokens(await complete(server, key.headers, prompt=ids(110))) == 0
-        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
+        assert server.metric("nsm_prefix_saved_total", outcome="stored") == 0
 
 
 async def test_L1_L5_no_tenant_resumes_anothers_prompt(make_backend: MakeBackend, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def boards() -> list[Dashboard]:
                 series("Tokens covered",
                     {"share": share(rate("nsm_prefix_cache_hits_total"), rate("nsm_prefix_cache_queries_total"))},
                     "percentunit", "Share of the tokens of these prompts that a stored state covered.", top=1),
-                series("States kept", {"{{outcome}}": rate("nsm_prefix_kept_total", by="outcome")}, "ops",
+                series("States kept", {"{{outcome}}": rate("nsm_prefix_saved_total", by="outcome")}, "ops",
                     "other_ids: the answer's text has other ids than were sampled; dropped: too many at once.",
                     is_stacked=True),
                 latency("Looking for a beginning", "nsm_prefix_fetch_seconds", "In the store of prefixes."),

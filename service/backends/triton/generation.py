@@ -134,8 +134,8 @@ class TritonGeneration:
                         raise EngineDead("the worker is stopping")
                     told = self._progress.take(request, event)
                     if isinstance(event, Finished):
-                        if decoder.kept_state_id is not None:
-                            self._upstreams.remember(decoder.kept_state_id, upstream)
+                        if decoder.cached_state_id is not None:
+                            self._upstreams.remember(decoder.cached_state_id, upstream)
                         return told if isinstance(told, Finished) else None
                     if told is not None:
                         self._events.put(told)

@@ -41,21 +41,21 @@ LOOKUP_S = 0.5  # a store that takes longer is a miss
 SWEEP_S = 60.0
 
 NextText = Callable[[str], str]
-Keep = Callable[[PromptState | EndState], None]
+SaveState = Callable[[PromptState | EndState], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Where one prompt starts and which of its states are stored. All choices share it; only the first stores states.
 
-    `positions`: in tokens of the prompt. `keep`: called with each state.
+    `positions`: in tokens of the prompt. `save`: called with each state.
     """
 
     ids: tuple[int, ...]
     resume: Resume | None = None
     positions: tuple[int, ...] = ()
     has_end: bool = False
-    keep: Keep | None = None
+    save: SaveState | None = None
 
     @property
     def position(self) -> int:
@@ -123,7 +123,7 @@ class PrefixResume:
             await self._store.close()
 
     async def drain(self) -> None:
-        """Waits, for a short time, until all states that were kept so far are stored."""
+        """Waits, for a short time, until all states saved so far are stored."""
         if self._writer is not None:
             await self._writer.drain()
 
@@ -142,7 +142,7 @@ class PrefixResume:
         resume, positions, min_gap = None, [], self._min_tokens
         if len(ids) > MIN_TOKENS:
             digests = PromptDigests(tenant=tenant, model=self._backend.model, ids=ids)
-            resume = await self._look_up(tenant, digests)
+            resume = await self._find(tenant, digests)
             min_gap = MIN_TOKENS if resume else min_gap
             shared = self._sightings.record(tenant, digests)
             positions = _positions_to_store(
@@ -152,16 +152,16 @@ class PrefixResume:
             self._metrics.prefixes.resumed("short")
         last = positions[-1] if positions else resume.position if resume else 0
 
-        def keep(kept: PromptState | EndState) -> None:
-            if isinstance(kept, PromptState):
-                writer.add(tenant, ids[: kept.position], kept.state)
-            elif kept.position - last >= min_gap:
-                writer.spawn(self._keep_end(writer, tenant, ids, kept, next_text))
+        def save(state: PromptState | EndState) -> None:
+            if isinstance(state, PromptState):
+                writer.add(tenant, ids[: state.position], state.state)
+            elif state.position - last >= min_gap:
+                writer.spawn(self._save_end(writer, tenant, ids, state, next_text))
 
         has_end = len(ids) + max_tokens - last >= min_gap
-        return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, keep=keep)
+        return Start(ids=ids, resume=resume, positions=tuple(positions), has_end=has_end, save=save)
 
-    async def _look_up(self, tenant: str, digests: PromptDigests) -> Resume | None:
+    async def _find(self, tenant: str, digests: PromptDigests) -> Resume | None:
         """The longest stored beginning that leaves something to read; None for whatever reason there is none."""
         outcome: PrefixOutcome = "unavailable"
         resume, started = None, time.monotonic()
@@ -207,19 +207,19 @@ class PrefixResume:
             return None, "corrupt"
         return found, "hit"
 
-    async def _keep_end(
+    async def _save_end(
         self, writer: PrefixWriter, tenant: str, ids: tuple[int, ...], end: EndState, next_text: NextText | None
     ) -> None:
         """The state after the answer, if a later prompt can begin with its ids."""
         num_fed = end.position - len(ids)
-        kept = end.new_ids[len(end.new_ids) - num_fed - (end.pending is not None) :]
-        fed = (*ids, *kept[:num_fed])
+        sampled = end.new_ids[len(end.new_ids) - num_fed - (end.pending is not None) :]
+        fed = (*ids, *sampled[:num_fed])
         if next_text is not None:
             tokenizer = self._backend.tokenizer
-            text = next_text(tokenizer.decode(kept))
+            text = next_text(tokenizer.decode(sampled))
             again = (await asyncio.to_thread(tokenizer.encode_batch, [text]))[0]
             if (tokenizer.end_of_text_id, *again)[: end.position] != fed:
-                self._metrics.prefixes.kept("other_ids")
+                self._metrics.prefixes.saved("other_ids")
                 return
         writer.add(tenant, fed, end.state)
 

@@ -82,7 +82,7 @@ class PrefixWriter:
         if key in waiting:
             return
         if len(waiting) >= MAX_TENANT_PENDING or num_all >= MAX_PENDING:
-            self._metrics.prefixes.kept("dropped")
+            self._metrics.prefixes.saved("dropped")
             return
         waiting[key] = Pending(digests, state)
         self.spawn(self._write(tenant, key))
@@ -117,10 +117,10 @@ class PrefixWriter:
                 if not self._breaker.is_open:
                     entry = await asyncio.to_thread(self._encode, tenant, key, pending)
                     await self._store.put(tenant=tenant, key=key, entry=entry)
-            self._metrics.prefixes.kept("dropped" if self._breaker.is_open else "stored")
+            self._metrics.prefixes.saved("dropped" if self._breaker.is_open else "stored")
         except NsmError as error:
             self._breaker.failed(error)
-            self._metrics.prefixes.kept("failed")
+            self._metrics.prefixes.saved("failed")
         finally:
             del self._pending[tenant][key]
             if not self._pending[tenant]:

@@ -44,8 +44,8 @@ class DocumentSizes:
     async def total(self, tenant: str) -> int:
         entries, total = self._keys.documents(tenant)
         found = await self._client.command("HRANDFIELD", entries, NUM_CHECKED, "WITHVALUES")
-        looks = [("EXISTS", key) for key, _ in found]
-        are_there = await self._client.call(lambda attempt: attempt.together(*looks)) if looks else []
+        checks = [("EXISTS", key) for key, _ in found]
+        are_there = await self._client.call(lambda attempt: attempt.together(*checks)) if checks else []
         for (key, entry), is_there in zip(found, are_there, strict=True):
             if not is_there:
                 await self._forget(tenant, key, entry)

@@ -82,9 +82,9 @@ def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
 
 
 def encode_cursor(head: SessionHead) -> str:
-    """The place after `head` in a listing: what it is sorted by, so that it stays good when `head` is deleted."""
-    place = f"{head.created_at.hex()} {head.session_id}"
-    return base64.urlsafe_b64encode(place.encode()).decode().rstrip("=")
+    """The position after `head` in a listing: its sort key, which stays valid when `head` is deleted."""
+    sort_key = f"{head.created_at.hex()} {head.session_id}"
+    return base64.urlsafe_b64encode(sort_key.encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str) -> tuple[float, str]:

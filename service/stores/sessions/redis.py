@@ -190,11 +190,11 @@ class RedisSessionStore:
         turn, retention = commit.turn, commit.retention
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
         log = (encode_ids(commit.new_ids), *record)
-        args = (*_moved_fields(commit), *log, *retention_fields(retention))
+        args = (*_change_fields(commit), *log, *retention_fields(retention))
         return await self._move(COMMIT, lease, commit, args, retention.snapshot)
 
     async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
-        return await self._move(REWIND, lease, rewind, (*_moved_fields(rewind), rewind.num_log_tokens))
+        return await self._move(REWIND, lease, rewind, (*_change_fields(rewind), rewind.num_log_tokens))
 
     async def _move(
         self, script: Script, lease: Lease, change: Commit | Rewind, values: tuple[object, ...], retained: bytes = b""
@@ -250,14 +250,14 @@ class RedisSessionStore:
         return await self.client.call(read)
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
-        place = None if cursor is None else _place(cursor)
+        last = None if cursor is None else _entry_of(cursor)
         heads: list[SessionHead] = []
         while len(heads) <= limit:
-            entries = await self._index.page(tenant, limit=limit + 1 - len(heads), after=place)
+            entries = await self._index.page(tenant, limit=limit + 1 - len(heads), after=last)
             if not entries:
                 break
             heads += await self._living(tenant, entries)
-            place = entries[-1]
+            last = entries[-1]
         page = tuple(heads[:limit])
         return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
 
@@ -383,7 +383,7 @@ def _nonce() -> str:
     return secrets.token_hex(12)
 
 
-def _moved_fields(change: Commit | Rewind) -> tuple[object, ...]:
+def _change_fields(change: Commit | Rewind) -> tuple[object, ...]:
     """The arguments that a commit and a rewind have in common."""
     return change.position, change.model_fingerprint, *_snapshot_fields(change.snapshot)
 
@@ -399,7 +399,7 @@ def _require_head(answer: Any, key: SessionKey) -> StoredHead:
     return stored
 
 
-def _place(cursor: str) -> IndexEntry:
+def _entry_of(cursor: str) -> IndexEntry:
     created_at, session_id = decode_cursor(cursor)
     if not math.isfinite(created_at):
         raise InvalidRequest(f"after must be a next_cursor of an earlier page, got {quoted(cursor)}", param="after")

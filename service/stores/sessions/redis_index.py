@@ -74,8 +74,8 @@ class TenantIndex:
 
     async def page(self, tenant: str, *, limit: int, after: IndexEntry | None) -> list[IndexEntry]:
         """Newest first, at most `limit`; some may be stale."""
-        place = ("", "") if after is None else (to_us(after.created_at), after.session_id)
-        flat = await self._client.script(INDEX_PAGE, self._keys.tenant(tenant), *place, limit)
+        start = ("", "") if after is None else (to_us(after.created_at), after.session_id)
+        flat = await self._client.script(INDEX_PAGE, self._keys.tenant(tenant), *start, limit)
         names = zip(flat[::2], flat[1::2], strict=True)
         return [IndexEntry(name.decode(), int(created_us) / MICROSECONDS) for name, created_us in names]
 

@@ -192,9 +192,9 @@ class SqliteSessionStore:
                 drop_results(connection, head, last_version)
                 cut_retained(connection, head, rewind)
                 replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
-                moved = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
+                rewound = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
             empty_write_ahead_log(connection)  # what was cut off is deleted
-            return moved
+            return rewound
 
         return await self.database.write(work)
 

@@ -86,8 +86,8 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
         connection.execute(f"DELETE FROM {table} WHERE {ONE}", key)
     names = HEAD_COLUMNS.split(", ")
     values = [json.dumps(dict(head.metadata)) if name == "metadata" else getattr(head, name) for name in names]
-    places = ", ".join("?" * len(names))
-    connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({places})", values)
+    placeholders = ", ".join("?" * len(names))
+    connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({placeholders})", values)
 
 
 def get_snapshot(connection: sqlite3.Connection, head: SessionHead) -> bytes | None:
@@ -255,7 +255,7 @@ def move_head(
     connection: sqlite3.Connection, head: SessionHead, change: Commit | Rewind, *, num_log_tokens: int, now: float
 ) -> SessionHead:
     """To the next version; the session is free again."""
-    moved = dataclasses.replace(
+    new = dataclasses.replace(
         head,
         version=change.version,
         position=change.position,
@@ -268,10 +268,10 @@ def move_head(
     connection.execute(
         "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
         f"snapshot_bytes = ?, expires_at = ?, {_FREE} WHERE {ONE}",
-        (moved.version, moved.position, now, moved.model_fingerprint, num_log_tokens, moved.snapshot_bytes,
-         moved.expires_at, *head.key),
+        (new.version, new.position, now, new.model_fingerprint, num_log_tokens, new.snapshot_bytes,
+         new.expires_at, *head.key),
     )  # fmt: skip
-    return moved
+    return new
 
 
 def _names(lease: Lease) -> tuple[str, str, float, str, int]:

@@ -12,7 +12,7 @@ from service.telemetry.metrics.buckets import SECONDS
 # unavailable: the store did not answer
 PrefixOutcome = Literal["hit", "miss", "short", "off", "corrupt", "unavailable"]
 # other_ids: the answer's text has other ids than were sampled; dropped: too many at once, or the store rests
-PrefixKept = Literal["stored", "other_ids", "dropped", "failed"]
+PrefixSaved = Literal["stored", "other_ids", "dropped", "failed"]
 
 
 class PrefixMetrics:
@@ -34,8 +34,8 @@ class PrefixMetrics:
         self._fetch = Histogram(
             "nsm_prefix_fetch_seconds", "Looking for a stored beginning.", buckets=SECONDS, registry=registry
         )
-        self._kept = Counter(
-            "nsm_prefix_kept_total", "States of stateless requests, by outcome.", ["outcome"],
+        self._saved = Counter(
+            "nsm_prefix_saved_total", "States of stateless requests, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
 
@@ -47,5 +47,5 @@ class PrefixMetrics:
         self._queries.inc(num_tokens)
         self._hits.inc(num_resumed)
 
-    def kept(self, outcome: PrefixKept) -> None:
-        self._kept.labels(outcome).inc()
+    def saved(self, outcome: PrefixSaved) -> None:
+        self._saved.labels(outcome).inc()

@@ -66,7 +66,7 @@ def test_the_events_of_a_stream_arrive_as_they_were(
     assert all(arrived)
     assert [event for events in arrived for event in events] == [*before, *tokens, end]
     assert receiver.num_tokens == len(SAMPLED) + len(tokens)
-    assert receiver.kept_state_id == (None if end.end_state is None else state_id(end.end_state.state))
+    assert receiver.cached_state_id == (None if end.end_state is None else state_id(end.end_state.state))
 
 
 def test_where_a_turn_ended_is_told_for_the_next_one() -> None:

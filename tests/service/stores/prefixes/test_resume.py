@@ -72,7 +72,7 @@ async def test_a_store_that_is_down_is_a_miss_and_is_left_alone_for_a_while(capl
             assert await ask(server, ids(100 + number)) == 0
         assert store.num_calls == 1
         assert server.metric("nsm_prefix_resume_total", outcome="unavailable") == 5
-        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
+        assert server.metric("nsm_prefix_saved_total", outcome="stored") == 0
     assert caplog.text.count("stored prefixes are not used for 5 s: the store is down") == 1
 
 
@@ -84,7 +84,7 @@ async def test_writing_fails_beside_the_request() -> None:
         store.is_down = True
         store.gate.set()
         await server.services.prefix_resume.drain()
-        assert server.metric("nsm_prefix_kept_total", outcome="failed") == 1
+        assert server.metric("nsm_prefix_saved_total", outcome="failed") == 1
 
 
 async def test_a_store_that_does_not_answer_costs_half_a_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,10 @@ async def test_too_many_states_at_once_are_dropped_and_counted() -> None:
         store.gate.clear()
         for number in range(MAX_TENANT_PENDING + 2):
             await ask(server, ids(100, seed=number), drains=False)
-        assert server.metric("nsm_prefix_kept_total", outcome="dropped") == 2
+        assert server.metric("nsm_prefix_saved_total", outcome="dropped") == 2
         store.gate.set()
         await server.services.prefix_resume.drain()
-        assert server.metric("nsm_prefix_kept_total", outcome="stored") == MAX_TENANT_PENDING
+        assert server.metric("nsm_prefix_saved_total", outcome="stored") == MAX_TENANT_PENDING
 
 
 async def test_a_damaged_entry_is_not_used_and_makes_room_for_a_new_one() -> None:
@@ -145,15 +145,15 @@ async def test_what_is_cheaper_to_read_again_than_to_keep_is_not_kept() -> None:
         assert await ask(server, ids(140, seed=1)) == 0
         assert await ask(server, ids(140, seed=1)[:127] + ids(50, seed=2)) == 0
     assert [request.keep_states_at for request in backend.requests] == [(), (140,), (64,)]
-    assert server.metric("nsm_prefix_kept_total", outcome="stored") == 2
+    assert server.metric("nsm_prefix_saved_total", outcome="stored") == 2
 
 
 async def test_an_answer_that_makes_a_prompt_long_enough_is_kept() -> None:
     async with gateway(FakeBackend("a" * 200), prefix_min_tokens=128) as server:
         await ask(server, ids(100), max_tokens=20)
-        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 0
+        assert server.metric("nsm_prefix_saved_total", outcome="stored") == 0
         await ask(server, ids(100, seed=1), max_tokens=40)
-        assert server.metric("nsm_prefix_kept_total", outcome="stored") == 1
+        assert server.metric("nsm_prefix_saved_total", outcome="stored") == 1
 
 
 async def test_short_beginnings_that_come_back_are_kept_whatever_a_new_prompt_must_spare() -> None:
@@ -190,7 +190,7 @@ async def test_an_answer_that_is_encoded_otherwise_is_not_kept() -> None:
             said += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
         first, second = backend.requests
         # the fake's answer begins without the blank that the template puts in front of it
-        assert server.metric("nsm_prefix_kept_total", outcome="other_ids") >= 1
+        assert server.metric("nsm_prefix_saved_total", outcome="other_ids") >= 1
         assert second.resume is not None
         assert second.resume.position == len(first.prompt_ids)
 
