@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import math
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def run(tiny_tokenizer: Tokenizer, tmp_path: Path) -> TrainConfig:
 
 @pytest.mark.parametrize("name", MODELS)
 async def test_X25_every_pattern_trains_resumes_and_serves(
-    run: TrainConfig, tiny_tokenizer: Tokenizer, name: str
+    run: TrainConfig, tiny_tokenizer: Tokenizer, tmp_path: Path, name: str
 ) -> None:
     run = dataclasses.replace(run, model=dataclasses.replace(MODELS[name], vocab_size=tiny_tokenizer.vocab_size))
     train(run)
@@ -68,23 +70,27 @@ async def test_X25_every_pattern_trains_resumes_and_serves(
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert all(math.isfinite(float(row["val_loss"])) for row in rows)
     if is_served(run.model):
-        unbroken = await two_turns(out, is_moved=False)
-        assert await two_turns(out, is_moved=True) == unbroken
+        unbroken = await two_turns(out, tmp_path / "one.db", is_moved=False)
+        assert await two_turns(out, tmp_path / "moved.db", is_moved=True) == unbroken
 
 
-async def two_turns(model: Path, *, is_moved: bool) -> list[str]:
-    """The texts of a session's two turns, on one server, or each on its own with one store."""
-    store, texts = SqliteSessionStore(None), []
-    first = LocalBackend(load_checkpoint(model), EngineConfig(max_slots=1, token_budget=64))
-    async with gateway(first, store=store) as house:
+async def two_turns(model: Path, sessions: Path, *, is_moved: bool) -> list[str]:
+    """The texts of a session's two turns: on one server, or the second on another one that opens the same file."""
+    async with served(model, sessions) as house:
         response = await house.client.post("/v1/sessions", json={"id": "s1"})
         assert response.status_code == 200, response.text
-        texts.append(await say(house))
+        texts = [await say(house)]
         if not is_moved:
             return [*texts, await say(house)]
-    second = LocalBackend(load_checkpoint(model), EngineConfig(max_slots=1, token_budget=64))
-    async with gateway(second, store=store) as house:
+    async with served(model, sessions) as house:
         return [*texts, await say(house)]
+
+
+@contextlib.asynccontextmanager
+async def served(model: Path, sessions: Path) -> AsyncIterator[Gateway]:
+    backend = LocalBackend(load_checkpoint(model), EngineConfig(max_slots=1, token_budget=64))
+    async with gateway(backend, store=SqliteSessionStore(sessions)) as house:
+        yield house
 
 
 async def say(house: Gateway) -> str:
