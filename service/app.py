@@ -7,9 +7,8 @@ import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Security
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -60,7 +59,7 @@ from service.web.errors import handle
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 from service.web.load_shedding import ShedLoad
 from service.web.middleware import Body, CatchErrors, RequestContext, TrackRequests
-from service.web.openapi import add_docs_page
+from service.web.openapi import DescribedApi, add_docs_page
 from service.web.origin import RequireHost, RequireOwnOrigin
 
 DISTRIBUTION = "nsm-serve"
@@ -143,10 +142,11 @@ def create_app(
         background=Background(),
         tracing=tracing,
     )
-    app = FastAPI(
+    app = DescribedApi(
         title="nsm",
         summary="Recurrent language models whose conversations are small, durable states.",
         version=importlib.metadata.version(DISTRIBUTION),
+        servers=[{"url": "/"}],
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -157,10 +157,9 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.services = services
-    # for the document only, so that the page at /docs asks for a key; `Authenticate` checks it
-    needs_key = [Security(HTTPBearer(auto_error=False))] if tenants.has_keys else []
+    app.needs_key = tenants.has_keys
     for route in ROUTES:
-        app.include_router(route.router, dependencies=[] if route is health else needs_key)
+        app.include_router(route.router)
     add_docs_page(app)
     if settings.playground:
         add_playground(app)

@@ -78,7 +78,25 @@ def answers(model: type[BaseModel], *, status: int = 200) -> Responses:
 def generation_responses(model: type[BaseModel]) -> Responses:
     """The same for one that streams if it is asked to."""
     description = "One object, or with `stream: true` a stream of chunks."
-    return {200: {"model": model, "description": description, "content": STREAM_CONTENT}, **ERROR_RESPONSES}
+    # generated clients parse every answer as the first type that is listed
+    content: dict[str, Any] = {"application/json": {}, **STREAM_CONTENT}
+    return {200: {"model": model, "description": description, "content": content}, **ERROR_RESPONSES}
+
+
+class DescribedApi(FastAPI):
+    """FastAPI whose description also has the API keys that `Authenticate` checks."""
+
+    needs_key = False  # otherwise a key is optional: stock clients always send one
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            document["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+            operations = [operation for path in document["paths"].values() for operation in path.values()]
+            for operation in operations:
+                if "health" not in operation["tags"]:
+                    operation["security"] = [{"ApiKey": []}] if self.needs_key else [{}, {"ApiKey": []}]
+        return super().openapi()
 
 
 def add_docs_page(app: FastAPI) -> None:

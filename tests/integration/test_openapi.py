@@ -239,6 +239,25 @@ def test_answers_are_as_the_description_says(api: Api, method: str, path: str) -
     whatever_is_sent()
 
 
+@pytest.mark.parametrize(("method", "path"), GOOD, ids=[" ".join(key) for key in GOOD])
+def test_X8_a_client_that_reads_each_answer_as_the_first_listed_type_can(api: Api, method: str, path: str) -> None:
+    """As generated clients do."""
+    operation = api.operation(method, path)
+    first_type, *_ = operation.definition.raw["responses"]["200"]["content"]
+    body, query = GOOD[method, path][0]
+    if body == FILE:
+        (session_id,) = api.ids(SESSION).values()
+        file = api.client.get(f"/v1/sessions/{session_id}/export").content
+        answer = api.client.request(method, path, params={"id": "read"}, content=file, headers=FILE_HEADERS)
+    else:
+        url = path.format_map(api.ids(path))
+        answer = api.client.request(method, url, params=query, **({} if body is None else {"json": body}))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].partition(";")[0] == first_type
+    if first_type == "application/json":
+        assert isinstance(answer.json(), dict)
+
+
 def test_every_operation_is_tried(api: Api) -> None:
     operations = [result.ok() for result in api.schema.get_all_operations()]
     assert {(operation.method.upper(), operation.path) for operation in operations} == set(GOOD)

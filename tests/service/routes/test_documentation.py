@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.support.fakes import FakeBackend
 from tests.support.gateway import gateway
+from tests.support.tenants import make_key, write_keys
 
 
 async def test_the_docs_page_loads_nothing_from_other_hosts() -> None:
@@ -35,6 +39,32 @@ async def test_the_schema_documents_bodies_and_errors() -> None:
     assert fields["top_k"]["description"] == "0 means all tokens, and so does -1; at most 2147483647"
     assert "[-2^63, 2^64)" in fields["seed"]["description"]
     assert schema["components"]["schemas"]["CompletionBody"]["additionalProperties"] is False
+
+
+async def test_X8_the_first_type_of_an_answer_is_json_where_there_is_one() -> None:
+    async with gateway(FakeBackend()) as server:
+        schema = (await server.client.get("/openapi.json")).json()
+    operations = {
+        (method, path): operation for path, methods in schema["paths"].items() for method, operation in methods.items()
+    }
+    types = {key: list(operation["responses"]["200"]["content"]) for key, operation in operations.items()}
+    assert {key for key, names in types.items() if "application/json" in names[1:]} == set()
+    assert sum("text/event-stream" in names for names in types.values()) == 6
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_X8_the_description_has_servers_keys_and_summaries(has_keys: bool, tmp_path: Path) -> None:
+    file = write_keys(tmp_path / "keys", make_key("acme"), acme="") if has_keys else None
+    async with gateway(FakeBackend(), api_keys_file=file) as server:
+        schema = (await server.client.get("/openapi.json")).json()
+    assert schema["servers"] == [{"url": "/"}]
+    ((name, scheme),) = schema["components"]["securitySchemes"].items()
+    assert scheme == {"type": "http", "scheme": "bearer"}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"]
+            wanted = [{name: []}] if has_keys else [{}, {name: []}]
+            assert operation.get("security") == (None if path.startswith("/health") else wanted)
 
 
 async def test_other_origins_may_not_read_answers() -> None:
