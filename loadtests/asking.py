@@ -99,7 +99,7 @@ def ask(
                 (reader or Reader()).read(response, answer)
             else:
                 _refused(response, sample, answer)
-        _settle(sample, answer, left=reader is not None and reader.leave_after is not None)
+        _set_outcome(sample, answer, left=reader is not None and reader.leave_after is not None)
     except GreenletExit:
         sample.outcome = "unfinished"
         raise
@@ -136,7 +136,7 @@ def _seconds(retry_after: str | None) -> float | None:
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
 
 
-def _settle(sample: Sample, answer: Answer, *, left: bool) -> None:
+def _set_outcome(sample: Sample, answer: Answer, *, left: bool) -> None:
     if sample.status != 200:
         return
     if answer.error is not None:

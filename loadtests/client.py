@@ -129,7 +129,7 @@ class Connection:
 
 
 class Client:
-    """One server, by HTTP without TLS; connections are kept for the next request. Safe for several greenlets.
+    """One server, by HTTP without TLS; connections are reused. Safe for several greenlets.
 
     Raises ValueError for any other kind of URL.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from loadtests.asking import Answer, Reader, ask, begin, expect, expect_text
 from loadtests.client import Client
-from loadtests.run_state import RunState, new_id, wait_as_told
+from loadtests.run_state import RunState, new_id, wait_retry_after
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY, Script
 
@@ -47,7 +47,7 @@ class Conversation:
                 return found
             if status not in (409, 429, 503):
                 break
-            wait_as_told(sample)
+            wait_retry_after(sample)
         raise Refused(f"{method} {path}: {status} {found}")
 
     def turn_body(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class Conversation:
                 return answer
             if self.run.is_over or sample.outcome not in ("busy", "rejected"):
                 break
-            wait_as_told(sample)
+            wait_retry_after(sample)
         raise Refused(sample.problem)
 
     def check(self, sample: Sample, answer: Answer) -> None:
-        """The text, and that the stored state was gone on from: nothing before it was read again."""
+        """The text, and that the turn resumed the stored state: no earlier token was read again."""
         expect_text(sample, answer, self.script.answers[self.done])
         expect(
             sample,
@@ -117,7 +117,7 @@ class Conversation:
             answer = self.call("POST", f"/v1/sessions/{self.id}/fork", {"id": other.id})
             sample.e2e_ms = (time.monotonic() - started_at) * 1000
             sample.status, sample.outcome = 200, "ok"
-            expect(sample, answer["position"] == self.position, f"the fork stands at {answer['position']}")
+            expect(sample, answer["position"] == self.position, f"the fork is at position {answer['position']}")
         finally:
             self.run.recorder.add(sample)
         other.done, other.version, other.position = self.done, self.version, self.position

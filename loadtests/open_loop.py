@@ -79,7 +79,7 @@ class ArrivalLoop:
         self._run.recorder.add(sample)
 
     def _serve_completion(self, arrival: Arrival, intended_at: float) -> None:
-        """A shorter answer is the beginning of a longer one; a character cut at its end stands as U+FFFD."""
+        """A shorter answer is the beginning of a longer one; a character cut at its end is U+FFFD."""
         del self._waiting[arrival.number]
         sample = begin("arrival", step=arrival.step, intended_at=intended_at)
         fitting = self._run.scripts.nearest(arrival.prompt_tokens)

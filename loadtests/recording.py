@@ -61,7 +61,7 @@ class Recorder:
             self._keep(Sample(**fields))
 
     def _fire(self, sample: Sample) -> None:
-        """Locust knows one number for each event, in milliseconds by its own headings; the kind tells the unit."""
+        """Locust has one number for each event, titled milliseconds; the request type names the real unit."""
         name = f"{sample.scenario} {sample.step}".strip()
         fire = self._environment.events.request.fire
 

@@ -32,7 +32,7 @@ class Strict(BaseModel):
 
 
 class Service(Strict):
-    """The servers that a run starts when it is not told any: replicas on one store."""
+    """The servers that a run starts without --url: replicas on one store."""
 
     replicas: PositiveInt = 2
     max_slots: PositiveInt = 16

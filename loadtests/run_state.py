@@ -71,6 +71,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def wait_as_told(sample: Sample) -> None:
+def wait_retry_after(sample: Sample) -> None:
     """After a refusal, as stock clients do."""
     sleep(min(MAX_WAIT_S, sample.retry_after_s or 0.2))

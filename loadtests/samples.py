@@ -1,4 +1,4 @@
-"""What is kept of each request, and the figures that are made of many. Milliseconds and seconds are in the names."""
+"""The record of one request, and figures over many. Names say whether a value is in milliseconds or seconds."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def _ms_since(at: float) -> float:
 
 
 def _check(sample: Sample, answer: Answer, text: str, num_tokens: int, position: int) -> None:
-    """A shorter answer is the beginning of a longer one; a character cut at its end stands as U+FFFD."""
+    """A shorter answer is the beginning of a longer one; a character cut at its end is U+FFFD."""
     if not text.startswith(answer.text.rstrip("\ufffd")):
         sample.outcome, sample.problem = "wrong", f"expected {text!r}, got {answer.text!r}"
     elif answer.num_tokens != num_tokens:

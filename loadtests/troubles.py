@@ -18,7 +18,7 @@ FEW = 2  # pieces of text that are read before something happens
 
 
 def leave_for_good(run: RunState, clients: list[Client]) -> None:
-    """A completion whose client is killed: the server stops within a step, for nobody is there to be told."""
+    """A completion whose client is killed: the server stops within a step."""
     sample = begin("leave")
     body = {**GREEDY, "prompt": run.script("completion").inputs[0], "max_tokens": LONG_TOKENS}
     try:

@@ -10,7 +10,7 @@ from locust import User, task
 from loadtests.asking import Reader, ask, begin, expect_text
 from loadtests.client import Client
 from loadtests.conversations import Conversation, Refused
-from loadtests.run_state import RunState, wait_as_told
+from loadtests.run_state import RunState, wait_retry_after
 from loadtests.samples import Sample
 from loadtests.scripts import GREEDY, Script
 from loadtests.together import all_results
@@ -89,7 +89,7 @@ class CompletionUser(ScriptedUser):
     def act(self) -> None:
         sample = self.complete("completion", self.run_state.script("completion"))
         if sample.outcome == "rejected":
-            wait_as_told(sample)
+            wait_retry_after(sample)
 
 
 class ChatUser(ScriptedUser):
@@ -102,7 +102,7 @@ class ChatUser(ScriptedUser):
             messages.append({"role": "user", "content": text})
             sample = self._say(messages, script.max_tokens, expected)
             if sample.outcome == "rejected":
-                wait_as_told(sample)
+                wait_retry_after(sample)
             if sample.outcome != "ok" or self.run_state.is_over:
                 return
             messages.append({"role": "assistant", "content": expected})
@@ -178,7 +178,7 @@ class SlowReaderUser(ScriptedUser):
         reader = Reader(pause_s=pause_s, block_bytes=SLOW_BLOCK_BYTES)
         sample = self.complete("slow_reader", self.run_state.script("slow"), reader=reader)
         if sample.outcome == "rejected":
-            wait_as_told(sample)
+            wait_retry_after(sample)
 
 
 class TroubleUser(ScriptedUser):

@@ -38,6 +38,6 @@ def plain(line: str) -> str:
 
 
 def pattern_of(line: str) -> re.Pattern[str]:
-    """`…` in a page stands for anything."""
+    """`…` in a page fits anything."""
     parts = (re.escape(plain(part)) for part in shorten(line).split(ELLIPSIS))
     return re.compile(r".*".join(rf"\s*{part}\s*" for part in parts))

@@ -49,7 +49,7 @@ PER_TOKEN = share(rate(ENERGY), rate(TOKENS))
 RANGE_JOULES = f"sum(increase({select(ENERGY)}[$__range]))"
 SAVED = share(f"{rate(RESUMED)} * {rate(CHARGED)}", f"({rate(COMPUTED)} + {rate(TOKENS)})")
 ABOUT_ENERGY = (
-    "Energy of the engines behind the chosen gateways. Each source tells by which method its joules are known: a "
+    "Energy of the engines behind the chosen gateways. Each source names its method: a "
     "counter of the hardware, or an estimate from utilisation. Of gateways that share Triton servers choose one: "
     "each reports the servers' energy."
 )
@@ -273,7 +273,7 @@ def boards() -> list[Dashboard]:
                     "watt", "All sources together."),
                 series("Slots of the workers", {"running": "sum(nsm_worker_requests_running)",
                     "waiting": "sum(nsm_worker_requests_waiting)", "slots": "sum(nsm_worker_slots)"}, "short",
-                    "As Triton's own /metrics tells them."),
+                    "From Triton's own /metrics."),
             )),
         ]),
         dashboard("nsm-model", "NSM model internals",

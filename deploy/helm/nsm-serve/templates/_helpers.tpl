@@ -115,7 +115,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* config.pbtxt with the parameters that are given. Their values stand in it as text: a replacement by a pattern would read `$1` in them. */}}
+{{/* config.pbtxt with the parameters that are given. Values are inserted as plain text: a replacement by a pattern would read `$1` in them. */}}
 {{- define "nsm.tritonConfig" -}}
 {{- $config := .Files.Get "files/config.pbtxt" -}}
 {{- range $parameter, $value := include "nsm.given" .Values.triton.parameters | fromYaml -}}
