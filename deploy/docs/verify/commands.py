@@ -11,7 +11,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
     (r"\b(llama-server|lm_eval|aiperf)\b", "another program"),
     (r"\bmake (test|soak|verify-docs|docs|image-test|loadtest|audit|lock|triton|bench-gate)\b", "tested elsewhere"),
     (r"\bcp \.env|\bpip install|\bapt", "changes the machine"),
-    (r"gateway-?\d?:|gpu-\d|load-1|/srv/models|\bnightly|\$OURS|:(8001|8003)\b|redis://", "other servers"),
+    (r"gateway-?\d?:|gpu-\d|load-1|/srv/models|\bnightly|\$OURS|:(8001|8003|8080)\b|redis://", "other servers"),
     (r"\blocust\b|-m loadtests", "load"),
     (r"\bnsm (train|eval|bench)\b|nsm_lab\.|-m benchmarks|\breports/", "minutes of processor time"),
     (r"…|PASSWORD|\bIMAGE\b|<|MODEL_DIR", "has a part for the reader to fill in"),
