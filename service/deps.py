@@ -24,6 +24,7 @@ from service.stores.prefixes.resume import PrefixResume
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import SessionStore
 from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.request_context import ARRIVAL
 from service.telemetry.tracing.tracing import Tracing
 from service.tenants.tenants import Caller, Tenants
 from service.turns.turns import TurnRegistry
@@ -105,7 +106,7 @@ async def get_services(request: Request) -> Services:
 
 async def get_arrival(request: Request) -> Arrival:
     state = request.scope.get("state", {})
-    return Arrival(request_id=state.get("request_id", "none"), time=state.get("arrival", time.monotonic()))
+    return Arrival(request_id=state.get("request_id", "none"), time=state.get(ARRIVAL, time.monotonic()))
 
 
 async def get_tenant(request: Request) -> str:

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+ARRIVAL = "arrival"  # in the scope's state: `time.monotonic()` when the server read the request's first byte
+
 
 @dataclasses.dataclass(slots=True)
 class CurrentRequest:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from service.telemetry.request_context import ARRIVAL
 from service.web.head_limits import BoundedHead
 
 MAX_PIPELINED = 16  # requests of a connection that wait for the one before them
@@ -98,6 +100,7 @@ class Connection(BoundedHead):
             self.cycle.keep_alive = False  # the newest one: its answer is the connection's last
         if not self._is_cut:
             super().on_message_begin()
+            self.scope["state"][ARRIVAL] = time.monotonic()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_cut:

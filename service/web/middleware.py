@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nsm_core.errors import BodyTooLarge, BodyTooSlow, Overloaded
 from service.lifecycle.lifecycle import Lifecycle
 from service.telemetry.metrics.metrics import Metrics
-from service.telemetry.request_context import CurrentRequest, answering
+from service.telemetry.request_context import ARRIVAL, CurrentRequest, answering
 from service.web.errors import answer, report
 
 access_logger = logging.getLogger("nsm.access")
@@ -53,11 +53,11 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        arrival = time.monotonic()
+        state = scope.setdefault("state", {})
+        arrival: float = state.setdefault(ARRIVAL, time.monotonic())
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        state = scope.setdefault("state", {})
-        state.update(request_id=request_id, arrival=arrival, send_part=send, stream_ping_s=self._stream_ping_s)
+        state.update(request_id=request_id, send_part=send, stream_ping_s=self._stream_ping_s)
         status = CLIENT_LEFT
 
         async def send_with_headers(message: Message) -> None:

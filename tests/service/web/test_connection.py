@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.web import connection
-from service.web.connection import MAX_PIPELINED, connection_class
+from service.web.connection import MAX_PIPELINED, Connection, connection_class
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import gateway
 from tests.support.live_server import serving
 from tests.support.raw_http import RawClient, connect, head
 
@@ -151,3 +155,39 @@ async def test_X7_a_client_that_sends_for_ever_is_closed(
 
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(send_on(), LATE)
+
+
+class HeldUp(Connection):
+    """The event loop has something else to do between a request's head and the application."""
+
+    head_s = LATE
+    hold_s = 0.2
+
+    def on_headers_complete(self) -> None:
+        time.sleep(self.hold_s)
+        super().on_headers_complete()
+
+
+async def test_X27_the_time_to_the_first_token_has_the_wait_before_the_application() -> None:
+    async with (
+        gateway(FakeBackend()) as server,
+        serving(server.app, http=HeldUp, lifespan="off") as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        for is_stream in (False, True):
+            answer = await client.post("/v1/completions", json={"prompt": "x", "stream": is_stream})
+            assert answer.status_code == 200
+        assert server.metric("nsm_time_to_first_token_seconds_sum") >= 2 * HeldUp.hold_s
+        assert server.metric("nsm_e2e_request_latency_seconds_sum") >= 2 * HeldUp.hold_s
+
+
+async def test_X27_each_request_of_a_connection_has_its_own_arrival() -> None:
+    async with (
+        gateway(FakeBackend()) as server,
+        serving(server.app, http=connection_class(LATE), lifespan="off") as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        await client.get("/health/live")
+        await asyncio.sleep(1.0)  # the client's own pause does not count
+        assert (await client.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
+        assert 0 < server.metric("nsm_time_to_first_token_seconds_sum") < 1.0
