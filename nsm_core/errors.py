@@ -24,7 +24,8 @@ NsmError
 ├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
 ├── StoreUnavailable     the session store cannot be reached
-│   └── StoreReplaced    its files were removed, moved or replaced while it is open
+│   └── StoreDamaged     it is not what was written: no database, or without one of its tables
+│       └── StoreReplaced    its files were removed, moved or replaced while it is open
 ├── StorageFull          the session store has no room
 ├── CheckpointError      model files are missing, damaged or do not fit together
 └── ConfigError          a setting is unknown or has a bad value
@@ -173,11 +174,15 @@ class StoreUnavailable(NsmError):
         self.retry_after_s = retry_after_s
 
 
-class StoreReplaced(StoreUnavailable):
-    """The store's files are not those that were opened: a restart would not have what is written into them."""
+class StoreDamaged(StoreUnavailable):
+    """The store is not what was written; somebody has to look at it."""
 
     def __init__(self, message: str, *, retry_after_s: float = 60.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+
+
+class StoreReplaced(StoreDamaged):
+    """The store's files are not those that were opened: a restart would not have what is written into them."""
 
 
 class StorageFull(NsmError):

@@ -36,7 +36,7 @@ from service.routes import (
 )
 from service.settings import Settings, items_of, naming
 from service.stores.expiry import sweeping
-from service.stores.instrumented import instrumented, traced_prefixes, traced_records
+from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
@@ -103,10 +103,11 @@ def create_app(
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
     with naming("api_keys_file"):
         keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
-    store = instrumented(store, collected.sessions, None if tracing is None else tracing.tracer)
+    tracer = None if tracing is None else tracing.tracer
+    store = instrumented(store, collected.sessions, tracer)
+    records = instrumented_records(records, collected.sessions, tracer)
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
-        records = traced_records(records, tracing.tracer)
         prefixes = traced_prefixes(prefixes, tracing.tracer)
     tenants = Tenants(keys, store, collected, records)
     if keys is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot
 from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore
-from service.stores.sessions.errors import session_busy
+from service.stores.sessions.errors import log_corrupt, session_busy
 from service.stores.sessions.key import SessionKey
 
 MAX_TRIES = 5  # each was disturbed by a rewind
@@ -28,18 +28,21 @@ class SessionCopy:
 async def read_copy(store: SessionStore, key: SessionKey) -> SessionCopy:
     """The session at its newest commit; a running turn neither prevents this nor is part of it.
 
-    Raises NotFound, SnapshotCorrupt, or SessionBusy when it was rewound again and again meanwhile.
+    Raises NotFound, SnapshotCorrupt, LogCorrupt when the log does not end where the head does, or SessionBusy when it
+    was rewound again and again meanwhile.
     """
     for _ in range(MAX_TRIES):
         stored = await store.load(key)
         head = stored.head
         log_ids = await store.read_log(key, stop=head.num_log_tokens)
         marks = await store.log_marks(key)
-        created_at = (await store.get(key)).created_at
+        newest = await store.get(key)
         marks = tuple(mark for mark in marks if mark.version <= head.version)
         # A log only grows, but for a rewind; that drops the marks of what it cuts off, and no version comes twice.
-        if created_at == head.created_at and _end(marks) == (head.version, head.num_log_tokens):
+        if newest.created_at == head.created_at and _end(marks) == (head.version, head.num_log_tokens):
             return SessionCopy(head=head, snapshot=stored.snapshot, log_ids=log_ids, marks=marks)
+        if newest == head:
+            raise log_corrupt(head, f"it ends at {_end(marks)}, the head at {(head.version, head.num_log_tokens)}")
     raise session_busy(key.session_id)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode, Tracer
 
-from nsm_core.errors import LogCorrupt, NsmError, SnapshotCorrupt, StoreReplaced, StoreUnavailable
+from nsm_core.errors import LogCorrupt, NsmError, SnapshotCorrupt, StoreDamaged, StoreUnavailable
 from service.stores.prefixes.base import PrefixStore
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
@@ -40,9 +40,9 @@ def traced_prefixes(store: PrefixStore, tracer: Tracer) -> PrefixStore:
     return cast(PrefixStore, _TracedStore(store, "prefixes", PREFIX_OPERATIONS, tracer))
 
 
-def traced_records(store: RecordStore, tracer: Tracer) -> RecordStore:
-    """The same store."""
-    return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer))
+def instrumented_records(store: RecordStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> RecordStore:
+    """The same store, with the damage that it meets counted. Without a tracer there are no spans."""
+    return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer or NoOpTracer(), metrics))
 
 
 class _InstrumentedStore:
@@ -64,22 +64,14 @@ class _InstrumentedStore:
             self._metrics.store_damaged("lost_writes")
 
     async def check_writable(self) -> None:
-        with self._counting_damage():
+        with _counting_damage(self._metrics):
             await self._store.check_writable()
-
-    @contextlib.contextmanager
-    def _counting_damage(self) -> Iterator[None]:
-        try:
-            yield
-        except (SnapshotCorrupt, StoreReplaced) as error:
-            self._metrics.store_damaged(_damaged_part(error))
-            raise
 
     def _measured(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
             started = time.monotonic()
             try:
-                with self._counting_damage(), _span(self._tracer, "store", operation, _attributes(args)):
+                with _counting_damage(self._metrics), _span(self._tracer, "store", operation, _attributes(args)):
                     result = await getattr(self._store, operation)(*args, **fields)
             except BaseException as error:
                 outcome: Outcome = "refused" if _is_refusal(error) else "failed"
@@ -100,10 +92,18 @@ class _InstrumentedStore:
 class _TracedStore:
     """Stands for a store by having its methods, each call of `operations` inside a span."""
 
-    def __init__(self, store: object, name: str, operations: Sequence[str], tracer: Tracer) -> None:
+    def __init__(
+        self,
+        store: object,
+        name: str,
+        operations: Sequence[str],
+        tracer: Tracer,
+        metrics: SessionMetrics | None = None,
+    ) -> None:
         self._store = store
         self._name = name
         self._tracer = tracer
+        self._metrics = metrics
         for operation in operations:
             setattr(self, operation, self._traced(operation))
 
@@ -112,7 +112,8 @@ class _TracedStore:
 
     def _traced(self, operation: str) -> Method:
         async def call(*args: Any, **fields: Any) -> Any:
-            with _span(self._tracer, self._name, operation, _attributes(args, **fields)):
+            attributes = _attributes(args, **fields)
+            with _counting_damage(self._metrics), _span(self._tracer, self._name, operation, attributes):
                 return await getattr(self._store, operation)(*args, **fields)
 
         return call
@@ -138,8 +139,19 @@ def _span(tracer: Tracer, store: str, operation: str, attributes: dict[str, str]
             raise
 
 
-def _damaged_part(error: SnapshotCorrupt | StoreReplaced) -> DamagedPart:
-    if isinstance(error, StoreReplaced):
+@contextlib.contextmanager
+def _counting_damage(metrics: SessionMetrics | None) -> Iterator[None]:
+    """`metrics`: None for a cache, whose damage costs nothing."""
+    try:
+        yield
+    except (SnapshotCorrupt, StoreDamaged) as error:
+        if metrics is not None:
+            metrics.store_damaged(_damaged_part(error))
+        raise
+
+
+def _damaged_part(error: NsmError) -> DamagedPart:
+    if isinstance(error, StoreDamaged):
         return "files"
     return "log" if isinstance(error, LogCorrupt) else "snapshot"
 

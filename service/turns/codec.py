@@ -18,6 +18,7 @@ from nsm_core.hashing import identity_of
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EnergyUse
 from service.state.resume import TurnRequest
+from service.stores.sessions.codec import decoding
 from service.stores.sessions.key import SessionKey
 
 
@@ -82,22 +83,23 @@ def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
 
 
 def decode_request(raw: bytes, key: SessionKey, *, turn_id: str) -> tuple[TurnRequest, str]:
-    """The request as it arrives now, and the fingerprint of the model that ran it."""
-    fields = json.loads(raw)
-    now, deadline_at = time.monotonic(), fields["deadline_at"]
-    request = TurnRequest(
-        request_id=turn_id,
-        key=key,
-        input_ids=tuple(fields["input_ids"]),
-        is_verbatim=fields["is_verbatim"],
-        sampling=_sampling_of(fields["sampling"]),
-        has_own_seed=fields["has_own_seed"],
-        arrival=now,
-        deadline=None if deadline_at is None else now + (deadline_at - time.time()),
-        render_options=fields["render_options"],
-        is_resumable=True,  # somebody has come back to it
-    )
-    return request, fields["model_fingerprint"]
+    """The request as it arrives now, and the fingerprint of the model that ran it. Raises SnapshotCorrupt."""
+    with decoding("the stored request of a turn"):
+        fields = json.loads(raw)
+        now, deadline_at = time.monotonic(), fields["deadline_at"]
+        request = TurnRequest(
+            request_id=turn_id,
+            key=key,
+            input_ids=tuple(fields["input_ids"]),
+            is_verbatim=fields["is_verbatim"],
+            sampling=_sampling_of(fields["sampling"]),
+            has_own_seed=fields["has_own_seed"],
+            arrival=now,
+            deadline=None if deadline_at is None else now + (deadline_at - time.time()),
+            render_options=fields["render_options"],
+            is_resumable=True,  # somebody has come back to it
+        )
+        return request, fields["model_fingerprint"]
 
 
 def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
@@ -105,7 +107,8 @@ def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
 
 
 def decode_tokens(raw: bytes) -> list[StoredToken]:
-    return [_token_of(fields) for fields in json.loads(raw)]
+    with decoding("what is stored of a running turn"):
+        return [_token_of(fields) for fields in json.loads(raw)]
 
 
 def encode_result(result: TurnResult) -> bytes:
@@ -129,20 +132,21 @@ def encode_result(result: TurnResult) -> bytes:
 
 
 def decode_result(raw: bytes) -> TurnResult:
-    fields = json.loads(raw)
-    counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
-    energy = tuple(EnergyUse(**use) for use in fields["energy"])
-    return TurnResult(
-        sampling=_sampling_of(fields["sampling"]),
-        render_options=fields["render_options"],
-        tokens=[_token_of(token) for token in fields["tokens"]],
-        finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
-        commit_point=None if fields["commit_point"] is None else CommitPoint(**fields["commit_point"]),
-        rebuilt=fields["rebuilt"],
-        other_numerics=fields["other_numerics"],
-        session_joules=fields["session_joules"],
-        error=None if fields["error"] is None else _error_of(**fields["error"]),
-    )
+    with decoding("the stored result of a turn"):
+        fields = json.loads(raw)
+        counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+        energy = tuple(EnergyUse(**use) for use in fields["energy"])
+        return TurnResult(
+            sampling=_sampling_of(fields["sampling"]),
+            render_options=fields["render_options"],
+            tokens=[_token_of(token) for token in fields["tokens"]],
+            finished=Finished(reason=FinishReason(fields["reason"]), energy=energy, **counts),
+            commit_point=None if fields["commit_point"] is None else CommitPoint(**fields["commit_point"]),
+            rebuilt=fields["rebuilt"],
+            other_numerics=fields["other_numerics"],
+            session_joules=fields["session_joules"],
+            error=None if fields["error"] is None else _error_of(**fields["error"]),
+        )
 
 
 def _dump(value: object) -> bytes:

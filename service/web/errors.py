@@ -39,6 +39,7 @@ from nsm_core.errors import (
     StateMismatch,
     StepFailed,
     StorageFull,
+    StoreDamaged,
     StoreReplaced,
     StoreUnavailable,
     TurnCancelled,
@@ -101,6 +102,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     EngineDead: Rule(503, SERVER, "engine_dead"),
     StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
     # until somebody has looked at the files; stock clients would try again within seconds
+    StoreDamaged: Rule(503, SERVER, "store_damaged", retry=False),
     StoreReplaced: Rule(503, SERVER, "store_replaced", retry=False),
     # the client set the deadline: an automatic retry would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
@@ -166,7 +168,7 @@ def report(error: Exception, *, request_id: str | None) -> None:
     """Log errors for the operator: refusals below 500 are not logged, unexpected errors come with their traceback."""
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
-            is_loss = isinstance(error, SnapshotCorrupt | StoreReplaced)  # of what was stored
+            is_loss = isinstance(error, SnapshotCorrupt | StoreDamaged)  # of what was stored
             level = logging.ERROR if is_loss else logging.WARNING
             logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error.with_notes())
     elif not isinstance(error, RequestValidationError | HTTPException):

@@ -16,6 +16,7 @@ from service.stores.records.conflict import conflict
 from service.stores.records.redis_sizes import DocumentSizes
 from service.stores.redis.client import Attempt
 from service.stores.redis.scripts import load_script
+from service.stores.sessions.codec import decoding
 from service.stores.sessions.redis import RedisSessionStore
 
 FIELDS = ("owner", "version", "document")
@@ -116,8 +117,10 @@ class RedisRecordStore:
         for key in await self._client.call(names):
             owner, _, document = await self._client.command("HMGET", key, *FIELDS)
             if owner is not None and document is not None:
-                found, kind, record_id = json.loads(owner)
-                yield OwnedRecord(tenant=found, kind=kind, record_id=record_id, document=json.loads(document))
+                with decoding("a stored document"):
+                    found, kind, record_id = json.loads(owner)
+                    owned = OwnedRecord(tenant=found, kind=kind, record_id=record_id, document=json.loads(document))
+                yield owned
 
     async def remove_expired(self) -> int:
         """Nothing to do: Redis drops a document itself when its time has come."""
@@ -135,4 +138,5 @@ def _decode(answer: Sequence[bytes | None], owner: str, record_id: str) -> Recor
         return None
     if found.decode() != owner:
         raise SnapshotCorrupt(f"what is stored in the place of {record_id!r} is not its own; it is not used")
-    return Record(record_id=record_id, version=int(version), document=json.loads(document))
+    with decoding(f"what is stored of {record_id!r}"):
+        return Record(record_id=record_id, version=int(version), document=json.loads(document))

@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from service.stores.records.base import Kind, OwnedRecord, Record
+from service.stores.records.base import ABSENT, Kind, OwnedRecord, Record
 from service.stores.records.conflict import conflict
+from service.stores.sessions.codec import decoding
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
 
@@ -41,8 +42,7 @@ class SqliteRecordStore:
             with reading(connection):
                 rows = [connection.execute(query, (tenant, kind, name, now)).fetchone() for name in record_ids]
             return tuple(
-                None if row is None else Record(record_id=name, version=row[0], document=json.loads(row[1]))
-                for name, row in zip(record_ids, rows, strict=True)
+                None if row is None else _record_of(name, *row) for name, row in zip(record_ids, rows, strict=True)
             )
 
         return await self._database.read(work)
@@ -101,7 +101,8 @@ class SqliteRecordStore:
         while True:
             rows = await self._database.read(self._page_after(last, tenant))
             for owner, kind, record_id, raw in rows:
-                yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=json.loads(raw))
+                document = _record_of(record_id, ABSENT, raw).document
+                yield OwnedRecord(tenant=owner, kind=kind, record_id=record_id, document=document)
             if len(rows) < PAGE:
                 return
             last = rows[-1][:3]
@@ -128,10 +129,19 @@ def _count_holders(connection: sqlite3.Connection, tenant: str, session_id: str,
     """The holders of a session after `change`; a count of 0 is deleted. Inside the caller's transaction."""
     key = (tenant, "chain", session_id)
     row = connection.execute(f"SELECT version, document FROM records WHERE {ONE}", key).fetchone()
-    version, count = (0, 0) if row is None else (row[0], json.loads(row[1])["num_holders"])
+    version, count = ABSENT, 0
+    if row is not None:
+        with decoding(f"the count of holders of {session_id!r}"):
+            version, count = row[0], json.loads(row[1])["num_holders"]
     count = max(0, count + change)
     if count:
         connection.execute(UPSERT, (*key, version + 1, json.dumps({"num_holders": count}), None))
     else:
         connection.execute(f"DELETE FROM records WHERE {ONE}", key)
     return int(count)
+
+
+def _record_of(record_id: str, version: int, raw: str) -> Record:
+    """Raises SnapshotCorrupt."""
+    with decoding(f"what is stored of {record_id!r}"):
+        return Record(record_id=record_id, version=version, document=json.loads(raw))

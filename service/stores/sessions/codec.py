@@ -63,6 +63,15 @@ def sound(raw: bytes | None) -> bytes | None:
 
 
 @contextlib.contextmanager
+def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> Iterator[None]:
+    """Around the decoding of what was stored: bytes that nobody wrote so are damage, and no fault of the code."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as cause:
+        raise error(f"{what} is damaged") from cause
+
+
+@contextlib.contextmanager
 def naming(session_id: str) -> Iterator[None]:
     """Damage found inside is told with the session's id, so that an operator knows where to look."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from nsm_core.errors import LogCorrupt, SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import CHECKSUM_BYTES
 from service.stores.sessions.base import Lease, LogMark, SessionHead
-from service.stores.sessions.codec import TOKEN_BYTES
+from service.stores.sessions.codec import TOKEN_BYTES, decoding
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention
 
@@ -77,13 +77,15 @@ def encode_mark(mark: LogMark) -> str:
 
 
 def decode_mark(raw: bytes) -> LogMark:
-    version, num_log_tokens, num_sampled, seed = raw.decode().split(":")
-    return LogMark(
-        version=int(version),
-        num_log_tokens=int(num_log_tokens),
-        num_sampled=int(num_sampled),
-        seed=int(seed) if seed else None,
-    )
+    """Raises LogCorrupt."""
+    with decoding("a mark of a token log", error=LogCorrupt):
+        version, num_log_tokens, num_sampled, seed = raw.decode().split(":")
+        return LogMark(
+            version=int(version),
+            num_log_tokens=int(num_log_tokens),
+            num_sampled=int(num_sampled),
+            seed=int(seed) if seed else None,
+        )
 
 
 def decode_head(answer: Any, key: SessionKey) -> StoredHead | None:

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
-from nsm_core.errors import NotFound
+from nsm_core.errors import LogCorrupt, NotFound
 from nsm_core.hashing import checksum
 from service.stores.sessions.base import Commit, Lease, LogMark, Rewind, SessionHead
-from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, encode_ids, expiry
+from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, decoding, encode_ids, expiry
 from service.stores.sessions.errors import (
     already_exists,
     lease_lost,
@@ -45,8 +45,9 @@ def head_of(row: tuple[Any, ...]) -> SessionHead:
     """A row of HEAD_COLUMNS, which are in the dataclass's order."""
     names = HEAD_COLUMNS.split(", ")
     fields = dict(zip(names, row, strict=True))
-    fields["metadata"] = MappingProxyType(json.loads(fields["metadata"]))
-    return SessionHead(**fields)
+    with decoding(f"the head of session {fields['session_id']!r}"):
+        fields["metadata"] = MappingProxyType(dict(json.loads(fields["metadata"])))
+        return SessionHead(**fields)
 
 
 def get_head(connection: sqlite3.Connection, key: SessionKey, now: float) -> SessionHead:
@@ -133,10 +134,13 @@ def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMar
     query = f"SELECT version, length(ids), num_sampled, seed FROM log_chunks WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, head.key).fetchall()
     ends = itertools.accumulate(num_bytes // TOKEN_BYTES for _, num_bytes, _, _ in rows)
-    return tuple(
-        LogMark(version=version, num_log_tokens=end, num_sampled=num_sampled, seed=None if seed is None else int(seed))
-        for (version, _, num_sampled, seed), end in zip(rows, ends, strict=True)
-    )
+    with decoding(f"the token log of session {head.session_id!r}", error=LogCorrupt):
+        return tuple(
+            LogMark(
+                version=row[0], num_log_tokens=end, num_sampled=row[2], seed=None if row[3] is None else int(row[3])
+            )
+            for row, end in zip(rows, ends, strict=True)
+        )
 
 
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:

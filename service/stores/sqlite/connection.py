@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from nsm_core.errors import NsmError, StorageFull, StoreUnavailable
+from nsm_core.errors import NsmError, StorageFull, StoreDamaged, StoreUnavailable
 from service.stores.sqlite.schema import MEMORY, connect, connect_memory, is_busy
 
+NO_TABLE = "no such table"  # SQLite has no code of its own for it
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
 
@@ -118,6 +119,6 @@ def _by_code(error: sqlite3.Error) -> NsmError:
         return StorageFull("the session store is full")
     if is_busy(error):
         return StoreUnavailable("the session store is locked by another process")
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreUnavailable("the session store is damaged or not a database", retry_after_s=60.0)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(NO_TABLE):
+        return StoreDamaged("the session store is damaged or not a database")
     return StoreUnavailable("the session store failed")

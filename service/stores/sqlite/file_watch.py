@@ -92,7 +92,7 @@ class FileWatch:
             self._refuse(f"{self._log} was cut or overwritten")
         self._log_state = (size, header)
         if read_stamp(connection) < self._acknowledged:
-            self._refuse(f"{self._index} was overwritten with an older copy")
+            self._refuse(f"{self._database} or its log was overwritten with an older copy")
 
     def acknowledge(self, connection: sqlite3.Connection) -> None:
         """After a transaction, before anybody hears of it. Raises StoreReplaced."""
@@ -180,7 +180,8 @@ class FileWatch:
 
 
 def read_stamp(connection: sqlite3.Connection) -> int:
-    (stamp,) = connection.execute("SELECT value FROM stamp").fetchone()
+    """0 where somebody deleted it: less than what was acknowledged."""
+    (stamp,) = connection.execute("SELECT coalesce(max(value), 0) FROM stamp").fetchone()
     return int(stamp)
 
 

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from service.telemetry.metrics.buckets import BYTES, SECONDS
 from service.telemetry.metrics.shared import is_shared
 
-# files: removed, moved or replaced while open; lost_writes: a start without all that was acknowledged before; log: a
-# session's tokens; snapshot: a state that was not made again from the log, a head or another record
+# files: no database, without a table, or removed, moved or replaced while open; lost_writes: a start without all that
+# was acknowledged before; log: a session's tokens; snapshot: a state that was not made again, a head, another record
 DamagedPart = Literal["files", "lost_writes", "log", "snapshot"]
 # hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer

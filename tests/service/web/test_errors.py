@@ -15,6 +15,7 @@ from nsm_core.errors import (
     SessionBusy,
     SnapshotCorrupt,
     StorageFull,
+    StoreDamaged,
     StoreReplaced,
     VersionConflict,
 )
@@ -23,7 +24,7 @@ from service.web.errors import RULES, answer, report, rule_of, shown
 
 def test_every_error_has_a_status() -> None:
     direct = set(NsmError.__subclasses__())
-    assert direct <= set(RULES) <= direct | {StoreReplaced, LogCorrupt}
+    assert direct <= set(RULES) <= direct | {StoreDamaged, StoreReplaced, LogCorrupt}
 
 
 def test_a_subclass_is_answered_like_its_parent() -> None:

@@ -1,0 +1,254 @@
+"""X6: every table of the SQLite store and every key in Redis is emptied, dropped, cut and taken back.
+
+Under a running server and before it starts. A turn is then refused by name, with a metric and a line in the log, or it
+goes on from a state that is the one of its token log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsm_core.errors import StoreDamaged
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.sessions.sqlite import SqliteSessionStore
+from service.transfer.verify import verify
+from tests.support.fakes import FakeBackend
+from tests.support.gateway import Gateway, error_of, gateway
+from tests.support.redis_servers import Topology, own_prefix
+
+KEY = SessionKey("default", "s1")
+TEXT = "it was the age of wisdom, it was the age of foolishness, it was the epoch of belief"
+LONG = [5] * 400  # so that older snapshots are worth their bytes
+# What a call may answer: 200, or one of these. Never an internal error.
+REFUSALS = {
+    (404, "session_not_found"),
+    (404, "previous_response_not_found"),
+    (404, "response_not_found"),
+    (409, "lease_lost"),
+    (500, "log_corrupt"),
+    (500, "snapshot_corrupt"),
+    (503, "store_unavailable"),
+    (503, "store_damaged"),
+    (503, "store_replaced"),
+}
+
+TABLES = (
+    *("sessions", "snapshots", "log_chunks", "retained_snapshots", "turns", "turn_chunks", "records", "usage"),
+    *("record_usage", "stamp", "expired_sessions"),
+)
+BLOBS = {
+    "sessions": "metadata",
+    "snapshots": "snapshot",
+    "log_chunks": "ids",
+    "retained_snapshots": "snapshot",
+    "turns": "result",
+    "records": "document",
+}
+Rows = dict[str, list[tuple[Any, ...]]]
+
+
+async def talk(house: Gateway, *, is_first: bool) -> None:
+    """A turn of a session, and a response."""
+    if is_first:
+        assert (await house.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
+    answer = await house.client.post("/v1/sessions/s1/generate", json={"input": LONG, "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
+    assert (await house.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})).status_code == 200
+
+
+async def assert_typed(house: Gateway, log: pytest.LogCaptureFixture) -> None:
+    """Every kind of call, twice: the first may put things right."""
+    backend = house.services.backend
+    for _ in range(2):
+        turn = await house.client.post("/v1/sessions/s1/generate", json={"input": [7], "max_tokens": 3})
+        reads = [
+            await house.client.get(path)
+            for path in ("/v1/sessions/s1", "/v1/sessions", "/v1/sessions/s1/export", "/v1/sessions/s1/states")
+        ]
+        response = await house.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})
+        for answer in (turn, *reads, response):
+            if answer.status_code == 200:
+                continue
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) in REFUSALS, answer.text
+            if answer.status_code >= 500:
+                assert error["message"].startswith(("session ", "the ", "what ", "a ")), error
+                assert any(
+                    one.levelno >= logging.WARNING and error["message"][:40] in one.message for one in log.records
+                )
+                assert damage_counted(house) > 0
+        if turn.status_code == 200:
+            if turn.json()["session"].get("rebuilt"):
+                assert sum(house.metric("nsm_session_resume_total", outcome=why) for why in ("missing", "corrupt")) > 0
+            (verified,) = [one async for one in verify(house.services.store, backend, [KEY])]
+            assert verified.verdict == "same", verified
+
+
+def damage_counted(house: Gateway) -> float:
+    """Damage, or calls that failed."""
+    samples = [sample for metric in house.services.metrics.registry.collect() for sample in metric.samples]
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == "nsm_store_damage_total"
+        or (sample.name == "nsm_store_operation_seconds_count" and sample.labels["outcome"] == "failed")
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def foreign(path: Path) -> Iterator[sqlite3.Connection]:
+    """Another program's connection, which knows nothing of what belongs together."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        yield connection
+
+
+def rows_of(path: Path) -> Rows:
+    with foreign(path) as connection:
+        return {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES}
+
+
+def empty(path: Path, table: str, older: Rows) -> None:
+    with foreign(path) as connection:
+        connection.execute(f"DELETE FROM {table}")
+
+
+def drop(path: Path, table: str, older: Rows) -> None:
+    with foreign(path) as connection:
+        connection.execute(f"DROP TABLE {table}")
+
+
+def cut(path: Path, table: str, older: Rows) -> None:
+    column = BLOBS.get(table)
+    if column is not None:
+        with foreign(path) as connection:
+            connection.execute(f"UPDATE {table} SET {column} = substr({column}, 1, length({column}) / 2)")
+
+
+def take_back(path: Path, table: str, older: Rows) -> None:
+    with foreign(path) as connection:
+        connection.execute(f"DELETE FROM {table}")
+        for row in older[table]:
+            connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+
+
+TableFault = Callable[[Path, str, Rows], None]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("fault", [empty, drop, cut, take_back])
+@pytest.mark.parametrize("is_running", [True, False], ids=["running", "at_rest"])
+async def test_X6_a_damaged_table_refuses_by_name_or_the_state_is_made_again(
+    is_running: bool, fault: TableFault, table: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "sessions.db"
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as house:
+        await talk(house, is_first=True)
+        older = rows_of(path)
+        await talk(house, is_first=False)
+        if is_running:
+            fault(path, table, older)
+            await assert_typed(house, caplog)
+            return
+    fault(path, table, older)
+    if (fault, table) == (drop, "stamp"):
+        with pytest.raises(StoreDamaged, match="the session store is damaged"):
+            await SqliteSessionStore(path).open()
+        return
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as house:
+        await assert_typed(house, caplog)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+PARTS = ("head", "log", "marks", "snapshot", "turns", "retained:1", "index", "sizes", "expiry", "usage")
+OTHERS = ("documents", "document-bytes", "record", "layout-version", "probe")
+
+
+class Keys:
+    """The keys of one installation, in a server that anybody may write to."""
+
+    def __init__(self, topology: Topology, prefix: str) -> None:
+        self.client = topology.servers[0].client()
+        self.prefix = prefix
+
+    def named(self, part: str) -> list[bytes]:
+        return [key for key in self.client.scan_iter(f"{self.prefix}:*") if key.endswith(f":{part}".encode())]
+
+    def dumped(self) -> dict[bytes, bytes]:
+        return {key: self.client.dump(key) for key in self.client.scan_iter(f"{self.prefix}:*")}
+
+
+def delete_key(keys: Keys, key: bytes, older: dict[bytes, bytes]) -> None:
+    keys.client.delete(key)
+
+
+def retype_key(keys: Keys, key: bytes, older: dict[bytes, bytes]) -> None:
+    kind = keys.client.type(key)
+    keys.client.delete(key)
+    if kind == b"string":
+        keys.client.rpush(key, b"x")
+    else:
+        keys.client.set(key, b"x")
+
+
+def cut_key(keys: Keys, key: bytes, older: dict[bytes, bytes]) -> None:
+    client, kind = keys.client, keys.client.type(key)
+    if kind == b"string":
+        raw = client.get(key)
+        client.set(key, raw[: len(raw) // 2])
+    elif kind == b"list":
+        raw = client.lindex(key, -1)
+        client.lset(key, -1, raw[: len(raw) // 2])
+    elif kind == b"hash":
+        for field, value in client.hgetall(key).items():
+            client.hset(key, field, value[: len(value) // 2])
+
+
+def take_key_back(keys: Keys, key: bytes, older: dict[bytes, bytes]) -> None:
+    keys.client.delete(key)
+    if key in older:
+        keys.client.restore(key, 0, older[key])
+
+
+KeyFault = Callable[[Keys, bytes, dict[bytes, bytes]], None]
+
+
+@pytest.fixture
+async def in_redis(redis_single: Topology) -> AsyncIterator[tuple[Callable[[], SessionStore], Keys]]:
+    prefix = own_prefix()
+    url = redis_single.url_with(prefix=prefix)
+    keys = Keys(redis_single, prefix)
+    yield lambda: RedisSessionStore(parse_redis_url(url)), keys
+    keys.client.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("part", [*PARTS, *OTHERS])
+@pytest.mark.parametrize("fault", [delete_key, retype_key, cut_key, take_key_back])
+async def test_X6_a_damaged_key_refuses_by_name_or_the_state_is_made_again(
+    fault: KeyFault,
+    part: str,
+    in_redis: tuple[Callable[[], SessionStore], Keys],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_store, keys = in_redis
+    async with gateway(FakeBackend(TEXT), store=make_store()) as house:
+        await talk(house, is_first=True)
+        older = keys.dumped()
+        await talk(house, is_first=False)
+        for key in keys.named(part):
+            fault(keys, key, older)
+        await assert_typed(house, caplog)
