@@ -136,3 +136,8 @@ def test_random_traces_never_leak_or_share_a_row(trace: list[tuple[str, int, int
         assert pool.num_leased == len(model)
     for row, expected in model.items():
         assert pool.gather((row,))["position"].item() == (POISON_INT if expected is None else expected)
+
+
+def test_X17_pool_larger_than_memory_is_a_memory_error_with_its_size() -> None:
+    with pytest.raises(MemoryError, match=r"no memory for the states of 1000000000000 slots, about \d+\.\d GiB"):
+        StatePool(SPEC, 10**12)
