@@ -182,6 +182,27 @@ async def test_a_session_whose_ttl_ran_out_does_not_exist(store: SessionStore, c
     assert (again.ttl_s, again.version) == (None, 0)
 
 
+async def test_X16_a_store_tells_sessions_whose_ttl_ran_out_from_unknown_ones(
+    store: SessionStore, clock: Clock
+) -> None:
+    await create(store, ttl_s=60.0)
+    await create(store, "deleted", ttl_s=60.0)
+    await store.delete(SessionKey("a", "deleted"))
+    clock.advance(61.0)
+    await store.remove_expired()
+    reads = (store.get, store.load, store.read_log, store.log_marks, store.list_retained)
+    calls = (*reads, store.update, store.delete)
+    for name, code in (("s1", "session_expired"), ("deleted", "session_not_found"), ("unknown", "session_not_found")):
+        key = SessionKey("a", name)
+        for call in calls:
+            with pytest.raises(NotFound) as refusal:
+                await call(key)
+            assert refusal.value.code == code, (call, name)
+        with pytest.raises(NotFound) as refusal:
+            await acquire(store, key.session_id)
+        assert refusal.value.code == code
+
+
 async def test_what_expired_is_removed_and_nothing_else(store: SessionStore, clock: Clock) -> None:
     await commit(store, await create(store, ttl_s=5.0))
     await create(store, "later", ttl_s=50.0)

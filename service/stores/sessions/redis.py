@@ -230,11 +230,12 @@ class RedisSessionStore:
             raw = b"".join(decode_chunk(chunk, session_id=key.session_id) for chunk in chunks)
             return _require_head(answer, key).head, decode_ids(raw)
 
-        head, ids = await self.client.call(
-            lambda attempt: _consistent(
-                lambda: read(attempt), lambda result: len(result[1]) == result[0].num_log_tokens
+        async with self._knowing_expiry(key):
+            head, ids = await self.client.call(
+                lambda attempt: _consistent(
+                    lambda: read(attempt), lambda result: len(result[1]) == result[0].num_log_tokens
+                )
             )
-        )
         if len(ids) != head.num_log_tokens:
             raise log_corrupt(head, f"it has {len(ids)} tokens of {head.num_log_tokens}")
         return ids[:stop]
@@ -247,7 +248,8 @@ class RedisSessionStore:
             _require_head(answer, key)
             return tuple(map(decode_mark, marks))
 
-        return await self.client.call(read)
+        async with self._knowing_expiry(key):
+            return await self.client.call(read)
 
     async def list(self, *, tenant: str, limit: int, cursor: str | None = None) -> SessionPage:
         last = None if cursor is None else _entry_of(cursor)
@@ -283,7 +285,8 @@ class RedisSessionStore:
         return await self._index.usage(tenant)
 
     async def list_retained(self, key: SessionKey) -> tuple[RetainedSnapshot, ...]:
-        head = await self.client.call(lambda attempt: self._read_head(attempt, key))
+        async with self._knowing_expiry(key):
+            head = await self.client.call(lambda attempt: self._read_head(attempt, key))
         return tuple(slot.snapshot for slot in head.retained)
 
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
@@ -295,7 +298,8 @@ class RedisSessionStore:
             slots = [slot.slot for slot in head.retained if slot.snapshot.version == version]
             return await attempt.command("GET", keys[slots[0] - 1]) if slots else None
 
-        return sound(await self.client.call(work))
+        async with self._knowing_expiry(key):
+            return sound(await self.client.call(work))
 
     async def _read_head(self, attempt: Attempt, key: SessionKey) -> StoredHead:
         answer = await attempt.command("HGETALL", self.keys.session(key).head)
