@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 # Ids, times and counts: they are right if there is one at that place
-CHANGING = re.compile(r"(?:(?<![A-Za-z])|(?<=[-_]))[0-9a-f]{6,}(?![A-Za-z])|\d[\d.,:]*")
+CHANGING = re.compile(r"(?:(?<![A-Za-z])|(?<=[-_]))[0-9a-f]{6,}(?![A-Za-z])|\d[\d.,:]*(?:e[+-]?\d+)?")
 SPACE = re.compile(r"\s+")
 ELLIPSIS = "…"
 BARS = re.compile(r"[█▏▎▍▌▋▊▉░ ]+")  # of `nsm top` and progress lines
