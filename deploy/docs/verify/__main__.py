@@ -92,11 +92,10 @@ def needs_server(steps: Sequence[Step]) -> bool:
 
 
 def attempt(step: Step, shell: Shell, limit_s: float) -> Outcome:
-    if shell.is_over:
-        return Outcome(step, "failed", "an earlier command did not end")
     try:
         return run(step, shell, limit_s)
     except TimeoutError as error:
+        shell.start()
         return Outcome(step, "failed", str(error))
 
 
@@ -106,8 +105,8 @@ def run(step: Step, shell: Shell, limit_s: float) -> Outcome:
         (shell.folder / step.file).write_text(shell.as_run(step.command))
         return Outcome(step, "ok")
     if step.language == "python":
-        return run_python(step, shell, limit_s)
-    reason = "" if step.is_hidden else why_not(step.command)
+        return Outcome(step, "not run", step.reason) if step.reason else run_python(step, shell, limit_s)
+    reason = "" if step.is_hidden else step.reason or why_not(step.command)
     if reason:
         return check_options(step, shell, reason, limit_s)
     command = shell.as_run(without_comment(step.command))

@@ -7,15 +7,22 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```|^<!-- verify: (.*?) -->", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?:^<!-- not verified: (?P<reason>[^>]*) -->\n\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```"
+    r"|^<!-- verify: (?P<hidden>.*?) -->",
+    re.MULTILINE | re.DOTALL,
+)
 SHELLS = ("console", "sh", "bash")
 NAMED_FILE = re.compile(r"as the file `([\w.]+)`")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One command of a page. `shown`: the lines of output below it; `file`: a script to be written, not run;
-    `is_hidden`: a comment of the page, `<!-- verify: command -->`, which prepares what comes after it.
+    """One command of a page.
+
+    `shown`: the lines of output below it; `file`: the name of a script to be written, not run; `reason`: why it is not
+    run, from a comment before it, `<!-- not verified: reason -->`; `is_hidden`: a comment of the page,
+    `<!-- verify: command -->`, which prepares what comes after it.
     """
 
     page: str
@@ -24,6 +31,7 @@ class Step:
     command: str
     shown: tuple[str, ...] = ()
     file: str = ""
+    reason: str = ""
     is_hidden: bool = False
 
     @property
@@ -35,18 +43,19 @@ def steps_of(path: Path, name: str) -> Iterator[Step]:
     """In the order of the page."""
     text = path.read_text("utf-8")
     for block in FENCE.finditer(text):
-        line = text.count("\n", 0, block.start()) + 2
-        language, body = block[1], block[2]
-        if block[3]:
-            yield Step(name, line - 1, "sh", block[3], is_hidden=True)
-        elif language == "console":
-            yield from _console(name, line, body)
+        language, body, reason = block["language"], block["body"], block["reason"] or ""
+        if block["hidden"]:
+            yield Step(name, text.count("\n", 0, block.start()) + 1, "sh", block["hidden"], is_hidden=True)
+            continue
+        line = text.count("\n", 0, block.start("language")) + 2
+        if language == "console":
+            yield from (dataclasses.replace(step, reason=reason) for step in _console(name, line, body))
         elif language in SHELLS:
             for offset, command in _commands(body.splitlines()):
-                yield Step(name, line + offset, language, command)
+                yield Step(name, line + offset, language, command, reason=reason)
         elif language == "python":
             named = NAMED_FILE.search(text[: block.start()].rstrip().rpartition("\n\n")[2])
-            yield Step(name, line, language, body, file=named[1] if named else "")
+            yield Step(name, line, language, body, file=named[1] if named else "", reason=reason)
 
 
 def _console(name: str, line: int, body: str) -> Iterator[Step]:

@@ -29,15 +29,22 @@ class Shell:
         (folder / "srv").mkdir()
 
     def __enter__(self) -> Shell:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Anew, in the same folder, after a command that did not end."""
         self._process = subprocess.Popen(
             ["/bin/bash", "--norc", "--noprofile"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, cwd=self.folder, env=self._environment(), start_new_session=True, errors="replace",
         )  # fmt: skip
-        return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Ends the shell and all that was started in it."""
+        self._end()
+
+    def _end(self) -> None:
+        """Of the shell, and of all that was started in it."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -67,11 +74,8 @@ class Shell:
             pass
         finally:
             timer.cancel()
+        self._end()
         raise TimeoutError(f"more than {limit_s:g} s, or the end of the shell")
-
-    @property
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
 
     def as_run(self, command: str) -> str:
         """The pages' server is on port 8000, and their files in /srv."""
