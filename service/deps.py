@@ -64,8 +64,8 @@ class Services:
         """Equal input gives equal text under an equal value: the model, shortened, its numerics class, and how states
         are rounded when they are stored, if they are.
         """
-        model, form = self.backend.model, self.state_format
-        rounding = "" if form is StateFormat.FP32 else f"_{form}"
+        model, state_format = self.backend.model, self.state_format
+        rounding = "" if state_format is StateFormat.FP32 else f"_{state_format}"
         return f"fp_{model.fingerprint[:12]}_{model.numerics}{rounding}"
 
     @property

@@ -91,10 +91,10 @@ class Chat:
         self, index: int, delta: dict[str, Any], *, tokens: tuple[ScoredToken, ...] = (), reason: str | None = None
     ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
-        told = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
-        choice = {"index": index, "delta": delta, **told}
-        fields = {"usage": None} if self._body.has_usage_chunk else {}
-        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **fields))
+        fields = {"logprobs": logprobs, "finish_reason": reason, **self._routing(tokens)}
+        choice = {"index": index, "delta": delta, **fields}
+        extra = {"usage": None} if self._body.has_usage_chunk else {}
+        return frame(self._envelope.wrap(CHUNK_KIND, [choice], **extra))
 
     def _text_frame(self, index: int, text: str) -> bytes:
         return self._frame(index, {"content": text})
@@ -135,7 +135,7 @@ class PrefixCutter:
 
 
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
-    """Checks everything and submits; raises what the client shall get as a status."""
+    """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
     template = get_template(services.backend.model.chat_template)
     spec = body.to_request(services.limits, template)

@@ -61,10 +61,10 @@ class RequestGroup:
         is_score_only: bool = False,
         savers: Sequence[Callable[[PromptState | EndState], None] | None] = (),
     ) -> None:
-        """Submits all requests or none. Raises what `submit` raises. `permit` is left with the group.
+        """Submits all requests or none. Errors as `InferenceBackend.submit`. `permit` is left with the group.
 
         `is_score_only`: end each request when its prompt is scored, before any token is sampled. `savers`: for each
-        request what gets its states, or nothing at all.
+        request the receiver of its states, or None.
         """
         self.choices: list[Choice] = []
         self._permit = permit
@@ -87,7 +87,7 @@ class RequestGroup:
             choice.record.finish("abort")
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
-        """(choice index, delta), each choice's in order, together what is ready together.
+        """(choice index, delta), in order for each choice; deltas that are ready together come together.
 
         Raises the first error of any choice.
         """
@@ -151,7 +151,7 @@ class RequestGroup:
                     for event in events[start : start + EVENTS_AT_ONCE]:
                         batch += [(index, delta) for delta in _deltas(choice, view, event)]
                 except Exception:
-                    if batch:  # what came before it is shown
+                    if batch:  # deltas before the error are shown
                         yield batch
                     raise
                 if batch:
@@ -159,7 +159,7 @@ class RequestGroup:
 
 
 def _deltas(choice: Choice, view: DeltaBuilder, event: Event) -> Sequence[Delta]:
-    """What an event shows; raises what kept the choice from a good end."""
+    """The deltas of an event. Raises the error that ended the choice."""
     if isinstance(event, TokenEvent):
         if choice.is_score_only:
             return ()
@@ -189,7 +189,7 @@ def submit_group(
     arrival: Arrival,
     is_stream: bool,
 ) -> RequestGroup:
-    """All choices of all prompts, of which each has its start. Raises what `RequestGroup` and `Tenants.enter` raise."""
+    """All choices of all prompts; `starts`: one for each prompt. Errors as `RequestGroup` and `Tenants.enter`."""
     services.metrics.requests.body_accepted(n=spec.n, max_tokens=spec.max_tokens)
     requests = [
         start.apply(

@@ -80,9 +80,9 @@ class Completion:
 
 
 class ChoiceText:
-    """One choice as the client sees it: the echoed prompt first, if asked for, then what was generated.
+    """One choice as the client sees it: the echoed prompt, if asked for, then the generated text.
 
-    `echo_text` is what to send before anything is known of the prompt's logprobs; with logprobs it waits for them.
+    `echo_text`: sent at once; empty with logprobs, because the echo waits for those of the prompt.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ChoiceText:
         prompt: Prompt | None = None,
         prompt_text: str = "",
     ) -> None:
-        """`prompt`: needed to show its logprobs; `prompt_text`: what is echoed."""
+        """`prompt`: needed to show its logprobs; `prompt_text`: the echo."""
         self._tokenizer = tokenizer
         self._logprobs = LegacyLogprobs(tokenizer) if has_logprobs else None
         self._has_routing = has_routing
@@ -150,7 +150,7 @@ class ChoiceText:
 
 
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
-    """Checks everything and submits; raises what the client shall get as a status."""
+    """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
     spec = body.to_request(services.limits)
     prompts = [await services.prompts.read(text) for text in spec.prompts]
@@ -204,5 +204,5 @@ def text_piece(
     routing: list[dict[str, Any]] | None = None,
     reason: str | None = None,
 ) -> dict[str, Any]:
-    told = {} if routing is None else {"routing": routing}
-    return {"text": text, "logprobs": logprobs, "finish_reason": reason, **told}
+    fields = {} if routing is None else {"routing": routing}
+    return {"text": text, "logprobs": logprobs, "finish_reason": reason, **fields}

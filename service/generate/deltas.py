@@ -1,4 +1,4 @@
-"""One request's events -> what a client may see of them, piece by piece."""
+"""One request's events -> the deltas that its client sees."""
 
 from __future__ import annotations
 

@@ -157,14 +157,14 @@ class LegacyLogprobs:
 
     def render(self, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
         """Tokens follow those of the call before."""
-        places: list[ScoredToken] = list(tokens)
+        scored: list[ScoredToken] = list(tokens)
         return {
-            "tokens": [_visible_text(self._tokenizer, token) for token in places],
+            "tokens": [_visible_text(self._tokenizer, token) for token in scored],
             "token_logprobs": [
-                None if token.logprob is None else max(token.logprob.logprob, LEAST_LOGPROB) for token in places
+                None if token.logprob is None else max(token.logprob.logprob, LEAST_LOGPROB) for token in scored
             ],
-            "top_logprobs": [self._top(token) for token in places],
-            "text_offset": [self._advance(token.raw) for token in places],
+            "top_logprobs": [self._top(token) for token in scored],
+            "text_offset": [self._advance(token.raw) for token in scored],
         }
 
     def end_prompt(self) -> None:

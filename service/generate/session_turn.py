@@ -95,7 +95,7 @@ class SessionAnswer:
         return self._envelope.wrap(KIND, choices, usage=self._usage(), session=self._session())
 
     async def _deltas(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
-        """Each with its number. Ends with the one that has the finish reason; raises what prevented the commit."""
+        """Each with its number. Ends with the one that has the finish reason, or raises the error of the turn."""
         num_tokens = 0
         async with contextlib.aclosing(self._source.batches()) as batches:
             async for events in batches:
@@ -108,7 +108,7 @@ class SessionAnswer:
                         for delta in self._view.feed(event.finished):
                             batch.append((num_tokens + (1 if delta.finished is None else 2), delta))
                     else:
-                        if batch:  # what came before it is shown
+                        if batch:  # deltas before the error are shown
                             yield batch
                         raise event.error
                 if batch:
@@ -149,7 +149,7 @@ async def open_session_turn(
     *,
     idempotency_key: str | None = None,
 ) -> SessionAnswer:
-    """Checks everything and submits; raises what the client shall get as a status."""
+    """Checks the body and begins the turn; errors become the answer's status."""
     services.check_model(body.model)
     spec = body.to_request(services.limits)
     digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))

@@ -101,7 +101,7 @@ RULES: Mapping[type[NsmError], Rule] = {
     Overloaded: Rule(503, SERVER, "overloaded"),
     EngineDead: Rule(503, SERVER, "engine_dead"),
     StoreUnavailable: Rule(503, SERVER, "store_unavailable"),
-    # until somebody has looked at the files; stock clients would try again within seconds
+    # until an operator has repaired the files; stock clients would retry within seconds
     StoreDamaged: Rule(503, SERVER, "store_damaged", retry=False),
     StoreReplaced: Rule(503, SERVER, "store_replaced", retry=False),
     # the client set the deadline: an automatic retry would only double the load
@@ -202,10 +202,10 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
-def field_path(place: Sequence[int | str]) -> str:
+def field_path(parts: Sequence[int | str]) -> str:
     """("messages", 0, "content") -> messages[0].content"""
     text = ""
-    for part in place:
+    for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
@@ -242,12 +242,12 @@ def _answer_http(error: HTTPException) -> ErrorAnswer:
 def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     """The first of pydantic's errors: a client fixes one field at a time."""
     item = errors[0]
-    place = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
+    location = [part for part in item["loc"] if part not in ("body", "query", "path", "header")]
     if item["type"] in NAMED_ERRORS:
-        name, message = field_path([*place, item["ctx"]["name"]]), item["ctx"]["message"]
+        name, message = field_path([*location, item["ctx"]["name"]]), item["ctx"]["message"]
         message = message if item["type"] == "unknown_parameter" else f"{name} {message}"
         return ErrorAnswer(status=400, type=INVALID, message=message, param=name, code=item["type"])
-    param = field_path(place) or None
+    param = field_path(location) or None
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"
     else:
