@@ -1,4 +1,4 @@
-"""What everything that is read from a stored state has to pass."""
+"""Checks for every value that is read from a stored state."""
 
 from __future__ import annotations
 

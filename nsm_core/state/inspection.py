@@ -1,4 +1,4 @@
-"""What a state at rest shows of its use: how far memory slots moved from their learned start, how full windows are.
+"""Figures of a stored state's use: how far memory slots moved from their learned start, how full windows are.
 
 The shares and the effective number of slots come from where the state is now, not from how often it was written.
 """
@@ -66,7 +66,7 @@ def _describe(
     initial: State,
     detail: Detail,
 ) -> LayerUse | None:
-    """None for what is neither a slot memory nor attention."""
+    """None for a layer that is neither a slot memory nor attention."""
     prefix = f"{_PREFIX}{layer}." if part is None else f"{_PREFIX}{layer}.{part}."
     num_bytes = sum(tensor.num_bytes for tensor in spec.tensors if tensor.name.startswith(prefix))
     if prefix + _CACHE in state:

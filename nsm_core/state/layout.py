@@ -1,4 +1,4 @@
-"""What a stored state is made of, as its header tells it. No torch here: the torch side is `StateSpec`."""
+"""The tensors of a stored state, as its header names them. No torch here: the torch side is `StateSpec`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsm_core.state.checks import is_int, is_text, require
 
 # The tensor [] int64 that every state has: the number of tokens fed.
 POSITION = "position"
-FLOAT = "float32"  # what states are made of while they run; counts beside them are int64
+FLOAT = "float32"  # the dtype of states that run; counts beside them are int64
 
 _DTYPE_BYTES = {FLOAT: 4, "int64": 8}
 _MAX_DIMS = 8
@@ -20,7 +20,7 @@ _MAX_DIMS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor of a state: what `StateSpec.layout` says about it."""
+    """One tensor of a state, from `StateSpec.layout`."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A whole state: what `StateSpec` is without torch."""
+    """A whole state: `StateSpec` without torch."""
 
     tensors: tuple[TensorLayout, ...]
 

@@ -87,7 +87,7 @@ def decode_state(layout: Sequence[TensorLayout], stored: bytes, state_format: St
 
 
 def rounded_state(layout: Sequence[TensorLayout], raw: bytes, state_format: StateFormat) -> bytes:
-    """What comes back of `raw` when it is stored in `state_format`: itself, where it does not fit and stays in fp32."""
+    """`raw` after it was stored in `state_format` and read; `raw` itself where it does not fit and stays in fp32."""
     try:
         return decode_state(layout, encode_state(layout, raw, state_format), state_format)
     except NumericalError:

@@ -1,4 +1,4 @@
-"""What can be said of a state at rest, as plain values. No torch here."""
+"""The report on a stored state, as plain values. No torch here."""
 
 from __future__ import annotations
 

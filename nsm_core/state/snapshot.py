@@ -47,7 +47,7 @@ def _is_amount(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """What the sampler carries from turn to turn: the session's seed and how often it sampled each token."""
+    """The sampler's memory from turn to turn: the session's seed and how often it sampled each token."""
 
     seed: int
     generated_counts: Mapping[int, int]
@@ -61,7 +61,7 @@ class SamplerState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHeader:
-    """Whose state it is, what made it, and where it stands.
+    """The owner of a state, the model that made it, and its position.
 
     `position`: tokens fed to reach the state. `pending_id`: the token sampled but not yet fed, or None. `version`: the
     session's version this snapshot is; `parent`: the version it came from. `created_at`: unix seconds. `stored_dtype`:

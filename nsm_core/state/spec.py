@@ -1,4 +1,4 @@
-"""What the carried state of one sequence is made of: names, shapes, dtypes, bytes."""
+"""The tensors of one sequence's state: names, shapes, dtypes, bytes."""
 
 from __future__ import annotations
 

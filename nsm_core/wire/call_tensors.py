@@ -1,4 +1,4 @@
-"""Calls as tensors and back. What is wrong is refused by name."""
+"""Calls as tensors and back. A wrong value is refused by name."""
 
 from __future__ import annotations
 

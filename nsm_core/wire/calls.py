@@ -1,4 +1,4 @@
-"""What a worker can be asked, as values."""
+"""The calls to a worker, as values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GenerateCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DescribeCall:
-    """What the worker serves: see `description.py`."""
+    """The call for the worker's description: see `description.py`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StatusCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InspectCall:
-    """What `InferenceBackend.inspect_state` asks. `state` None: the learned start."""
+    """The call of `InferenceBackend.inspect_state`. `state` None: the learned start."""
 
     state: bytes | None = None
     detail: Detail = Detail.LAYER

@@ -1,4 +1,4 @@
-"""What a worker tells of itself, as the JSON object in `details`: its model, its health, a state it was asked about."""
+"""A worker's answers about itself, as the JSON object in `details`: its model, its health, one state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def encode_description(description: WorkerDescription) -> dict[str, Any]:
 
 
 def decode_description(tensors: Tensors) -> WorkerDescription:
-    """Raises EngineDead for what no worker of this contract sends."""
+    """Raises EngineDead for an answer that no worker of this contract sends."""
     with reading_answer():
         details = _read_details(tensors)
         contract = details.pop("contract", None)
@@ -68,7 +68,7 @@ def encode_status(status: WorkerStatus) -> dict[str, Any]:
 
 
 def decode_status(tensors: Tensors) -> WorkerStatus:
-    """Raises EngineDead for what no worker of this contract sends."""
+    """Raises EngineDead for an answer that no worker of this contract sends."""
     with reading_answer():
         details = _read_details(tensors)
         engine, states = EngineStats.from_dict(details["engine"]), StateCacheStats(**details["states"])
@@ -80,7 +80,7 @@ def encode_report(report: StateReport) -> dict[str, Any]:
 
 
 def decode_report(tensors: Tensors) -> StateReport:
-    """Raises EngineDead for what no worker of this contract sends."""
+    """Raises EngineDead for an answer that no worker of this contract sends."""
     with reading_answer():
         details = _read_details(tensors)
         layers = tuple(_layer(layer) for layer in details["layers"])

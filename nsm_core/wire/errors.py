@@ -109,7 +109,7 @@ def decode_failure(line: str) -> Failure:
 
 @contextlib.contextmanager
 def reading_answer() -> Iterator[None]:
-    """What is wrong with a worker's answer is no fault of whoever asked: it becomes an EngineDead."""
+    """A faulty answer of a worker is not the caller's fault: it becomes an EngineDead."""
     try:
         yield
     except (InvalidRequest, LookupError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a worker answers: an engine's events as tensors and back."""
+"""A worker's answers: an engine's events as tensors and back."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class EventDecoder:
         return self._num_tokens
 
     def decode(self, tensors: Tensors) -> tuple[Event, ...]:
-        """The events of one answer, at least one. Raises EngineDead for what a worker of this contract does not send.
+        """The events of one answer, at least one. Raises EngineDead for any other answer.
 
         An end state comes only with its bytes (`return_state`).
         """

@@ -17,7 +17,7 @@ MAX_TRIES = 5  # each was disturbed by a rewind
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCopy:
-    """What a session is made of, all of one version. `snapshot` is encoded, None for an empty log."""
+    """All parts of a session at one version. `snapshot` is encoded, None for an empty log."""
 
     head: SessionHead
     snapshot: bytes | None

@@ -1,4 +1,4 @@
-"""What the states of a session hold, from its stored snapshot; and if it is asked for, what its last tokens did."""
+"""The use of a session's state, from its stored snapshot; on request also the effect of its last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token log as the truth: what a session's sampler was at any place of it, and why a state must be made again."""
+"""The token log as the truth: a session's sampler at any position, and the reasons to rebuild a state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_replay(lost: LostState, head: SessionHead, *, log_ids: tuple[int, ...],
 
 
 async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -> Replay:
-    """`make_replay` of what the store has of the session. Raises NotFound or SnapshotCorrupt."""
+    """`make_replay` from the stored log. Raises NotFound or SnapshotCorrupt."""
     log_ids = await store.read_log(head.key)
     marks = await store.log_marks(head.key)
     return make_replay(lost, head, log_ids=log_ids, marks=marks)

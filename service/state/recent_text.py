@@ -26,7 +26,7 @@ async def recent_text(
 ) -> RecentText:
     """Of the session at `head`, whose log the running model can read: its last `num_tokens` fed tokens, or all it has.
 
-    The state is read from the nearest retained snapshot. Raises what the engine gives as an error.
+    The state is read from the nearest retained snapshot. Raises the engine's error.
     """
     ids = await store.read_log(head.key, stop=head.position)
     split = max(0, len(ids) - num_tokens)

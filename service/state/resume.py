@@ -1,4 +1,4 @@
-"""What a turn starts from and what it leaves behind: a session's head and snapshot, checked against each other.
+"""A session's state before and after a turn: head and snapshot, checked against each other.
 
 A state is used only if it is the right one: of this tenant and session, at the head's version and position, made by the
 model that runs. One that is missing, damaged or another model's is made again from the token log, by a model with the
@@ -84,7 +84,7 @@ class ResumedSession:
 
     @property
     def _known_ids(self) -> tuple[int, ...]:
-        """What the engine reads although the log has it already."""
+        """Tokens of the log that the engine reads again."""
         if self.replay is not None:
             return self.replay.log_ids
         return () if self.pending_id is None else (self.pending_id,)
@@ -143,7 +143,7 @@ class ResumedSession:
         )
 
     def new_log_ids(self, end: EndState) -> tuple[int, ...]:
-        """What the turn adds to the token log. Raises SnapshotCorrupt."""
+        """The tokens that the turn adds to the log. Raises SnapshotCorrupt."""
         new_ids = end.new_ids[len(self._known_ids) :]
         num_log_tokens = self.head.num_log_tokens + len(new_ids)
         _require_log(self.head, num_log_tokens, end.position, end.pending)

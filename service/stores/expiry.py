@@ -1,4 +1,4 @@
-"""Removes what expired, now and then, for as long as the server runs."""
+"""Removes expired sessions and documents at intervals, while the server runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sweepable(Protocol):
 
 @contextlib.asynccontextmanager
 async def sweeping(store: Sweepable, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
-    """While inside, what has expired is deleted once in `interval_s` seconds."""
+    """While inside, expired entries are deleted once in `interval_s` seconds."""
     task = asyncio.create_task(_sweep(store, interval_s))
     try:
         yield
@@ -39,6 +39,6 @@ async def _sweep(store: Sweepable, interval_s: float) -> None:
         try:
             num_removed = await store.remove_expired()
         except NsmError as error:
-            logger.warning("what has expired was not removed: %s", error)
+            logger.warning("expired entries were not removed: %s", error)
         else:
             logger.debug("%d expired sessions or records were removed", num_removed)

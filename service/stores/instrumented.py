@@ -165,7 +165,7 @@ def _attributes(args: Sequence[object], *, kind: str | None = None, **_: object)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """What the store said no to, as against what it could not do."""
+    """Whether the store refused the call, as against failed."""
     return isinstance(error, NsmError) and not isinstance(error, StoreUnavailable)
 
 

@@ -1,4 +1,4 @@
-"""What each tenant has stored and what room the store has left, measured for as long as the server runs."""
+"""Stored bytes of each tenant and free room of the store, measured while the server runs."""
 
 from __future__ import annotations
 

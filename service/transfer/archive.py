@@ -45,7 +45,7 @@ _READ_BYTES = 1024 * 1024  # at once: a damaged length must not ask for all memo
 
 
 class ArchiveDamaged(InvalidRequest):
-    """The bytes are not what was written: cut off, changed, or of something else. `num_sessions` were good before."""
+    """The bytes are not a whole backup: cut off, changed, or of another format. `num_sessions` were good before."""
 
     def __init__(self, reason: str, *, num_sessions: int) -> None:
         super().__init__(f"this is no backup that can be used: {reason}", code="invalid_backup")
@@ -72,7 +72,7 @@ class ArchiveWriter:
     def add(self, copy: SessionCopy) -> None:
         """Raises SnapshotCorrupt or InvalidRequest, and writes nothing, for a session that could not be read again."""
         raw = write_file(copy, tokenizer_fingerprint=NO_TOKENIZER)
-        read_file(raw)  # what is wrong with a session is to be known now, not when the backup is needed
+        read_file(raw)  # a faulty session must be found now, not when the backup is needed
         self._write(_SESSION_TAG, {"tenant": copy.head.tenant, "created_at": copy.head.created_at}, raw)
 
     def add_document(self, owned: OwnedRecord) -> None:

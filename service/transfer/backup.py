@@ -26,7 +26,7 @@ Outcome = Literal["written", "replaced", "same", "exists", "gone", "failed"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What became of one session or document. The key of a document has its kind and its id for the session's id.
+    """The result for one session or document. The key of a document has its kind and its id for the session's id.
 
     `same`: it was there already, and equal. `exists`: another one has its id, and was left. `gone`: it was deleted
     meanwhile. `failed`: for the reason that `error` tells. `num_bytes_read`: of the backup, so far. `is_document`:

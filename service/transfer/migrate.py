@@ -40,7 +40,7 @@ Migration = Literal[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Migrated:
-    """What became of one session.
+    """The result for one session.
 
     `migrated`, `repaired`: made again from `num_log_tokens` tokens, or would be. `current`: nothing to do. `damaged`:
     it could be repaired, which was not asked for. `other_tokenizer`: of a model whose log this one cannot read.

@@ -42,7 +42,7 @@ _MAX_SEED = 2**64 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """Where the session stood when it was written, and what may read it. Fields as in SessionHead.
+    """The session's position when it was written, and the models that may read it. Fields as in SessionHead.
 
     Metadata and TTL are only known to be JSON: whoever makes a session of them checks them like a client's.
     """

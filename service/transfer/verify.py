@@ -38,7 +38,7 @@ Verdict = Literal["same", "empty", "diverged", "damaged", "other_model", "other_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where the stored session is not what its log makes it.
+    """A difference between the stored session and its log.
 
     `what`: a tensor of the state, or "position", "log_length", "pending_token", "penalty_counts", "seed", "marks",
     "layout" or a field of the snapshot's header. `difference`: of a tensor, see `Verified`; else None.
@@ -51,12 +51,12 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What was found of one session.
+    """The findings of one session.
 
     `num_log_tokens`: how many were read again. `rounding`: the coarsest format that the state, or one before it, was
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
     `numerics`: the class that made the state, where it is not the running one: then numbers may differ by more.
-    `damage`: what cannot be read, and why.
+    `damage`: the part that cannot be read, and the reason.
     """
 
     name: SessionKey

@@ -41,7 +41,7 @@ class CommitPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What is kept of a turn that ended. `commit_point` is None, and `error` is not, when it was not committed.
+    """The stored result of a turn. `commit_point` is None, and `error` is not, when it was not committed.
 
     `render_options`: see TurnRequest. Counts, reason and energy are those of `finished`;
     its text follows from the tokens. `session_joules`: see TurnOutcome.
@@ -68,7 +68,7 @@ def digest_of(fields: Mapping[str, Any]) -> str:
 
 
 def encode_request(request: TurnRequest, *, model_fingerprint: str) -> bytes:
-    """What `decode_request` needs to make the same request again, on any replica with that model."""
+    """The input of `decode_request`, which makes the same request again on any replica with that model."""
     left_s = None if request.deadline is None else request.deadline - time.monotonic()
     fields = {
         "model_fingerprint": model_fingerprint,

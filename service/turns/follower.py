@@ -1,4 +1,4 @@
-"""Reads turns that do not run in this process: what is kept of them, or what another process writes down."""
+"""Reads turns that do not run in this process: their stored results, or the records of another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TakeOver = Callable[[SessionKey, str], Awaitable[Turn | None]]
 
 
 def stream_not_found(turn_id: str) -> NotFound:
-    """The same answer for what never was, is not kept any more, or is another tenant's."""
+    """The same answer for a stream that never was, has expired, or is another tenant's."""
     return NotFound(f"stream {quoted(turn_id, 160)} does not exist", param="stream_id", code="stream_not_found")
 
 
@@ -132,7 +132,7 @@ class TurnFollower:
         self._record = record
 
     async def _taken_batches(self, turn: Turn) -> AsyncGenerator[list[TurnEvent], None]:
-        """What comes after the events that were given out already."""
+        """The events after those that were given out already."""
         self._taken, num_given = turn, self._num_tokens
         async for batch in turn.batches():
             if isinstance(batch[-1], TurnOutcome):

@@ -24,7 +24,7 @@ logger = logging.getLogger("nsm.leases")
 Change = TypeVar("Change", Commit, Rewind)
 
 RENEWALS_PER_LEASE = 3  # two may fail before the lease runs out
-NO_CHUNKS = 2**31 - 1  # only what the record itself says
+NO_CHUNKS = 2**31 - 1  # the record without its chunks
 
 
 class HeldLease:
@@ -86,7 +86,7 @@ class HeldLease:
         return record is not None and (record.is_cancel_wanted or record.status == "cancelled")
 
     async def read_turn(self, turn_id: str) -> TurnRecord | None:
-        """What its record says, without request and chunks."""
+        """Its record without request and chunks."""
         lease = self._lease
         return await self._store.get_turn(lease.key, turn_id=turn_id, first_chunk=NO_CHUNKS, with_request=False)
 
@@ -113,7 +113,7 @@ class HeldLease:
         return head
 
     def _retention(self, position: int, model_fingerprint: str) -> Retention:
-        """What the session had newest until now may become one of the older snapshots that it keeps."""
+        """The newest snapshot until now may become a retained one."""
         head, raw = self.stored.head, self.stored.snapshot
         if head.model_fingerprint != model_fingerprint:
             return NO_RETENTION  # no other model goes on from them
@@ -175,7 +175,7 @@ class Leases:
         self._process = uuid.uuid4().hex
 
     async def take(self, key: SessionKey, *, on_lost: Callable[[NsmError], None]) -> HeldLease:
-        """Raises what `SessionStore.acquire` raises. `on_lost` is called, once, when a renewal finds the lease gone."""
+        """Raises the errors of `SessionStore.acquire`. `on_lost` is called once, when a renewal finds it gone."""
         holder = f"{self._process}/{uuid.uuid4().hex}"
         acquiring = asyncio.ensure_future(self._store.acquire(key, holder=holder, lease_s=self._lease_s))
         started = time.monotonic()

@@ -59,20 +59,20 @@ class RewindRequest:
 async def rewind_session(
     turns: TurnRegistry, backend: InferenceBackend, store: SessionStore, request: RewindRequest
 ) -> SessionHead:
-    """The head after the rewind, at a new version. The state is made by reading what stays of the log, from the nearest
+    """The head after the rewind, at a new version. The state is made by reading the rest of the log, from the nearest
     older snapshot that is kept.
 
     The last token that stays is pending and not fed, whether it was sampled or read. So the next turn may bring more
     input, or none, and equals the turn of a session that never went further. A log of one token is fed: a state stands
     on at least one token.
 
-    Raises what `TurnRegistry.open_turn` raises; then nothing has changed.
+    Raises the errors of `TurnRegistry.open_turn`; then nothing has changed.
     """
     async with turns.exclusive(request.key) as (turn, held):
         head = held.stored.head
         model, tokenizer = backend.model, backend.tokenizer
         require_version(head, request.expected_version)
-        # refuses what this model must not read; the state itself is not used
+        # refuses a log that this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
         marks = await store.log_marks(request.key)
         num_log_tokens = request.num_log_tokens(head, marks)

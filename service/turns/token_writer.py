@@ -1,4 +1,4 @@
-"""Writes what a running turn samples to its record, in small batches beside the turn; and hears there of a cancel."""
+"""Writes the sampled tokens of a running turn to its record, in small batches, and reads there of a cancel."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TokenWriter:
 
     def _warn(self, error: NsmError) -> None:
         if not self._has_failed:
-            logger.warning("what turn %s samples is not written down for now: %s", self.turn_id, error)
+            logger.warning("the tokens of turn %s are not written down for now: %s", self.turn_id, error)
         self._has_failed = True
 
 

@@ -1,4 +1,4 @@
-"""One turn as its clients see it: events until the end, whoever stops it, and what happens when the clients leave."""
+"""One turn as its clients see it: events until the end, stops, and its course after the clients leave."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TurnEvent = TokenEvent | TurnOutcome
 
 
 class TurnSource(Protocol):
-    """Where the events of a turn come from: the turn itself, somebody who follows it, or what is kept of it."""
+    """A source of a turn's events: the turn itself, a follower, or its stored result."""
 
     @property
     def turn_id(self) -> str: ...
 
     @property
     def render_options(self) -> Mapping[str, Any]:
-        """What the turn's request carried along, see TurnRequest."""
+        """The request's values, see TurnRequest."""
         ...
 
     @property
@@ -189,7 +189,7 @@ class Turn:
             if self._generation is not None:
                 self._generation.cancel()
 
-    # What follows is for `TurnRegistry`.
+    # The rest is for `TurnRegistry`.
 
     def begin(
         self,
@@ -212,7 +212,7 @@ class Turn:
         self.begun.set()
 
     def attach(self, generation: Generation) -> None:
-        """What `stop` is to cancel."""
+        """Sets the generation that `stop` cancels."""
         self._generation = generation
         if self._stop_error is not None:  # it came while the session was being loaded
             generation.cancel()
@@ -325,7 +325,7 @@ class TakenOver(LeaseLost):
 
 
 def stopping() -> Overloaded:
-    """What a turn that nobody can read on meets when the server goes down."""
+    """The error of a turn that cannot be resumed when the server stops."""
     return Overloaded("the server is stopping; nothing of this turn was kept")
 
 

@@ -134,7 +134,7 @@ class TurnRegistry:
     async def take_over(self, key: SessionKey, turn_id: str) -> Turn | None:
         """Goes on with a running turn whose process was lost. None when it does not run any more, or somebody has it.
 
-        Raises what keeps this process from doing it, as `open_turn`.
+        Raises the errors of `open_turn`.
         """
         if self._is_draining:
             raise HandedOver

@@ -33,7 +33,7 @@ class PrefixBounds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixUsage:
-    """What the entries take."""
+    """The room of all entries."""
 
     num_entries: int
     num_bytes: int
@@ -78,5 +78,5 @@ class PrefixStore(Protocol):
     async def usage(self, *, tenant: str) -> PrefixUsage: ...
 
     async def remove_expired(self) -> int:
-        """Delete what was not used for the TTL; how many that were. The server calls it about once a minute."""
+        """Deletes entries that were not used for the TTL; returns their number. Called about once a minute."""
         ...

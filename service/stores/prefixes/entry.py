@@ -60,7 +60,7 @@ def encode_entry(
 def decode_entry(
     entry: bytes, *, tenant: str, key: PrefixKey, raw_ids: bytes, model: ModelInfo, tokenizer: Tokenizer
 ) -> Resume:
-    """What a prompt that begins with `raw_ids` starts from.
+    """The state that a prompt starts from when it begins with `raw_ids`.
 
     Raises SnapshotCorrupt for damage, and for anything that was not stored for exactly this purpose: other ids, another
     tenant, place, model or numerics class. The message repeats nothing of what is stored.

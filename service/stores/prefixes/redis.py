@@ -146,7 +146,7 @@ def _key(name: bytes, start: str) -> PrefixKey:
         position, digest = name.decode().removeprefix(start).split(":")
         return PrefixKey(family=family, position=int(position), digest=digest)
     except ValueError as error:
-        raise StoreUnavailable("the stored prefixes answered what nobody asked for") from error
+        raise StoreUnavailable("the stored prefixes gave an unexpected answer") from error
 
 
 def _hash(tenant: str) -> str:

@@ -101,7 +101,7 @@ class PrefixWriter:
             self._breaker.failed(error)
 
     async def drain(self, *, timeout_s: float = DRAIN_S) -> None:
-        """Waits for what is under way; what takes longer is dropped."""
+        """Waits for writes under way; drops those that take longer."""
         deadline = time.monotonic() + timeout_s
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(tuple(self._tasks), timeout=deadline - time.monotonic())

@@ -83,5 +83,5 @@ class RecordStore(Protocol):
         ...
 
     async def remove_expired(self) -> int:
-        """Delete what does not exist any more because its TTL ran out; how many that were."""
+        """Deletes documents whose TTL ran out; returns their number."""
         ...

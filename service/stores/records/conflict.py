@@ -1,4 +1,4 @@
-"""What the record stores share: their one refusal."""
+"""The one refusal of all record stores."""
 
 from __future__ import annotations
 

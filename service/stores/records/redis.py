@@ -132,11 +132,11 @@ def _owner(tenant: str, kind: str, record_id: str) -> str:
 
 
 def _decode(answer: Sequence[bytes | None], owner: str, record_id: str) -> Record | None:
-    """Raises SnapshotCorrupt for what is stored in the document's place but is not it."""
+    """Raises SnapshotCorrupt when the key holds something else."""
     found, version, document = answer
     if found is None or version is None or document is None:
         return None
     if found.decode() != owner:
-        raise SnapshotCorrupt(f"what is stored in the place of {record_id!r} is not its own; it is not used")
+        raise SnapshotCorrupt(f"the document stored for {record_id!r} is another one; it is not used")
     with decoding(f"what is stored of {record_id!r}"):
         return Record(record_id=record_id, version=int(version), document=json.loads(document))

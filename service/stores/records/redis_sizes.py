@@ -1,4 +1,4 @@
-"""What a tenant's documents in Redis take, for quotas. In a cluster it lives on another server than the documents.
+"""The bytes of a tenant's documents in Redis, for quotas. In a cluster they live on another server than the documents.
 
 A document is the truth, its entry here is written after it: exact when nothing was interrupted. Each look at the sum
 checks some entries, chosen by chance, and drops those whose document expired or was deleted.

@@ -1,4 +1,4 @@
-"""What a Redis must be before sessions are entrusted to it, and the room it must have for their turns."""
+"""Requirements on a Redis that holds sessions, and on its room for their turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.stores.sessions.base import StoreRoom
 logger = logging.getLogger("nsm.store")
 
 OLDEST_SERVER = (7, 0)  # scripts say what they may do when the server is full
-LAYOUT_VERSION = 1  # of the keys and what is under them
+LAYOUT_VERSION = 1  # of the keys and their values
 
 
 async def check_server(client: RedisClient, keys: Keyspace) -> None:
@@ -60,7 +60,7 @@ def _has_room(info: Mapping[str, Any], num_bytes: int) -> bool:
 
 
 def _used(info: Mapping[str, Any]) -> int:
-    """What counts against maxmemory."""
+    """The bytes that count against maxmemory."""
     return int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
 
 

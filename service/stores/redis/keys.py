@@ -60,7 +60,7 @@ class Keyspace:
         return f"{self.prefix}:{{{_tenant_hash(tenant)}-{identity_of(tenant, kind, record_id)}}}:record"
 
     def documents(self, tenant: str) -> tuple[str, str]:
-        """What the tenant's documents take: each one's size, and the sum."""
+        """Sizes of the tenant's documents: each one's, and the sum."""
         tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
         return f"{tag}:documents", f"{tag}:document-bytes"
 
@@ -75,7 +75,7 @@ class Keyspace:
 
     @staticmethod
     def tenant_tag(head_key: bytes) -> bytes:
-        """What the heads of one tenant have in common."""
+        """The common start of one tenant's head keys."""
         return head_key.rpartition(b".")[0]
 
     @property

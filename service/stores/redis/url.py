@@ -1,4 +1,4 @@
-"""What NSM_STORE says about a Redis: which servers, as whom, over TLS or not. Nothing secret is ever shown again."""
+"""NSM_STORE for Redis: servers, user, TLS. Secrets are never shown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises ConfigError, which names what is wrong without repeating the URL."""
+    """Raises ConfigError, which names the fault without repeating the URL."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         raise _bad(f"the scheme must be one of {', '.join(SCHEMES)}")

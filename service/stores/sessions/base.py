@@ -193,14 +193,14 @@ class SessionStore(TurnStore, Protocol):
         drop the retained snapshots beyond the cut (all, when the model is another), move the head to the new version,
         release the lease.
 
-        Raises what `commit` raises, with the same promises.
+        Raises the errors of `commit`, with the same promises.
         """
         ...
 
     async def read_log(self, key: SessionKey, *, stop: int | None = None) -> tuple[int, ...]:
         """Every id fed and sampled, in order; the first `stop` of them when given.
 
-        Raises LogCorrupt when the log is not what was stored.
+        Raises LogCorrupt when the log is damaged.
         """
         ...
 
@@ -238,11 +238,11 @@ class SessionStore(TurnStore, Protocol):
         ...
 
     async def usage(self, *, tenant: str) -> TenantUsage:
-        """What the tenant's sessions take; one whose TTL ran out counts until it is removed."""
+        """The room of the tenant's sessions; one whose TTL ran out counts until it is removed."""
         ...
 
     async def room(self) -> StoreRoom | None:
-        """What is left of the disk, or of the fullest server's memory; None where nothing bounds the store."""
+        """Free room of the disk, or of the fullest server's memory; None where nothing bounds the store."""
         ...
 
     async def remove_expired(self) -> int:

@@ -1,4 +1,4 @@
-"""What the session stores share: expiry, the cursor of a listing, the bytes of the token log, checked snapshots."""
+"""Shared by the session stores: expiry, the cursor of a listing, the bytes of the token log, checked snapshots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expiry(now: float, ttl_s: float | None) -> float | None:
 
 
 def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
-    """What `acquire` answers with: damage is told, not raised."""
+    """The answer of `acquire`: damage is reported, not raised."""
     if raw is None:
         return StoredSession(head=head, snapshot=None, damage="missing" if head.num_log_tokens else None)
     try:
@@ -53,7 +53,7 @@ def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
 
 
 def sound(raw: bytes | None) -> bytes | None:
-    """What `load_retained` answers with: `raw`, or None where it is not what was stored."""
+    """The answer of `load_retained`: `raw`, or None where it is damaged."""
     if raw is not None:
         try:
             verify(raw)
@@ -81,7 +81,7 @@ def naming(session_id: str) -> Iterator[None]:
 
 
 def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
-    """What `load` answers with; raises SnapshotCorrupt."""
+    """The answer of `load`; raises SnapshotCorrupt."""
     if raw is not None:
         with naming(head.session_id):
             verify(raw)

@@ -1,4 +1,4 @@
-"""What the session stores refuse, in the same words."""
+"""The refusals of all session stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def already_exists(session_id: str) -> VersionConflict:
 
 
 def session_busy(session_id: str, remaining_s: float = MAX_RETRY_AFTER_S) -> SessionBusy:
-    """`remaining_s`: what is left of the other turn's lease."""
+    """`remaining_s`: the rest of the other turn's lease."""
     retry_after_s = max(0.0, min(remaining_s, MAX_RETRY_AFTER_S))
     return SessionBusy(f"session {session_id!r} is busy: another turn is running", retry_after_s=retry_after_s)
 

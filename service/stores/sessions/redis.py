@@ -264,7 +264,7 @@ class RedisSessionStore:
         return SessionPage(heads=page, next_cursor=encode_cursor(page[-1]) if len(heads) > limit else None)
 
     async def _living(self, tenant: str, entries: Sequence[IndexEntry]) -> Sequence[SessionHead]:
-        """The heads of `entries`; what is found to be out of date in the index is put right."""
+        """The heads of `entries`; outdated entries of the index are corrected."""
         reads = [("HGETALL", self.keys.session(SessionKey(tenant, entry.session_id)).head) for entry in entries]
         answers = await self.client.call(lambda attempt: attempt.together(*reads))
         heads = []

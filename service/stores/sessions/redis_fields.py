@@ -30,7 +30,7 @@ class RetainedSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredHead:
-    """A head with what is the store's own business."""
+    """A head with the store's own fields."""
 
     head: SessionHead
     snapshot_checksum: str
@@ -41,7 +41,7 @@ class StoredHead:
 
     @property
     def num_bytes(self) -> int:
-        """What the session counts for in its tenant's usage."""
+        """The session's share of its tenant's usage."""
         retained_bytes = sum(slot.snapshot.num_bytes for slot in self.retained)
         return self.head.snapshot_bytes + retained_bytes + TOKEN_BYTES * self.head.num_log_tokens + self.turn_bytes
 
@@ -96,7 +96,7 @@ def decode_head(answer: Any, key: SessionKey) -> StoredHead | None:
     is_flat = isinstance(answer, list) and len(answer) % 2 == 0
     fields = dict(zip(answer[::2], answer[1::2], strict=True)) if is_flat else answer
     if not isinstance(fields, dict):
-        raise StoreUnavailable("the session store answered what nobody asked for")
+        raise StoreUnavailable("the session store gave an unexpected answer")
     if not fields:
         return None
     try:

@@ -83,7 +83,7 @@ class RedisTurns:
         return _record_of(rest[1:], key.session_id)
 
     async def _under(self, lease: Lease, script: Script, *args: Any) -> list[Any]:
-        """What a script answers that writes under `lease`. Raises NotFound or LeaseLost."""
+        """The answer of a script that writes under `lease`. Raises NotFound or LeaseLost."""
         answer = await self._script(script, lease.key, *lease_fields(lease), *args)
         if answer[0] == b"not_found":
             raise not_found(lease.session_id)

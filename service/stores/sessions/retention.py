@@ -24,7 +24,7 @@ class RetainedSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What a commit does with older snapshots: it keeps those of the versions `keep`, drops all others, adds `add`.
+    """The fate of older snapshots at a commit: it keeps those of the versions `keep`, drops all others, adds `add`.
 
     `snapshot`: the bytes of `add`, encoded. All are of this session's own log and below the new head.
     """

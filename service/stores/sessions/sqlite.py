@@ -193,7 +193,7 @@ class SqliteSessionStore:
                 cut_retained(connection, head, rewind)
                 replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
                 rewound = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
-            empty_write_ahead_log(connection)  # what was cut off is deleted
+            empty_write_ahead_log(connection)  # the cut tokens are deleted
             return rewound
 
         return await self.database.write(work)

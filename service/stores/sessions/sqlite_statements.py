@@ -144,7 +144,7 @@ def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMar
 
 
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
-    """Raises LogCorrupt when it is not what was stored."""
+    """Raises LogCorrupt when it is damaged."""
     query = f"SELECT ids, checksum FROM log_chunks WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, head.key).fetchall()
     if any(checksum(ids) != stored for ids, stored in rows):

@@ -133,7 +133,7 @@ def end_running(connection: sqlite3.Connection, head: SessionHead, committed: En
 
 
 def drop_results(connection: sqlite3.Connection, head: SessionHead, from_version: int) -> None:
-    """The session was taken back to `from_version`: what turns made of it since then is deleted."""
+    """The session was rewound to `from_version`: results of later turns are deleted."""
     connection.execute(
         f"UPDATE turns SET status = 'cancelled', result = NULL WHERE {ONE} AND base_version >= ? "
         "AND result IS NOT NULL",

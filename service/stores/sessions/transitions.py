@@ -1,4 +1,4 @@
-"""What a writer hands to a store: a new session, a commit, a rewind. Each is written as a whole or not at all."""
+"""The changes of a session: its creation, a commit, a rewind. Each is written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Commit:
     """The next version of a session after `expected_version`: `new_ids` were added to its log, the last `num_sampled`
     of them sampled with `seed`; `snapshot` is the state after `position` fed tokens.
 
-    `turn`: the turn that ends with it, None for none. `retention`: what becomes of older snapshots.
+    `turn`: the turn that ends with it, None for none. `retention`: the older snapshots that stay.
     """
 
     expected_version: int

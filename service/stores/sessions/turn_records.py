@@ -17,7 +17,7 @@ from service.stores.sessions.lease import Lease
 
 TurnStatus = Literal["running", "committed", "failed", "cancelled"]
 REPEATABLE = ("running", "committed")  # a retry of any other turn runs again
-ABANDONED_S = 3600.0  # how long is told what became of a turn whose holder was lost
+ABANDONED_S = 3600.0  # how long the record of a turn stays whose holder was lost
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class TurnStart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedTurn:
-    """What is kept of a turn from its end on, for `ttl_s` seconds."""
+    """The result of a turn, stored for `ttl_s` seconds from its end on."""
 
     turn_id: str
     result: bytes

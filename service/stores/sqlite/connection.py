@@ -94,7 +94,7 @@ def reading(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def empty_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """What was deleted is still in it. Best effort: the session is gone, and any later checkpoint does the same."""
+    """Deleted bytes are still in it. Best effort: the session is gone, and any later checkpoint does the same."""
     with contextlib.suppress(sqlite3.Error):
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
