@@ -29,7 +29,7 @@ async def test_what_expired_is_removed_now_and_then_and_an_error_is_not_the_end(
     store = Store()
     async with sweeping(store, interval_s=0.001):
         await store.swept.wait()
-    assert "was not removed: away" in caplog.text
+    assert "were not removed: away" in caplog.text
     num_sweeps = store.num_sweeps
     await asyncio.sleep(0.005)
     assert store.num_sweeps == num_sweeps
