@@ -14,6 +14,7 @@ APPLICATION_ID = 0x4E534D53  # "NSMS", in the file's header: says whose file thi
 PAGE_BYTES = 16 * 1024  # snapshots are megabytes: commits measured a quarter faster than with 4 KiB
 LOCK_POLL_S = 0.005
 MEMORY = ":memory:"
+MEMORY_PAGE_BYTES = 64 * 1024  # the largest: nothing is written to a disk
 CHECKPOINT_PAGES = 256  # 4 MiB of write-ahead log before its pages move into the file: less than the ballast
 
 # Version 1 of the schema.
@@ -185,6 +186,9 @@ PRAGMAS = f"""
     -- virtual disk); a turn takes hundreds.
     PRAGMA synchronous = FULL;
     PRAGMA foreign_keys = ON;
+    -- Room for all pages of a commit: the pages that a state leaves and those that the next one takes are the same, and
+    -- go to the log once. 16 MiB, at most, for each connection.
+    PRAGMA cache_size = -16384;
     -- A deleted session's bytes are overwritten, not just forgotten.
     PRAGMA secure_delete = ON;
 """
@@ -217,7 +221,9 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
 def connect_memory() -> sqlite3.Connection:
     """A connection to a new database in memory, with the newest schema."""
     connection = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA foreign_keys = ON")
+    connection.executescript(
+        f"PRAGMA page_size = {MEMORY_PAGE_BYTES}; PRAGMA secure_delete = OFF; PRAGMA foreign_keys = ON"
+    )
     migrate(connection, Path(MEMORY))
     return connection
 
