@@ -48,6 +48,10 @@ packages: $(READY)
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
 	$(PYTEST) $(PYTEST_ARGS)
 
+.PHONY: test-fast
+test-fast: $(READY)  ## units and contracts without any service, in under 90 s; options: PYTEST_ARGS="-k engine"
+	$(PYTEST) --fast -n 2 --dist loadfile $(PYTEST_ARGS)
+
 .PHONY: image-test
 image-test: $(READY)  ## build the container images and start them; root, buildah and debootstrap; minutes
 	$(PYTEST) -m image --timeout=3600 tests/deploy $(PYTEST_ARGS)

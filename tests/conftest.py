@@ -22,6 +22,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.triton.dev_server import is_installed
 from tests.support.counts import enable_soak, is_soak
 from tests.support.samples import sample_texts
+from tests.support.tiers import Tier, Tiers
 
 if not torch.cuda.is_available():
     # Kernels run in their compiler's interpreter: slow, but the same programs. Read when triton is imported, whoever
@@ -42,7 +43,8 @@ hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, p
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="full counts and the tests marked slow")
+    parser.addoption("--soak", action="store_true", help="full counts and all tests")
+    parser.addoption("--fast", action="store_true", help="only tests that need nothing but the environment")
     parser.addoption("--no-skips", action="store_true", help="fail the run when a test is skipped; see EXCUSED")
 
 
@@ -54,10 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What this run does not want is deselected; what this machine cannot run is skipped, with the reason."""
-    left_out = [item for item in items if not _is_wanted(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_wanted(item)]
+    tiers, last = Tiers.load(), Tier.SOAK if is_soak() else Tier.FAST if config.getoption("--fast") else Tier.TEST
+    is_named = any("::" in arg for arg in config.invocation_params.args)  # whoever names a test wants it
+    chosen = [item for item in items if _is_chosen(item) and (is_named or tiers.of(item) <= last)]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     for marker, reason in _missing().items():
         for item in items:
             if item.get_closest_marker(marker):
@@ -108,10 +112,9 @@ def _may_mount() -> bool:
     return any(int(mask, 16) >> CAP_SYS_ADMIN & 1 for mask in capabilities)
 
 
-def _is_wanted(item: pytest.Item) -> bool:
-    if item.get_closest_marker("image") is not None:
-        return item.config.getoption("-m") == "image"
-    return is_soak() or item.get_closest_marker("slow") is None
+def _is_chosen(item: pytest.Item) -> bool:
+    """Images are built only where somebody asks for them by `-m image`."""
+    return item.get_closest_marker("image") is None or item.config.getoption("-m") == "image"
 
 
 @pytest.fixture(autouse=True)
