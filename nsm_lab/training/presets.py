@@ -54,6 +54,15 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "base": _PULSE,
     "hybrid": _HYBRID,
+    "keyed-hybrid": dataclasses.replace(
+        _HYBRID,
+        layer_pattern="KKKW",
+        num_memory_slots=128,
+        write_top_k=128,
+        slot_width=128,
+        window=128,
+        mlp_hidden=1344,
+    ),
     "sliding-window": ModelConfig(layer_pattern="W", num_kv_heads=2, window=460, mlp_hidden=2048),
     "transformer": ModelConfig(layer_pattern="A", max_context=1024, mlp_hidden=1792),
     "simple": _SIMPLE,
@@ -90,8 +99,9 @@ def table() -> str:
     ]
     for name, config in PRESETS.items():
         size = size_of(config)
-        has_slots = {kind for plan in parse_layer_pattern(config.layer_pattern) for kind in plan.kinds} & set("NCG")
-        slots, router = (str(config.num_memory_slots), _router(config)) if has_slots else ("–", "–")
+        kinds = {kind for plan in parse_layer_pattern(config.layer_pattern) for kind in plan.kinds}
+        slots = str(config.num_memory_slots) if kinds & set("NCGK") else "–"
+        router = _router(config) if kinds & set("NCG") else "–"
         lines.append(
             f"| `{name}` | `{config.layer_pattern}` x {config.num_layers} | {config.d_model} | {slots} | {router} "
             f"| {size.num_parameters / 1e6:.2f}M | {size.state_bytes / 2**20:.2f} MiB |"
