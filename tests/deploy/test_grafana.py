@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import yaml
 from deploy.grafana.expressions import DASHBOARDS, boards, panels
 from deploy.grafana.generate.__main__ import rendered
 from deploy.grafana.generate.panels import COLUMNS
+from deploy.grafana.pictures import __main__ as pictures
 from nsm_core.triton import metrics as worker
 from service.backends.base import UpstreamStats
 from service.telemetry.metrics.metrics import Metrics
 from tests.support.fakes import FakeBackend
 from tests.support.prometheus_server import CONFIG, DEPLOY
+from tests.support.redis_servers import free_port
 
 BOARDS = boards()
 
@@ -80,3 +83,13 @@ def test_every_metric_is_shown_or_alerted_on() -> None:
     }
     assert len(names) > 60
     assert names - read == set()
+
+
+def test_X13_pictures_of_a_prometheus_that_is_not_there_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr("sys.argv", ["pictures", "--prometheus", url, "--into", str(tmp_path)])
+    assert pictures.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"no pictures: {url}: ")

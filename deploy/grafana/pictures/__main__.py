@@ -6,6 +6,7 @@ Asks a running Prometheus for what the panels would ask it, over the last minute
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from deploy.grafana.expressions import boards
 from deploy.grafana.pictures.drawing import Period, draw_board
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
     parser.add_argument("--minutes", type=float, default=30.0, help="how far back")
@@ -24,14 +25,24 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs/images"), help="a folder")
     args = parser.parse_args()
     end = time.time() - args.ago * 60
-    with httpx.Client(base_url=args.prometheus, timeout=60.0, trust_env=False) as client:
-        period = Period(client, end - args.minutes * 60, end, args.window)
-        args.into.mkdir(parents=True, exist_ok=True)
+    try:
+        draw(args.prometheus, (end - args.minutes * 60, end), args.window, args.into)
+    except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
+        sys.stderr.write(f"no pictures: {args.prometheus}: {error}\n")
+        return 2
+    return 0
+
+
+def draw(prometheus: str, span: tuple[float, float], window: str, into: Path) -> None:
+    """`span`: from, to, in Unix seconds. Raises what httpx raises, and RuntimeError with Prometheus's own words."""
+    with httpx.Client(base_url=prometheus, timeout=60.0, trust_env=False) as client:
+        period = Period(client, *span, window)
+        into.mkdir(parents=True, exist_ok=True)
         for board in boards():
-            path = args.into / f"{board['uid']}.png"
+            path = into / f"{board['uid']}.png"
             draw_board(board, period, path)
             print(path)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
