@@ -71,9 +71,9 @@ class Conversation:
         return {"context_tokens": usage.prompt_tokens, "computed_tokens": computed, "first_ms": first_ms}
 
     def _fields(self) -> dict[str, Any]:
-        wishes = {"ignore_eos": True, "cache_prompt": self.kind != "chat, all read again"}
+        options = {"ignore_eos": True, "cache_prompt": self.kind != "chat, all read again"}
         limits = {"max_completion_tokens": self.num_tokens, "seed": 0}
-        return {"model": self.model, "messages": self.messages, "extra_body": wishes, **limits}
+        return {"model": self.model, "messages": self.messages, "extra_body": options, **limits}
 
     def _streamed(self, start: float) -> tuple[str, Any, float]:
         text, usage, first_ms = "", None, 0.0
@@ -95,11 +95,11 @@ class Conversation:
 def measure_depth(served: Served, model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For each kind and place in the conversation the medians over the conversations."""
     for kind in DEEP_KINDS:
-        told = []
+        rows_of = []
         for number in range(args.conversations):
             conversation = Conversation(served, model, kind, args.tokens)
-            told.append([conversation.say(f"{number}-{turn}: {QUESTION}") for turn in range(args.turns)])
-        for turn, rows in enumerate(zip(*told, strict=True), start=1):
+            rows_of.append([conversation.say(f"{number}-{turn}: {QUESTION}") for turn in range(args.turns)])
+        for turn, rows in enumerate(zip(*rows_of, strict=True), start=1):
             yield {"kind": kind, "turn": turn, **medians(rows)}
 
 

@@ -30,7 +30,7 @@ SLOTS = {"H": 8, "M": 64, "K": 64, "TAPS": 4, "SLOTS": 64, "CHANNELS": 64, "LINE
 RING = {"H": 8, "GROUP": 4, "HALF": 32}
 PROMPT = {"H": 8, "GROUP": 4, "K": 64, "CHANNELS": 64, "QUERIES": prompt_attention.QUERIES}
 PROMPT |= {"KEYS": prompt_attention.KEYS, "PRECISION": "ieee"}
-READ = RING | {"CHANNELS": 64, "QUERIES": attention.QUERIES, "PLACES": attention.PLACES, "PRECISION": "ieee"}
+READ = RING | {"CHANNELS": 64, "QUERIES": attention.QUERIES, "POSITIONS": attention.POSITIONS, "PRECISION": "ieee"}
 
 
 def source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]) -> ASTSource:
@@ -118,8 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--form", choices=["project", "out", "up", "logits", "router"], help="only this linear layer")
     form = parser.parse_args().form
-    forms = ("project", "out", "up", "logits") if form is None else (form,)
-    built = [build_linear(name, columns) for name in forms if name != "router" for columns in linear.STAGES]
+    names = ("project", "out", "up", "logits") if form is None else (form,)
+    built = [build_linear(name, columns) for name in names if name != "router" for columns in linear.STAGES]
     if form in (None, "router"):
         built += [build_linear("router", columns) for columns in (linear.SPLIT_COLUMNS, linear.FP32_COLUMNS)]
     sys.exit(0 if all(built) and (form is not None or all(build_others())) else 1)

@@ -90,18 +90,18 @@ class Row:
         self._num_saved, self._saved = self.num_read, []
         for name, tensor in self._tensors.items():
             if name.endswith(".kv"):
-                places = torch.arange(self.num_read, self.num_read + num_tokens) % tensor.shape[3]
-                self._saved.append((tensor, places, tensor[0].index_select(2, places)))
+                positions = torch.arange(self.num_read, self.num_read + num_tokens) % tensor.shape[3]
+                self._saved.append((tensor, positions, tensor[0].index_select(2, positions)))
             else:
                 self._saved.append((tensor, None, tensor[0].clone()))
 
     def _restore(self) -> None:
         self.num_read = self._num_saved
-        for tensor, places, row in self._saved:
-            if places is None:
+        for tensor, positions, row in self._saved:
+            if positions is None:
                 tensor[0] = row
             else:
-                tensor[0].index_copy_(2, places, row)
+                tensor[0].index_copy_(2, positions, row)
 
 
 class Drafter(Protocol):
@@ -153,9 +153,9 @@ class Lookup:
                 self._last[tuple(text[end - length : end])] = end
         self._num_seen = len(text) - 1
         for length in range(MAX_GRAM, 0, -1):
-            place = self._last.get(tuple(text[-length:]))
-            if place is not None:
-                return list(text[place : place + most])
+            position = self._last.get(tuple(text[-length:]))
+            if position is not None:
+                return list(text[position : position + most])
         return []
 
     def keep(self, num_tokens: int) -> None:

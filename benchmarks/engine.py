@@ -138,8 +138,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     loaded = load_checkpoint(args.model)
     runs = []
-    for wish in args.executors:
-        executor = choose_executor(loaded, wish)
+    for wanted in args.executors:
+        executor = choose_executor(loaded, wanted)
         bench = Bench(loaded, executor, max_slots=max(args.batches), token_budget=args.token_budget)
         print(f"{executor.name} ({executor.numerics})")
         runs.append({"executor": executor.name, "numerics": executor.numerics, "rows": measure(bench, args)})

@@ -29,11 +29,11 @@ BATCHES = (1, 8, 32)
 REPEATS = 20
 
 
-def onnx_step(path: Path, *, keeps_inputs: bool = False) -> Step:
+def onnx_step(path: Path, *, in_fp32: bool = False) -> Step:
     """`keeps_inputs`: ONNX Runtime multiplies int8 matrices with inputs in fp32; it would round those to int8 too."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    if keeps_inputs:
+    if in_fp32:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
@@ -104,7 +104,7 @@ def main() -> None:
         quantize_dynamic(paths["fp32"], paths["dynamic int8"], weight_type=QuantType.QInt8, per_channel=True)
         steps: dict[str, tuple[Step, int | None]] = {"PyTorch": (torch_step(loaded), None)}
         steps |= {name: (onnx_step(path), path.stat().st_size) for name, path in paths.items()}
-        exact = onnx_step(paths["int8"], keeps_inputs=True)
+        exact = onnx_step(paths["int8"], in_fp32=True)
         steps["int8, inputs in fp32"] = exact, paths["int8"].stat().st_size
         for name, (step, size) in steps.items():
             largest, mean, same = differences(loaded, step, args.tokens)

@@ -235,11 +235,11 @@ def compare(args: argparse.Namespace, name: str, step_ms: float) -> dict[str, An
                     if turn:  # the first is a warm-up
                         rows[server.name].append(row)
             result[endpoint] = rows
-            tell(name, endpoint, rows)
+            print_rows(name, endpoint, rows)
     return result
 
 
-def tell(name: str, endpoint: str, rows: dict[str, list[dict[str, float]]]) -> None:
+def print_rows(name: str, endpoint: str, rows: dict[str, list[dict[str, float]]]) -> None:
     for who, taken in rows.items():
         middle = {key: statistics.median(row[key] for row in taken) for key in taken[0]}
         costs = sorted(row["cpu_us"] for row in taken)

@@ -141,11 +141,11 @@ def decode_steps(subject: Subject, batches: tuple[tuple[int, float], ...], num_t
         for turn in range(3):
             for name, engine in engines.items():
                 for index in range(num_rows):
-                    wishes = SamplingParams(
+                    sampling = SamplingParams(
                         max_tokens=num_tokens, temperature=temperature, top_p=0.95, ignore_eos=True, seed=index
                     )
                     engine.add(
-                        GenerationRequest(request_id=f"{turn}-{index}", prompt_ids=(1 + index,), sampling=wishes)
+                        GenerationRequest(request_id=f"{turn}-{index}", prompt_ids=(1 + index,), sampling=sampling)
                     )
                 steps = []
                 while engine.has_work:
@@ -167,10 +167,10 @@ def arriving(subject: Subject, num_rows: int, num_requests: int, prompt_len: int
         draw = random.Random(0)
         engine = subject.engine(num_rows, overlaps=name == "overlapped", token_budget=16384, records_all=True)
         for index in range(num_requests):
-            wishes = SamplingParams(max_tokens=draw.randint(32, 160), temperature=1.0, seed=index, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=draw.randint(32, 160), temperature=1.0, seed=index, ignore_eos=True)
             prompt = tuple(draw.randrange(1, 256) for _ in range(prompt_len))
             engine.add(
-                GenerationRequest(request_id=str(index), prompt_ids=prompt, sampling=wishes, keep_state=keep_state)
+                GenerationRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, keep_state=keep_state)
             )
         for _ in range(3):
             engine.step()

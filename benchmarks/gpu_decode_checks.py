@@ -66,10 +66,10 @@ def check_linears(model: NsmModel, dtype: torch.dtype, batches: Sequence[int]) -
     device = model.embedding.weight.device
     weights = pack_weights(model, dtype)
     layer = weights.layers[0]
-    forms = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
-    forms |= {"router": layer.mixer.router, "logits": weights.output}
+    linears = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
+    linears |= {"router": layer.mixer.router, "logits": weights.output}
     for batch in batches:
-        for name, linear in forms.items():
+        for name, linear in linears.items():
             x = random_input(linear, name, batch, dtype)
             out: Tensor | Stream = output_of(linear, name, batch, dtype, device)
             residual = None
@@ -145,8 +145,8 @@ def check_same_bits(model: NsmModel, dtype: torch.dtype, *, times: int = 20) -> 
     rows = 512
     weights = pack_weights(model, dtype)
     layer = weights.layers[0]
-    forms = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
-    for name, linear in (forms | {"router": layer.mixer.router, "logits": weights.output}).items():
+    linears = {"project": layer.mixer.project, "out": layer.out, "up": layer.up, "down": layer.down}
+    for name, linear in (linears | {"router": layer.mixer.router, "logits": weights.output}).items():
         x = random_input(linear, name, rows, dtype)
         outputs = []
         for columns in (None, *((16, 32) if linear.is_split else (16, 32, 64))) * times:
@@ -240,8 +240,12 @@ def check_replays(model: NsmModel, weights: CudaWeights) -> Iterator[Row]:
         before = {name: value.clone() for name, value in executors[1].pool.tensors.items()}
         want, got = (executor.step(rows, ids) for executor in executors)
         others = [row for row in range(20) if row not in rows]
-        kept = all(before[name][others].equal(value[others]) for name, value in executors[1].pool.tensors.items())
-        yield {"rows": len(rows), "bits_equal": got.equal(want), "others_kept": kept} | _ok(got.equal(want) and kept)
+        is_unchanged = all(
+            before[name][others].equal(value[others]) for name, value in executors[1].pool.tensors.items()
+        )
+        yield {"rows": len(rows), "bits_equal": got.equal(want), "others_kept": is_unchanged} | _ok(
+            got.equal(want) and is_unchanged
+        )
     pairs = zip(*(executor.pool.tensors.values() for executor in executors), strict=True)
     yield {"states_equal": (equal := all(a.equal(b) for a, b in pairs))} | _ok(equal)
 
@@ -255,14 +259,14 @@ def check_invariance(model: NsmModel, options: CudaOptions, batches: Sequence[in
     for batch in batches:
         executor = CudaExecutor(model, num_rows=batch, options=options)
         lease(executor, range(batch), random_states(model, batch))
-        place = batch // 2
-        executor.pool.write(place, subject)
+        row = batch // 2
+        executor.pool.write(row, subject)
         for token in ids:
             others = torch.randint(model.config.vocab_size, (batch,)).tolist()
-            others[place] = token
+            others[row] = token
             hidden = executor.step(range(batch), others)
-        logits = executor.logits(hidden)[place].clone()
-        result = (hidden[place].clone(), logits, executor.pool.copy(place))
+        logits = executor.logits(hidden)[row].clone()
+        result = (hidden[row].clone(), logits, executor.pool.copy(row))
         alone = alone or result
         equal = [result[0].equal(alone[0]), result[1].equal(alone[1])]
         equal.append(all(value.equal(alone[2][name]) for name, value in result[2].items()))
@@ -285,15 +289,15 @@ def check_prompts(
     for batch in batches:
         executor = CudaExecutor(model, num_rows=batch, options=options)
         lease(executor, range(batch), random_states(model, batch))
-        place, start, hidden = batch // 2, 0, []
-        executor.pool.write(place, subject)
+        row, start, hidden = batch // 2, 0, []
+        executor.pool.write(row, subject)
         while start < length:
             cut = length if batch == 1 else min(length, start + unit * draw.randint(1, 1 + length // unit // 3))
             texts = [[1] * draw.randint(1, max(1, cut - start)) for _ in range(batch)]
-            texts[place] = ids[start:cut]
-            hidden.append(executor.read(range(batch), texts)[place])
+            texts[row] = ids[start:cut]
+            hidden.append(executor.read(range(batch), texts)[row])
             start = cut
-        result = (torch.cat(hidden), executor.pool.copy(place))
+        result = (torch.cat(hidden), executor.pool.copy(row))
         alone = alone or result
         differing = [name for name, value in result[1].items() if not value.equal(alone[1][name])]
         same = int((result[0] == alone[0]).all(dim=1).sum())

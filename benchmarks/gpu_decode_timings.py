@@ -273,8 +273,8 @@ def engine_steps(bench: Bench) -> Iterator[Row]:
         config = EngineConfig(max_slots=batch, token_budget=max(256, 2 * batch))
         engine = Engine(bench.model, tokenizer, fingerprint="", config=config, executor=CudaExecutor)
         for index in range(batch):
-            wishes = SamplingParams(max_tokens=64, temperature=temperature, top_p=0.95, ignore_eos=True, seed=index)
-            engine.add(GenerationRequest(request_id=str(index), prompt_ids=(1 + index,), sampling=wishes))
+            sampling = SamplingParams(max_tokens=64, temperature=temperature, top_p=0.95, ignore_eos=True, seed=index)
+            engine.add(GenerationRequest(request_id=str(index), prompt_ids=(1 + index,), sampling=sampling))
         for _ in range(8):
             engine.step()
         times = []
@@ -297,9 +297,9 @@ def engine_arrivals(bench: Bench, *, num_slots: int = 256, num_requests: int = 1
     engine = Engine(bench.model, Tokenizer.load(BUNDLED), fingerprint="", config=config, executor=CudaExecutor)
     for phase in ("warm-up", "measured"):
         for index in range(num_requests):
-            wishes = SamplingParams(max_tokens=draw.randint(64, 192), temperature=0.0, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=draw.randint(64, 192), temperature=0.0, ignore_eos=True)
             prompt = tuple(draw.randrange(1, 8192) for _ in range(draw.randint(16, 256)))
-            engine.add(GenerationRequest(request_id=f"{phase}-{index}", prompt_ids=prompt, sampling=wishes))
+            engine.add(GenerationRequest(request_id=f"{phase}-{index}", prompt_ids=prompt, sampling=sampling))
         before, started, times = engine.stats(), time.perf_counter(), []
         while engine.has_work:
             step_started = time.perf_counter()

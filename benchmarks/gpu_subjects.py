@@ -234,7 +234,7 @@ def keep_few_configurations(limit: int) -> None:
 
     def init(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
         configs = list(configs or ())
-        kept = [configs[i * len(configs) // limit] for i in range(limit)] if len(configs) > limit else configs
-        original(self, fn, arg_names, kept, *args, **kwargs)
+        chosen = [configs[i * len(configs) // limit] for i in range(limit)] if len(configs) > limit else configs
+        original(self, fn, arg_names, chosen, *args, **kwargs)
 
     Autotuner.__init__ = init

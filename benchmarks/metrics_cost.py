@@ -39,7 +39,7 @@ from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
 
 PROMPT = tuple(range(1, 17))
-ACCOUNTS, LOOK = "accounts of a step, batch 16", f"a look at the model, once in {OBSERVE_EVERY_S:g} s"
+ACCOUNTS, SAMPLE = "accounts of a step, batch 16", f"a look at the model, once in {OBSERVE_EVERY_S:g} s"
 TTFT, E2E = "nsm_time_to_first_token_seconds", "nsm_e2e_request_latency_seconds"
 
 
@@ -128,7 +128,7 @@ def parts(loaded: LoadedModel, backend: LocalBackend) -> dict[str, float]:
     return {
         ACCOUNTS: us(lambda: ledger.work(tokens, 0.01, now=next(now) * 1e-3), 1000),
         "a reading of the meter": us(meter_of(loaded.model).read, 1000),
-        LOOK: us(lambda: observer.observe(names, is_fresh=[True] * MAX_ROWS, ids=[1] * MAX_ROWS, state=state), 3),
+        SAMPLE: us(lambda: observer.observe(names, is_fresh=[True] * MAX_ROWS, ids=[1] * MAX_ROWS, state=state), 3),
         "a token's sample in the gateway": us(record.token, 10_000),
         "a scrape": us(metrics.render, 5),
     }
@@ -136,13 +136,13 @@ def parts(loaded: LoadedModel, backend: LocalBackend) -> dict[str, float]:
 
 def cost_by_parts(alone: dict[str, float], *, step_us: float) -> float:
     """Share of the engine's time: the accounts of every step, and looks, as often as they come."""
-    return alone[ACCOUNTS] / step_us + min(alone[LOOK] / (OBSERVE_EVERY_S * 1e6), MAX_SHARE)
+    return alone[ACCOUNTS] / step_us + min(alone[SAMPLE] / (OBSERVE_EVERY_S * 1e6), MAX_SHARE)
 
 
 async def clocks(backend: LocalBackend, num_requests: int) -> dict[str, list[float]]:
     """What the service tells less what a client sees, request by request, in milliseconds."""
     app = create_app(Settings(port=0), backend, SqliteSessionStore(None))
-    told: dict[str, list[float]] = {"ttft": [], "e2e": []}
+    gaps: dict[str, list[float]] = {"ttft": [], "e2e": []}
     with bind("127.0.0.1", 0) as sock:
         task = asyncio.create_task(serve(app, uvicorn_config(app), sock))
         port = sock.getsockname()[1]
@@ -151,12 +151,12 @@ async def clocks(backend: LocalBackend, num_requests: int) -> dict[str, list[flo
             for number in range(num_requests + 2):
                 first_s, whole_s, sums = await _one(client, port)
                 if number >= 2:
-                    told["ttft"].append((sums[TTFT] - first_s) * 1e3)
-                    told["e2e"].append((sums[E2E] - whole_s) * 1e3)
+                    gaps["ttft"].append((sums[TTFT] - first_s) * 1e3)
+                    gaps["e2e"].append((sums[E2E] - whole_s) * 1e3)
         app.state.services.lifecycle.begin_drain()
         task.cancel()
         await asyncio.wait((task,))
-    return told
+    return gaps
 
 
 async def _reach(client: httpx.AsyncClient) -> None:
@@ -225,13 +225,13 @@ def main() -> None:
     for row in rows:
         row["cost_by_parts"] = cost_by_parts(alone, step_us=row["plain_us"] * row["batch"])
         print(f"batch {row['batch']:g}: {row['cost_by_parts']:.2%} of the engine's time by its parts")
-    told = asyncio.run(clocks(backend, args.requests))
+    gaps = asyncio.run(clocks(backend, args.requests))
     print(f"{'service - client, ms':<22} {'best':>8} {'median':>8} {'worst':>8}")
-    for name, off in told.items():
+    for name, off in gaps.items():
         best, worst = min(off, key=abs), max(off, key=abs)
         print(f"{name:<22} {best:>8.2f} {statistics.median(off):>8.2f} {worst:>8.2f}")
     about = {"commit": source_commit(), "model": loaded.name, "executor": chosen.name, "numerics": chosen.numerics}
-    print(json.dumps({**about, "engine": rows, "parts_us": alone, "clocks_ms": told}))
+    print(json.dumps({**about, "engine": rows, "parts_us": alone, "clocks_ms": gaps}))
 
 
 if __name__ == "__main__":

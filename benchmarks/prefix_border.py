@@ -36,9 +36,9 @@ LENGTHS = (80, 128, 192, 256, 384, 512)
 REUSED = (1, 2, 4, 8)  # one in so many states
 
 
-async def ask(services: Services, prompt: list[int], *, is_kept: bool) -> float:
+async def ask(services: Services, prompt: list[int], *, is_cached: bool) -> float:
     """CPU milliseconds of a prompt and one new token, with everything that is done behind it."""
-    body = CompletionBody.model_validate({"prompt": prompt, "max_tokens": 1, "cache_prompt": is_kept})
+    body = CompletionBody.model_validate({"prompt": prompt, "max_tokens": 1, "cache_prompt": is_cached})
     start = time.process_time()
     answer = await open_completion(services, "default", body, Arrival(request_id="border", time=time.monotonic()))
     async for _ in answer.frames():
@@ -51,10 +51,10 @@ async def ask(services: Services, prompt: list[int], *, is_kept: bool) -> float:
 async def measure(services: Services, length: int, *, rounds: int, seed: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {"off": [], "kept": [], "resumed": []}
     for number in range(rounds):
-        prompt = [(seed + 7919 * number + 31 * length * place) % 8000 + 1 for place in range(length)]
-        taken["off"].append(await ask(services, prompt, is_kept=False))
-        taken["kept"].append(await ask(services, prompt, is_kept=True))
-        taken["resumed"].append(await ask(services, [*prompt, 5], is_kept=True))
+        prompt = [(seed + 7919 * number + 31 * length * index) % 8000 + 1 for index in range(length)]
+        taken["off"].append(await ask(services, prompt, is_cached=False))
+        taken["kept"].append(await ask(services, prompt, is_cached=True))
+        taken["resumed"].append(await ask(services, [*prompt, 5], is_cached=True))
     return {"prompt_tokens": length} | {name: round(statistics.median(each), 2) for name, each in taken.items()}
 
 

@@ -123,7 +123,7 @@ async def measure_parts(kind: str, backend: LocalBackend, prompt_len: int) -> di
             tenant="a", key=key, raw_ids=raw_ids, state=state, model=model, tokenizer=tokenizer, created_at=0.0
         )
 
-    async def look_up() -> None:
+    async def lookup() -> None:
         here = PromptDigests(tenant="a", model=model, ids=ids)
         if here.longest(await store.find(tenant="a", family=here.family), limit=prompt_len - 1) != key:
             raise RuntimeError("the benchmark lost its entry")
@@ -141,7 +141,7 @@ async def measure_parts(kind: str, backend: LocalBackend, prompt_len: int) -> di
             for _ in range(NUM_CHATS):
                 await store.put(tenant="a", key=digests.key(next(numbers)), entry=bytes(64))
             await store.put(tenant="a", key=key, entry=entry())
-            times = {"look_up_ms": await timed(look_up), "fetch_ms": await timed(fetch), "write_ms": await timed(write)}
+            times = {"look_up_ms": await timed(lookup), "fetch_ms": await timed(fetch), "write_ms": await timed(write)}
             await store.close()
     return {"store": kind, "prompt_tokens": prompt_len, "entry_bytes": len(entry()), **times}
 

@@ -117,8 +117,8 @@ def measure(num_turns: int, *, num_chains: int, num_tokens: int) -> list[dict[st
                 chain.append(measure_turn(client, model, previous, num_tokens=num_tokens))
             chains.append(chain)
     names = ("context_tokens", "computed_tokens", "ttft_ms")
-    places = zip(*chains, strict=True)
-    return [{name: round(statistics.median(turn[name] for turn in turns), 2) for name in names} for turns in places]
+    rounds = zip(*chains, strict=True)
+    return [{name: round(statistics.median(turn[name] for turn in turns), 2) for name in names} for turns in rounds]
 
 
 def median_ttft(rows: list[dict[str, float]]) -> float:

@@ -51,7 +51,7 @@ WITHOUT = 1_600  # without older snapshots each takes the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class StoreCase:
     """A store, and what measures the session in it; `state_format`: how states are stored."""
 
     store: SessionStore
@@ -98,22 +98,24 @@ async def main() -> None:
 async def measure(backend: LocalBackend, directory: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     ids = book_ids(backend, args.turns * args.turn_tokens)
     async with contextlib.AsyncExitStack() as stack:
-        places = [await stack.enter_async_context(file_place(directory, kept)) for kept in args.kept]
+        cases = [await stack.enter_async_context(sqlite_case(directory, max_retained)) for max_retained in args.kept]
         if args.redis:
-            places += [await stack.enter_async_context(redis_place(directory, kept)) for kept in args.kept]
-        await tell(backend, places, ids, args)
-        sizes = {(place.max_retained, place.redis is None): await place.num_bytes() for place in places}
-        newest = (await places[0].store.get(KEY)).position
+            cases += [
+                await stack.enter_async_context(redis_case(directory, max_retained)) for max_retained in args.kept
+            ]
+        await run_turns(backend, cases, ids, args)
+        sizes = {(case.max_retained, case.redis is None): await case.num_bytes() for case in cases}
+        newest = (await cases[0].store.get(KEY)).position
         rows = []
-        for kept in args.kept:
-            place = next(place for place in places if place.max_retained == kept and place.path is not None)
-            found = await place.store.list_retained(KEY)
+        for max_retained in args.kept:
+            case = next(case for case in cases if case.max_retained == max_retained and case.path is not None)
+            found = await case.store.list_retained(KEY)
             row: dict[str, Any] = {
-                "kept": kept,
+                "kept": max_retained,
                 "distances": [newest - one.position for one in found],
                 "retained_bytes": sum(one.num_bytes for one in found),
-                "sqlite_bytes": sizes[kept, True],
-                "redis_bytes": sizes.get((kept, False)),
+                "sqlite_bytes": sizes[max_retained, True],
+                "redis_bytes": sizes.get((max_retained, False)),
                 "rewind_s": {},
             }
             rows.append(row)
@@ -133,39 +135,41 @@ def book_ids(backend: LocalBackend, num_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.asynccontextmanager
-async def file_place(
+async def sqlite_case(
     directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[StoreCase]:
     path = directory / f"kept-{max_retained}" / "sessions.db"
     store = SqliteSessionStore(path)
     await store.open()
     try:
-        yield Place(store, max_retained, state_format, path=path)
+        yield StoreCase(store, max_retained, state_format, path=path)
     finally:
         await store.close()
 
 
 @contextlib.asynccontextmanager
-async def redis_place(
+async def redis_case(
     directory: Path, max_retained: int, state_format: StateFormat = StateFormat.FP32
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[StoreCase]:
     data = directory / f"redis-{max_retained}"
     data.mkdir(parents=True)
     async with redis_store(data, "everysec") as (store, client):
-        yield Place(store, max_retained, state_format, redis=client)
+        yield StoreCase(store, max_retained, state_format, redis=client)
 
 
-async def tell(backend: LocalBackend, places: Sequence[Place], ids: tuple[int, ...], args: argparse.Namespace) -> None:
+async def run_turns(
+    backend: LocalBackend, cases: Sequence[StoreCase], ids: tuple[int, ...], args: argparse.Namespace
+) -> None:
     """The same session in every place, turn by turn: each as a committed turn leaves it."""
     metrics = Metrics(backend)
     leases = [
         Leases(
-            place.store, lease_s=60.0, metrics=metrics, max_retained=place.max_retained, state_format=place.state_format
+            case.store, lease_s=60.0, metrics=metrics, max_retained=case.max_retained, state_format=case.state_format
         )
-        for place in places
+        for case in cases
     ]
-    for place in places:
-        await place.store.create(NewSession(key=KEY, model_fingerprint=backend.model.fingerprint, metadata={}))
+    for case in cases:
+        await case.store.create(NewSession(key=KEY, model_fingerprint=backend.model.fingerprint, metadata={}))
     part = PART_TURNS * args.turn_tokens
     resume: Resume | None = None
     for start in range(0, len(ids), part):
@@ -235,12 +239,12 @@ def snapshot_of(
 
 
 async def rewind(
-    backend: LocalBackend, directory: Path, kept: int, ids: tuple[int, ...], distance: int
+    backend: LocalBackend, directory: Path, max_retained: int, ids: tuple[int, ...], distance: int
 ) -> dict[str, float]:
     """Back by `distance` tokens, in a copy of the file: the state found and read, and its commit."""
     path = directory / "rewound" / "sessions.db"
     shutil.rmtree(path.parent, ignore_errors=True)
-    shutil.copytree(directory / f"kept-{kept}", path.parent)
+    shutil.copytree(directory / f"kept-{max_retained}", path.parent)
     store = SqliteSessionStore(path)
     await store.open()
     try:
@@ -285,11 +289,11 @@ def show(rows: list[dict[str, Any]], state_bytes: int) -> None:
     print("kept  distances from the head      kept          sqlite/state  redis/state")
     for row in rows:
         redis = "-" if row["redis_bytes"] is None else f"{row['redis_bytes'] / state_bytes:.2f}"
-        places = ", ".join(map(str, row["distances"])) or "-"
+        distances = ", ".join(map(str, row["distances"])) or "-"
         shares = (
             f"{row['retained_bytes'] / state_bytes:>12.2f}  {row['sqlite_bytes'] / state_bytes:>12.2f}  {redis:>11}"
         )
-        print(f"{row['kept']:<4}  {places:<28} {shares}")
+        print(f"{row['kept']:<4}  {distances:<28} {shares}")
     print("\nseconds (tokens read) to go back so many tokens")
     print("kept  " + " ".join(f"{distance:>16}" for distance in DISTANCES))
     for row in rows:

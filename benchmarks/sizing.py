@@ -24,7 +24,7 @@ STORED = {"fp32": 1.000, "fp16": 0.500, "int8": 0.258}  # the same file: of a sn
 # The same file: of a session of 1,000 turns of 80 tokens in Redis, with so many older snapshots
 IN_REDIS = {"fp32": (1.21, 2.31, 3.42), "fp16": (0.65, 1.21, 1.76), "int8": (0.37, 0.65, 0.93)}
 LOG_TOKEN_BYTES = 4  # docs/redis.md
-KEPT_FROM_TOKENS = 256  # docs/sessions.md: an older snapshot that spares less is not kept
+RETAINED_FROM_TOKENS = 256  # docs/sessions.md: an older snapshot that spares less is not kept
 # docs/redis.md: 2.25 MB read in 8.4 ms and written in 5.5 ms over one connection (`everysec`)
 SHARD_BYTES_PER_S = 2 * 2_250_000 / (0.0084 + 0.0055)
 SHARD_USED = 0.5  # the share of that to plan with
@@ -70,13 +70,13 @@ WORKLOADS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Goal:
     """What is asked for. `peak`: the busy hour against the mean of the day."""
 
     turns_per_day: float = 1.0
     peak: float = 2.5
     dtype: str = "fp32"
-    kept: int = 2
+    retained: int = 2
     shard_gib: int = 64  # `maxmemory` of a shard; its machine has about twice that
     seed: int = 0
     max_servers: int = 64  # simulated; a larger fleet is so many like it
@@ -93,22 +93,22 @@ def turns_of(rows: Sequence[TraceRow]) -> list[TurnSize]:
     return [turn for conversation in conversations_of(rows) for turn in conversation]
 
 
-def session_bytes(dtype: str, kept: int) -> float:
+def session_bytes(dtype: str, retained: int) -> float:
     """Of a long session in Redis."""
-    return RAW_STATE_BYTES * IN_REDIS[dtype][kept]
+    return RAW_STATE_BYTES * IN_REDIS[dtype][retained]
 
 
-def memory_shards(sessions: int, dtype: str, kept: int, shard_gib: int) -> int:
-    return math.ceil(sessions * session_bytes(dtype, kept) / (shard_gib * 2**30 * SHARD_FILL))
+def memory_shards(sessions: int, dtype: str, retained: int, shard_gib: int) -> int:
+    return math.ceil(sessions * session_bytes(dtype, retained) / (shard_gib * 2**30 * SHARD_FILL))
 
 
-def store_bytes(rows: Sequence[TraceRow], dtype: str, kept: int) -> tuple[float, float]:
+def store_bytes(rows: Sequence[TraceRow], dtype: str, retained: int) -> tuple[float, float]:
     """Read and written for a turn, on average: its snapshot; the same, its log and often an older snapshot."""
     turns = turns_of(rows)
     state = RAW_STATE_BYTES * STORED[dtype]
     tokens = statistics.fmean(turn.new_tokens + turn.output_tokens for turn in turns)
-    keeping = statistics.fmean(turn.new_tokens + turn.output_tokens >= KEPT_FROM_TOKENS for turn in turns)
-    older = state * keeping if kept else 0.0
+    keeping = statistics.fmean(turn.new_tokens + turn.output_tokens >= RETAINED_FROM_TOKENS for turn in turns)
+    older = state * keeping if retained else 0.0
     return state, state + tokens * LOG_TOKEN_BYTES + older
 
 
@@ -126,23 +126,23 @@ class Found:
     first_token_p95_s: float
 
 
-def find_servers(rows: Sequence[TraceRow], speed: Speed, turn_rate: float, objective_s: float, wish: Wish) -> Found:
+def find_servers(rows: Sequence[TraceRow], speed: Speed, turn_rate: float, objective_s: float, goal: Goal) -> Found:
     """Adds a twentieth of servers at a time, from as few as are busy for `MOST_BUSY` of their time."""
     load = turn_rate * statistics.fmean(speed.alone_s(turn) for turn in turns_of(rows))
     servers = math.ceil(load / MOST_BUSY)
     while True:
-        simulated = min(servers, wish.max_servers)
+        simulated = min(servers, goal.max_servers)
         share = simulated / servers
-        outcome = simulate(rows, speed, simulated, turn_rate * share, wish)
+        outcome = simulate(rows, speed, simulated, turn_rate * share, goal)
         first_s = percentile(outcome.first_tokens_s, 95)
         if first_s <= objective_s:
             return describe(outcome, servers, share, load, first_s, speed)
         servers = max(servers + 1, math.ceil(servers * 1.05))
 
 
-def simulate(rows: Sequence[TraceRow], speed: Speed, servers: int, turn_rate: float, wish: Wish) -> Outcome:
-    fleet = Fleet(rows, speed, servers=servers, turn_rate=turn_rate, seed=wish.seed)
-    return fleet.run(warm_up_s=wish.warm_up_s, measured_s=max(wish.measured_s, wish.min_turns / turn_rate))
+def simulate(rows: Sequence[TraceRow], speed: Speed, servers: int, turn_rate: float, goal: Goal) -> Outcome:
+    fleet = Fleet(rows, speed, servers=servers, turn_rate=turn_rate, seed=goal.seed)
+    return fleet.run(warm_up_s=goal.warm_up_s, measured_s=max(goal.measured_s, goal.min_turns / turn_rate))
 
 
 def describe(outcome: Outcome, servers: int, share: float, load: float, first_s: float, speed: Speed) -> Found:
@@ -168,19 +168,19 @@ def print_memory(tiers: Sequence[int], shard_gib: int) -> None:
     print(f"\nRedis: memory, and shards of {shard_gib} GiB filled to {SHARD_FILL:.0%}")
     print(f"{'':22}{'MB a session':>14}" + "".join(f"{sessions:>22,}" for sessions in tiers))
     for dtype, factors in IN_REDIS.items():
-        for kept in range(len(factors)):
-            size = session_bytes(dtype, kept)
-            shards = (memory_shards(sessions, dtype, kept, shard_gib) for sessions in tiers)
+        for retained in range(len(factors)):
+            size = session_bytes(dtype, retained)
+            shards = (memory_shards(sessions, dtype, retained, shard_gib) for sessions in tiers)
             cells = [f"{n * size / 1e12:.3f} TB {count:5,}" for n, count in zip(tiers, shards, strict=True)]
-            print(f"{dtype}, {kept} older{'':9}{size / 1e6:>14.2f}" + "".join(f"{cell:>22}" for cell in cells))
+            print(f"{dtype}, {retained} older{'':9}{size / 1e6:>14.2f}" + "".join(f"{cell:>22}" for cell in cells))
 
 
-def size(name: str, machine: str, sessions: int, wish: Wish) -> dict[str, Any]:
+def size(name: str, machine: str, sessions: int, goal: Goal) -> dict[str, Any]:
     workload, speed = WORKLOADS[name], SPEEDS[machine]
     rows = read_trace(TRACES / workload.file)
-    rate = wish.turn_rate(sessions)
-    found = find_servers(rows, speed, rate, workload.first_token_s[machine], wish)
-    read, written = store_bytes(rows, wish.dtype, wish.kept)
+    rate = goal.turn_rate(sessions)
+    found = find_servers(rows, speed, rate, workload.first_token_s[machine], goal)
+    read, written = store_bytes(rows, goal.dtype, goal.retained)
     traffic = rate * (read + written)
     return {
         "workload": name,
@@ -191,7 +191,7 @@ def size(name: str, machine: str, sessions: int, wish: Wish) -> dict[str, Any]:
         "read_bytes_per_s": rate * read,
         "written_bytes_per_s": rate * written,
         "shards_for_traffic": math.ceil(traffic / (SHARD_BYTES_PER_S * SHARD_USED)),
-        "shards_for_memory": memory_shards(sessions, wish.dtype, wish.kept, wish.shard_gib),
+        "shards_for_memory": memory_shards(sessions, goal.dtype, goal.retained, goal.shard_gib),
     }
 
 
@@ -240,23 +240,23 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments(words)
-    wish = Wish(
+    goal = Goal(
         turns_per_day=args.turns_per_day,
         peak=args.peak,
         dtype=args.dtype,
-        kept=args.kept,
+        retained=args.kept,
         shard_gib=args.shard_gib,
         seed=args.seed,
     )
-    print_memory(args.sessions, wish.shard_gib)
+    print_memory(args.sessions, goal.shard_gib)
     table = []
     for machine in args.machines:
         for name in args.workloads:
-            print(f"\n{name} on servers of one {machine}; states in {wish.dtype}, {wish.kept} older\n{COLUMNS}")
+            print(f"\n{name} on servers of one {machine}; states in {goal.dtype}, {goal.retained} older\n{COLUMNS}")
             for sessions in args.sessions:
-                table.append(size(name, machine, sessions, wish))
+                table.append(size(name, machine, sessions, goal))
                 print_row(table[-1])
-    line = json.dumps({"wish": dataclasses.asdict(wish), "rows": table})
+    line = json.dumps({"goal": dataclasses.asdict(goal), "rows": table})
     if args.out is not None:
         args.out.write_text(line + "\n")
     print(line)

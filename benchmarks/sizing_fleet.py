@@ -89,7 +89,7 @@ class Server:
         self._speed = speed
         self._at_s = 0.0
 
-    def settle(self, now_s: float) -> tuple[list[Request], list[Request]]:
+    def advance(self, now_s: float) -> tuple[list[Request], list[Request]]:
         """Brings the running requests to `now_s`. Returns those that made their first token, and those that ended."""
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         if not self.running:
@@ -214,7 +214,7 @@ class Fleet:
 
     def _change(self, server: Server, now_s: float) -> None:
         """Settles what has happened at a server, lets in who waits, and says when to look again."""
-        first, ended = server.settle(now_s)
+        first, ended = server.advance(now_s)
         admitted = server.admit()
         if now_s >= self._from_s:
             self._outcome.first_tokens_s.extend(now_s - request.arrived_s for request in first)

@@ -37,7 +37,7 @@ BOOKS = Path("data/books-sample")
 MAX_BATCH = 8
 KINDS = ("greedy", "greedy, a passage twice", "sampled", "sampled, drafted all the same")
 
-Outcomes = dict[str, list[Event]]
+EventsById = dict[str, list[Event]]
 
 
 class Pair:
@@ -58,7 +58,7 @@ class Pair:
         )
         self._drafts_first = False
 
-    def compare(self, requests: Sequence[GenerationRequest]) -> tuple[Outcomes, float, float]:
+    def compare(self, requests: Sequence[GenerationRequest]) -> tuple[EventsById, float, float]:
         """What both gave, and the CPU seconds of each. Raises RuntimeError where they differ."""
         self._drafts_first = not self._drafts_first  # whoever goes second finds the caches warm
         if self._drafts_first:
@@ -72,19 +72,19 @@ class Pair:
         return want, plain_s, drafting_s
 
 
-def run(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[Outcomes, float]:
+def run(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[EventsById, float]:
     """All events, and the CPU seconds of the steps that read no prompt."""
-    outcomes: Outcomes = {request.request_id: [] for request in requests}
+    events_by_id: EventsById = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
     seconds = 0.0
     while engine.has_work:
         num_read, started = engine.stats().tokens_computed, time.process_time()
         for request_id, event in engine.step():
-            outcomes[request_id].append(event)
+            events_by_id[request_id].append(event)
         if engine.stats().tokens_computed == num_read:
             seconds += time.process_time() - started
-    return outcomes, seconds
+    return events_by_id, seconds
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,8 +97,10 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
 
-    def add(self, outcomes: Outcomes, plain_s: float, drafting_s: float, before: EngineStats, now: EngineStats) -> None:
-        self.num_tokens += sum(ended(events).completion_tokens - 1 for events in outcomes.values())
+    def add(
+        self, events_by_id: EventsById, plain_s: float, drafting_s: float, before: EngineStats, now: EngineStats
+    ) -> None:
+        self.num_tokens += sum(ended(events).completion_tokens - 1 for events in events_by_id.values())
         self.plain_s += plain_s
         self.drafting_s += drafting_s
         self.num_drafted += now.num_draft_tokens - before.num_draft_tokens
@@ -149,8 +151,8 @@ def measure(pair: Pair, prompts: list[list[int]], kind: str, batch: int, num_tok
         ]
         before = pair.drafting.stats()
         with drafting(kind):
-            outcomes = pair.compare(requests)
-        tally.add(*outcomes, before, pair.drafting.stats())
+            events_by_id = pair.compare(requests)
+        tally.add(*events_by_id, before, pair.drafting.stats())
     return tally
 
 
@@ -199,19 +201,22 @@ def check_identity(pair: Pair, books: list[list[int]], number: int, *, seed: int
             goes_on = bool(ends) and draw.random() < 0.33
             resume = resume_of(draw.choice(ends), pair.fingerprint) if goes_on else None
             requests.append(draw_request(draw, books, f"{num_done}-{index}", resume))
-        outcomes, _, _ = pair.compare(requests)
-        ends = [*ends, *(ended(events) for events in outcomes.values())][-16:]
+        events_by_id, _, _ = pair.compare(requests)
+        ends = [*ends, *(ended(events) for events in events_by_id.values())][-16:]
         num_done += num_rows
     return pair.drafting.stats()
 
 
 def resume_of(end: Finished, fingerprint: str) -> Resume | None:
     """Of an end with a token still to be read the state alone: the next text begins without it."""
-    kept = end.end_state
-    if kept is None:
+    end_state = end.end_state
+    if end_state is None:
         return None
     return Resume(
-        state=kept.state, position=kept.position, fingerprint=fingerprint, generated_counts=kept.generated_counts
+        state=end_state.state,
+        position=end_state.position,
+        fingerprint=fingerprint,
+        generated_counts=end_state.generated_counts,
     )
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.session_rewind import KEY, book_ids, file_place, redis_place, snapshot_of, tell
+from benchmarks.session_rewind import KEY, book_ids, redis_case, run_turns, snapshot_of, sqlite_case
 from nsm_core.config import EngineConfig
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -112,23 +112,23 @@ async def measure_sessions(
     backend: LocalBackend, directory: Path, ids: tuple[int, ...], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The same session in every dtype and with every number of older snapshots, each in a store of its own."""
-    open_place = redis_place if args.redis else file_place
+    open_case = redis_case if args.redis else sqlite_case
     async with contextlib.AsyncExitStack() as stack:
-        places = [
-            await stack.enter_async_context(open_place(directory / state_format.value, kept, state_format))
+        cases = [
+            await stack.enter_async_context(open_case(directory / state_format.value, max_retained, state_format))
             for state_format in StateFormat
-            for kept in args.kept
+            for max_retained in args.kept
         ]
-        await tell(backend, places, ids, args)
+        await run_turns(backend, cases, ids, args)
         return [
             {
-                "dtype": place.state_format.value,
-                "kept": place.max_retained,
+                "dtype": case.state_format.value,
+                "kept": case.max_retained,
                 "store": "redis" if args.redis else "sqlite",
-                "stored_bytes": (await place.store.usage(tenant=KEY.tenant)).num_bytes,
-                "store_bytes": await place.num_bytes(),
+                "stored_bytes": (await case.store.usage(tenant=KEY.tenant)).num_bytes,
+                "store_bytes": await case.num_bytes(),
             }
-            for place in places
+            for case in cases
         ]
 
 

@@ -13,7 +13,7 @@ import psutil
 from loadtests.errors import RunError
 
 INTERVAL_S = 0.5
-SETTLE_S = 1.0  # for the last connections to be closed
+IDLE_WAIT_S = 1.0  # for the last connections to be closed
 MIN_READINGS = 8  # for a growth
 MB = 1e6
 
@@ -77,7 +77,7 @@ class ResourceWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        time.sleep(SETTLE_S)
+        time.sleep(IDLE_WAIT_S)
         self._stop.set()
         self._thread.join()
         self._read_all()

@@ -211,7 +211,7 @@ class TritonLoad:
 
     async def _ask(self, arrival: Arrival, sample: Sample, answer: Answer) -> None:
         script = self._scripts[arrival.conversation % len(self._scripts)]
-        turn, state = self._place(arrival, script)
+        turn, state = self._next_turn(arrival, script)
         num_tokens = script.max_tokens if self._as_sessions else arrival.output_tokens
         is_cancelled = self._cancel_every > 0 and arrival.number % self._cancel_every == self._cancel_every - 1
         options = {**GREEDY, **state, "max_tokens": num_tokens, "keep_state": self._as_sessions}
@@ -225,7 +225,7 @@ class TritonLoad:
             self._states[arrival.conversation] = {"resume": answer.details["resume"]}
             self._done[arrival.conversation] = turn + 1
 
-    def _place(self, arrival: Arrival, script: Script) -> tuple[int, dict[str, Any]]:
+    def _next_turn(self, arrival: Arrival, script: Script) -> tuple[int, dict[str, Any]]:
         """The turn to take and the state it goes on from. A script that is played to its end begins anew."""
         turn = self._done.get(arrival.conversation, 0)
         if not self._as_sessions or turn >= len(script.inputs):

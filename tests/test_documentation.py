@@ -40,8 +40,8 @@ def anchors_of(text: str) -> set[str]:
 def dead_links_of(page: Path) -> list[str]:
     dead = []
     for target in targets_of(page.read_text("utf-8")):
-        place, _, anchor = target.partition("#")
-        there = page.parent / place if place else page
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
         is_dead = not there.exists() or (
             anchor and there.suffix == ".md" and anchor not in anchors_of(there.read_text("utf-8"))
         )

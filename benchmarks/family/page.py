@@ -25,8 +25,8 @@ def _body(output: Path, folder: Path) -> str:
     title, _, tables = (output / "table.md").read_text("utf-8").partition("\n\n")
     if not title.startswith("# "):
         raise ValueError(f"{output / 'table.md'} begins with {title[:20]!r}")
-    place = os.path.relpath(output, folder)
-    links = [f"[{path.stem}]({place}/{path.name})" for path in sorted(output.glob("*.svg"))]
+    relative = os.path.relpath(output, folder)
+    links = [f"[{path.stem}]({relative}/{path.name})" for path in sorted(output.glob("*.svg"))]
     pictures = f"Microseconds a token by length: {', '.join(links)}." if links else ""
     return "\n\n".join(
         part for part in (re.sub(r"^## ", "#### ", tables.strip(), flags=re.MULTILINE), pictures) if part

@@ -174,8 +174,8 @@ def _exponents(cells: Cells, kind: str) -> dict[str, Row]:
 
 
 def _columns(points: Sequence[tuple[int, float]], at_least: int = 0) -> tuple[list[float], list[float]]:
-    kept = [(length, ms) for length, ms in points if length >= at_least]
-    return [length for length, _ in kept], [ms for _, ms in kept]
+    points_shown = [(length, ms) for length, ms in points if length >= at_least]
+    return [length for length, _ in points_shown], [ms for _, ms in points_shown]
 
 
 def _by_length(cells: Cells, kind: str, title: str) -> str:

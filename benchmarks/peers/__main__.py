@@ -32,7 +32,7 @@ PARTS = ("ceilings", "engines", "context", "streams", "sessions")
 CEILING_REPEATS = 9
 
 
-def tell(text: str) -> None:
+def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -46,14 +46,14 @@ def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken,
     for number in range(args.rounds):
         if "ceilings" in args.parts:
             add(taken, OURS, measure_ceilings(repeats=CEILING_REPEATS))
-            tell(f"ceilings, round {number + 1}")
+            progress(f"ceilings, round {number + 1}")
         for name in streams.in_turn(list(subjects), number) if "engines" in args.parts else ():
             add(taken, name, subjects[name].decode_and_prefill(**sizes))
-            tell(f"engines, round {number + 1}: {name}")
+            progress(f"engines, round {number + 1}: {name}")
     for number in range(args.long_rounds if "context" in args.parts else 0):
         for subject in (ours, llamas[0]):
             add(taken, subject.name, subject.context(length=args.context, num_tokens=args.tokens))
-            tell(f"after {args.context} tokens, round {number + 1}: {subject.name}")
+            progress(f"after {args.context} tokens, round {number + 1}: {subject.name}")
     return taken, ours.about
 
 
@@ -61,19 +61,24 @@ def measure_servers(build: LlamaBuild, args: argparse.Namespace) -> Taken:
     taken: Taken = {}
     if "streams" in args.parts:
         with tempfile.TemporaryDirectory() as directory:
-            work = {"clients": args.clients, "num_tokens": args.stream_tokens, "rounds": args.rounds, "tell": tell}
+            work = {
+                "clients": args.clients,
+                "num_tokens": args.stream_tokens,
+                "rounds": args.rounds,
+                "progress": progress,
+            }
             merge(taken, asyncio.run(streams.measure_streams(build, Path(directory), **work)))
     if "sessions" in args.parts:
         sizes = {"length": args.session, "repeats": args.resumed}
         with tempfile.TemporaryDirectory() as directory:
             merge(taken, asyncio.run(sessions.measure_ours(Path(directory), **sizes)))
-            tell(f"a session of {args.session} tokens: {OURS}")
+            progress(f"a session of {args.session} tokens: {OURS}")
             for name in args.session_peers:
                 try:
                     merge(taken, asyncio.run(sessions.measure_llama(build, name, Path(directory), **sizes)))
-                    tell(f"a session of {args.session} tokens: {name}")
+                    progress(f"a session of {args.session} tokens: {name}")
                 except NsmError as error:  # the last and longest of all: what was taken before is still reported
-                    tell(f"a session of {args.session} tokens: {name} failed: {error}")
+                    progress(f"a session of {args.session} tokens: {name} failed: {error}")
     return taken
 
 
@@ -110,7 +115,7 @@ def main() -> None:
     if missing := build.missing():
         sys.exit(f"{missing[0]} is missing: run python -m benchmarks.peers.build_llama")
     torch.set_num_threads(1)
-    place, created = machine(), utc_now()
+    where, created = machine(), utc_now()
     taken, about = measure_engines(build, args)
     merge(taken, measure_servers(build, args))
     wanted = figures.goals(
@@ -122,7 +127,7 @@ def main() -> None:
         "commit": source_commit(),
         "created": created,
         "took_s": round(time.monotonic() - started),
-        "machine": place,
+        "machine": where,
         "versions": {**versions(), "llama-cpp-python": VERSION},
         "subject": about,
         "taken": taken,

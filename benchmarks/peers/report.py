@@ -13,11 +13,11 @@ SUBJECTS = (OURS, KERNELS, *LLAMA_CPP)
 
 def report(result: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:
     """`result`: what the JSON says."""
-    place = result["machine"]
+    where = result["machine"]
     return "\n".join(
         [
             f"$ {result['command']}",
-            f"{place['cpu']}, {place['num_cpus']} CPUs, load {place['load']:.1f} before; commit {result['commit']}, "
+            f"{where['cpu']}, {where['num_cpus']} CPUs, load {where['load']:.1f} before; commit {result['commit']}, "
             f"{result['created']}, {result['took_s']} s",
             "one thread each; medians of the rounds; the peers' weights are random, of the same size",
             "",

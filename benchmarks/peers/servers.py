@@ -19,7 +19,7 @@ from nsm_lab.bench.http_client import Endpoint
 from nsm_lab.bench.machine import ProcessUse
 
 START_S, STOP_S = 120.0, 30.0
-BETWEEN_LOOKS_S = 0.05
+POLL_S = 0.05
 HOST = "127.0.0.1"
 CONTEXT_OF_STREAM = 256  # tokens that each of llama-server's slots holds, for short streams
 
@@ -47,7 +47,7 @@ class Server:
         while time.monotonic() < until and self._process.poll() is None:
             with contextlib.suppress(urllib.error.URLError, OSError), DIRECT.open(url, timeout=5):
                 return
-            time.sleep(BETWEEN_LOOKS_S)
+            time.sleep(POLL_S)
         raise NsmError(f"{self._process.args!r} did not start: {self._log.read_text('utf-8', 'replace')[-2000:]}")
 
     def stop(self) -> None:

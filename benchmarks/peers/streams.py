@@ -11,7 +11,7 @@ from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
 from benchmarks.peers.servers import CONTEXT_OF_STREAM, llama_server, nsm_server
 from nsm_lab.bench.http_load import HttpLoad, HttpWork
 
-KEPT = ("tokens_per_cpu_s", "tokens_per_s", "ttft_p50_ms")
+SHOWN = ("tokens_per_cpu_s", "tokens_per_s", "ttft_p50_ms")
 
 
 async def measure_streams(
@@ -21,7 +21,7 @@ async def measure_streams(
     clients: Sequence[int],
     num_tokens: int,
     rounds: int,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Taken:
     """All servers run from the start; one at a time is asked, in another order each round. Raises NsmError."""
     taken: Taken = {}
@@ -40,8 +40,8 @@ async def measure_streams(
         for number in range(rounds):
             for name in in_turn(list(loads), number):
                 figures = await loads[name].once()
-                add(taken, name, {key: figures[key] for key in figures if key.split(".")[-1] in KEPT})
-                tell(f"streams, round {number + 1}: {name}")
+                add(taken, name, {key: figures[key] for key in figures if key.split(".")[-1] in SHOWN})
+                progress(f"streams, round {number + 1}: {name}")
     return taken
 
 

@@ -53,7 +53,7 @@ OTHER_PARAMETERS: dict[str, dict[str, Any]] = {
     "energy": {"enum": [True, False, "true", "false"]},
     "energy_core_watts": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000},
 }
-KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
+SHARED_KEYS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def variable(name: str) -> str:
 def bounds(field: dict[str, Any]) -> dict[str, Any]:
     """One kind of value, or null for a setting that is not given."""
     kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
-    return or_null({name: value for name, value in kinds[0].items() if name in KEPT})
+    return or_null({name: value for name, value in kinds[0].items() if name in SHARED_KEYS})
 
 
 def or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,14 @@ def draw_graphs(num_graphs: int, num_nodes: int, generator: torch.Generator) -> 
     community = (order >= first).long()
     colours = uniform(num_graphs, NUM_COLOURS).argsort(dim=1)[:, :2]
     labels = colours.gather(1, community)
-    tells = (order == 0) | (order == first)
-    features = torch.nn.functional.one_hot(labels, NUM_COLOURS) * tells[..., None]
+    is_labelled = (order == 0) | (order == first)
+    features = torch.nn.functional.one_hot(labels, NUM_COLOURS) * is_labelled[..., None]
     is_same = community[:, :, None] == community[:, None, :]
     drawn = uniform(num_graphs, num_nodes, num_nodes) < torch.where(is_same, EDGE_WITHIN, EDGE_BETWEEN)
     upper = drawn.triu(1)
     return Graphs(
-        torch.cat((features, tells[..., None]), dim=-1).float(), upper | upper.transpose(1, 2), labels, ~tells
+        torch.cat((features, is_labelled[..., None]), dim=-1).float(),
+        upper | upper.transpose(1, 2),
+        labels,
+        ~is_labelled,
     )

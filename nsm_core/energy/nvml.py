@@ -15,7 +15,7 @@ from nsm_core.stats import EnergyUse, Method
 logger = logging.getLogger("nsm.energy")
 
 # Asking a driver takes three milliseconds on an H200: a step of the model in which nobody may wait for it.
-LOOK_EVERY_S = 0.2
+SAMPLE_EVERY_S = 0.2
 
 
 class NvmlMeter:
@@ -31,10 +31,10 @@ class NvmlMeter:
         *,
         library: Any = None,
         clock: Callable[[], float] = time.monotonic,
-        look_every_s: float | None = LOOK_EVERY_S,
+        sample_every_s: float | None = SAMPLE_EVERY_S,
     ) -> None:
         """`uuids`: as NVML and torch name devices, with or without `GPU-`. `library`: pynvml, or a stand-in.
-        `look_every_s`: None where the caller looks by itself.
+        `sample_every_s`: None where the caller calls `sample`.
 
         Raises ConfigError where there is no NVML, no such device, or it tells neither energy nor power.
         """
@@ -48,11 +48,11 @@ class NvmlMeter:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if look_every_s is not None:
-            self._thread = threading.Thread(target=self._watch, args=(look_every_s,), name="nsm-nvml", daemon=True)
+        if sample_every_s is not None:
+            self._thread = threading.Thread(target=self._watch, args=(sample_every_s,), name="nsm-nvml", daemon=True)
             self._thread.start()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Asks the driver: milliseconds."""
         for device in self._devices:
             value = device.ask()
@@ -78,7 +78,7 @@ class NvmlMeter:
     def _watch(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
             try:
-                self.look()
+                self.sample()
             except self._nvml.NVMLError as error:
                 logger.error("the energy of the GPU is not counted any more: %s", error)
                 return
@@ -110,7 +110,7 @@ class _PowerIntegral:
     def __init__(self, nvml: Any, handle: Any, now: float) -> None:
         self._nvml, self._handle = nvml, handle
         self._now, self._watts = now, self.ask()
-        self._joules = self._told = 0.0
+        self._joules = self._reported = 0.0
 
     def ask(self) -> float:
         """Watts."""
@@ -121,8 +121,8 @@ class _PowerIntegral:
         self._now, self._watts = now, watts
 
     def read(self, now: float) -> float:
-        self._told = max(self._told, self._joules + (now - self._now) * self._watts)
-        return self._told
+        self._reported = max(self._reported, self._joules + (now - self._now) * self._watts)
+        return self._reported
 
 
 def _open(nvml: Any, uuid: str, now: float) -> _EnergyCounter | _PowerIntegral:

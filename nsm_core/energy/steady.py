@@ -14,20 +14,20 @@ class SteadyCounter:
     def __init__(self, joules: float, now: float) -> None:
         """`joules`: what the counter shows at `now`, in seconds of any clock. Counting starts there."""
         self._start = self._shown = joules
-        self._moved_at = now
+        self._changed_at = now
         self._watts = 0.0
-        self._told = 0.0
+        self._reported = 0.0
 
     def show(self, joules: float, now: float) -> None:
         """A look at the counter."""
         if joules > self._shown:
-            if now > self._moved_at:
-                self._watts = (joules - self._shown) / (now - self._moved_at)
-            self._shown, self._moved_at = joules, now
+            if now > self._changed_at:
+                self._watts = (joules - self._shown) / (now - self._changed_at)
+            self._shown, self._changed_at = joules, now
 
     def read(self, now: float) -> float:
         """Joules since the start. Never fewer than before."""
-        gap_s = max(0.0, now - self._moved_at)
+        gap_s = max(0.0, now - self._changed_at)
         ahead = self._watts * gap_s if gap_s <= MAX_GAP_S else 0.0
-        self._told = max(self._told, self._shown - self._start + ahead)
-        return self._told
+        self._reported = max(self._reported, self._shown - self._start + ahead)
+        return self._reported

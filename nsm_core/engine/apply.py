@@ -59,7 +59,7 @@ class ResultApplier:
         for chunk in plan.prefill:
             if chunk.start + chunk.length in self._active.running[chunk.slot].request.keep_states_at:
                 # a step that sampled nothing was not waited for
-                self._add_prompt_state(chunk, self._runner.pack(chunk.slot, is_settled=False))
+                self._add_prompt_state(chunk, self._runner.pack(chunk.slot, is_complete=False))
         for slot, sampled in result.sampled.items():
             if slot in drafts:
                 self._append_accepted(slot, [sampled, *result.further[slot]], len(drafts[slot]), events)
@@ -228,7 +228,7 @@ def make_end_state(
     visible_ids = [*sequence.sampled[:num_whole], *tail]
     if stop is not None:
         runner.rollback_drafts(slot, sequence)  # drafts may lie behind the stop
-    point = sequence.rewind_points.latest(num_kept=num_whole) if num_whole < num_sampled - 1 else None
+    point = sequence.rewind_points.latest(num_visible=num_whole) if num_whole < num_sampled - 1 else None
     num_fed = num_sampled - 1 if point is None else point.num_fed  # the token sampled last is never fed
     pending = visible_ids[-1] if len(visible_ids) > num_fed else None
     num_wanted = len(visible_ids) - (pending is not None)
@@ -240,7 +240,7 @@ def make_end_state(
     runner.feed(slot, unread, since=earlier)
     new_ids = (*sequence.request.prompt_ids, *visible_ids)
     return EndState(
-        state=runner.pack(slot, is_settled=not unread and earlier is None),
+        state=runner.pack(slot, is_complete=not unread and earlier is None),
         position=sequence.resumed_position + len(new_ids) - (pending is not None),
         pending=pending,
         new_ids=new_ids,

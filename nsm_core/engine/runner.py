@@ -163,9 +163,9 @@ class Runner:
         return PendingTokens(next(iter(self._executor.initial.values())).new_empty(0, dtype=torch.int64))
 
     @torch.inference_mode()
-    def pack(self, slot: int, *, is_settled: bool = True) -> bytes:
-        """The slot's state as bytes. `is_settled`: every step that touched it has been waited for."""
-        with self._side_stream() if is_settled else nullcontext():
+    def pack(self, slot: int, *, is_complete: bool = True) -> bytes:
+        """The slot's state as bytes. `is_complete`: every step that touched it has been waited for."""
+        with self._side_stream() if is_complete else nullcontext():
             return self.pool.pack(slot)
 
     @torch.inference_mode()

@@ -73,9 +73,9 @@ class RewindPoints:
         """Whether `update` may make a second copy within a few tokens."""
         return len(self._points) == 1 and num_fed - self._points[0].num_fed >= MIN_SPACING_TOKENS - 3
 
-    def latest(self, *, num_kept: int) -> RewindPoint:
-        """The youngest point with at most `num_kept` sampled tokens fed."""
-        return next(point for point in reversed(self._points) if point.num_fed <= num_kept)
+    def latest(self, *, num_visible: int) -> RewindPoint:
+        """The youngest point with at most `num_visible` sampled tokens fed."""
+        return next(point for point in reversed(self._points) if point.num_fed <= num_visible)
 
 
 class RunningSequence:

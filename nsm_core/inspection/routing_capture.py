@@ -103,8 +103,8 @@ def _capture_gated(mixer: GatedMixer, layer: HookedLayer, before: State, positio
     keys = F.rms_norm(normed @ mixer.slot_keys.float(), (width,), eps=mixer.eps)
     on_slots = (keys @ q[..., None]).squeeze(-1)
     ages = torch.arange(chunk, device=positions.device)
-    place = (positions[:, None] - ages) % chunk
-    ring = torch.take_along_dim(before["recent"][..., :width], place[..., None, None], dim=1)  # [B,C,H,K], by age
+    row = (positions[:, None] - ages) % chunk
+    ring = torch.take_along_dim(before["recent"][..., :width], row[..., None, None], dim=1)  # [B,C,H,K], by age
     ring = torch.cat((token["k"][:, None], ring[:, 1:]), dim=1)
     on_tokens = torch.einsum("bhk,bchk->bhc", q, ring)
     on_tokens = on_tokens.masked_fill((ages > positions[:, None])[:, None], -torch.inf)
@@ -131,8 +131,8 @@ def _capture_attention(mixer: WindowAttention, layer: HookedLayer, before: State
     x = layer.inputs["project"].view(len(positions), 1, -1)
     q, new = mixer.queries_and_memory(x, positions[:, None])
     ages = torch.arange(mixer.window + 1, device=positions.device)
-    place = (positions[:, None] - ages[1:]) % mixer.window
-    ring = torch.take_along_dim(before["kv"][:, :, 0].float(), place[:, None, :, None], dim=2)  # [B,Hkv,W,K], by age
+    row = (positions[:, None] - ages[1:]) % mixer.window
+    ring = torch.take_along_dim(before["kv"][:, :, 0].float(), row[:, None, :, None], dim=2)  # [B,Hkv,W,K], by age
     keys = torch.cat((new[:, :, 0].float(), ring), dim=2).repeat_interleave(mixer.heads // mixer.kv_heads, dim=1)
     scores = (keys @ q[:, 0].float()[..., None]).squeeze(-1)
     seen = scores.masked_fill((ages > positions[:, None])[:, None], -torch.inf).softmax(dim=-1)

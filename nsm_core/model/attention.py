@@ -106,13 +106,13 @@ class WindowAttention(Mixer):
         own = q @ new[:, :, 0].transpose(-1, -2)
         weights = torch.cat((scores, own), dim=-1).softmax(dim=-1)
         read = weights[..., :-1] @ ring[:, :, 1] + weights[..., -1:] * new[:, :, 1]
-        place = (positions % self.window)[:, None, None, None, None].expand_as(new)
-        return self.out(read.flatten(1)), {"kv": ring.scatter(3, place, new.to(ring.dtype))}
+        row = (positions % self.window)[:, None, None, None, None].expand_as(new)
+        return self.out(read.flatten(1)), {"kv": ring.scatter(3, row, new.to(ring.dtype))}
 
     def _in_text(self, positions: Tensor) -> Tensor:
         """[B, window]: the ring's entries that hold a token of the text, before the token at `positions` [B]."""
-        place = torch.arange(self.window, device=positions.device)
-        return (positions[:, None] - 1 - place) % self.window < positions[:, None]
+        row = torch.arange(self.window, device=positions.device)
+        return (positions[:, None] - 1 - row) % self.window < positions[:, None]
 
     def _in_order(self, ring: Tensor, segments: Segments) -> Tensor:
         """The ring before the first of the tokens, oldest token first."""

@@ -67,8 +67,8 @@ def stretches(segments: Segments, interval: int, count: int) -> Stretches:
         index = torch.arange(num_tokens, device=positions.device).view(count, interval)
         is_boundary = is_boundary & (index < segments.lengths[:, None, None])
     has_boundary = is_boundary.any(dim=2)
-    place = torch.where(has_boundary, is_boundary.int().argmax(dim=2), interval)
-    before = torch.arange(interval, device=positions.device) <= place[..., None]
+    first = torch.where(has_boundary, is_boundary.int().argmax(dim=2), interval)
+    before = torch.arange(interval, device=positions.device) <= first[..., None]
     reset = segments.reset
     if reset is not None:
         reset = torch.unflatten(reset[:, : num_tokens // CHUNK_LEN], 1, (count, interval // CHUNK_LEN))

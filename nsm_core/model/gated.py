@@ -92,8 +92,8 @@ class GatedMixer(Mixer):
         return torch.cat((ring, first, chunked[:, self.chunk :]), dim=1)
 
     def _as_ring(self, recent: Tensor, alignment: ChunkAlignment) -> Tensor:
-        place = torch.arange(self.chunk, device=recent.device)
-        column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - place) % self.chunk
+        row = torch.arange(self.chunk, device=recent.device)
+        column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - row) % self.chunk
         return torch.take_along_dim(recent, (column + self.chunk)[..., None, None], dim=1)
 
     def _local_scores(self, q: Tensor, recent: Tensor, alignment: ChunkAlignment, segments: Segments) -> Tensor:

@@ -69,8 +69,8 @@ class LstmGate(Gate):
     def forward(self, update: Tensor, coverage: Tensor, slots: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         gates = [u + s for u, s in zip(*self.parts(update, slots), strict=True)]
         take, keep, show, candidate = gates
-        kept = torch.sigmoid(keep) * cell + torch.sigmoid(take) * torch.tanh(candidate)
-        cell = torch.lerp(cell, kept, coverage)
+        updated = torch.sigmoid(keep) * cell + torch.sigmoid(take) * torch.tanh(candidate)
+        cell = torch.lerp(cell, updated, coverage)
         return torch.lerp(slots, torch.sigmoid(show) * torch.tanh(cell), coverage), cell
 
 

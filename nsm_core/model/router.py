@@ -113,7 +113,7 @@ class Router(nn.Module, abc.ABC):
         """After a training step: slots that are hardly ever chosen get a better chance."""
 
 
-def _places(config: ModelConfig) -> Tensor:
+def _ranks(config: ModelConfig) -> Tensor:
     """[M]: where each slot stands in the range of time scales, from 0 to M - 1.
 
     In order; in a model that may be read with its first slots only, so that these span the range too: bits reversed.
@@ -144,7 +144,7 @@ class SoftmaxRouter(Router):
         low, high = (math.log(bound) for bound in WRITE_STRENGTH_RANGE)
         with torch.no_grad():
             self.strength.bias.copy_(_inverse_softplus(torch.linspace(low, high, self.heads).exp()))
-        groups = _places(config) * config.timescale_groups // self.slots
+        groups = _ranks(config) * config.timescale_groups // self.slots
         self.log_timescale = nn.Parameter((-math.log(TIMESCALE_BASE) * groups).repeat(self.heads, 1))
         self.register_buffer("selection_bias", torch.zeros(self.heads, self.slots))
         self.register_buffer("slot_load", torch.empty(self.heads, self.slots), persistent=False)
@@ -192,7 +192,7 @@ class SigmoidRouter(Router):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         low, high = (math.log(bound) for bound in WRITE_RATE_RANGE)
-        rates = torch.linspace(low, high, self.slots).exp()[_places(config)]
+        rates = torch.linspace(low, high, self.slots).exp()[_ranks(config)]
         with torch.no_grad():
             self.logits.bias.copy_(torch.logit(rates).repeat(self.heads))
 

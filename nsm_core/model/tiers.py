@@ -60,11 +60,11 @@ def _stored_shape(name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, .
     return (*shape[:1], *shape[2:]) if name.endswith(storage.SCALE_SUFFIX) else shape
 
 
-def _first_slots(value: Tensor, shape: tuple[int, ...], num_slots: int, num_kept: int) -> Tensor:
+def _first_slots(value: Tensor, shape: tuple[int, ...], num_slots: int, num_first: int) -> Tensor:
     """The first slots along the one dimension that counts slots, or heads times slots; other tensors as they are."""
     differing = [dim for dim, (have, want) in enumerate(zip(value.shape, shape, strict=True)) if have != want]
     if not differing:
         return value
     (dim,) = differing
     by_slot: Tensor = torch.unflatten(value, dim, (-1, num_slots))
-    return by_slot.narrow(dim + 1, 0, num_kept).flatten(dim, dim + 1).clone()
+    return by_slot.narrow(dim + 1, 0, num_first).flatten(dim, dim + 1).clone()

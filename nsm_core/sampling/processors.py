@@ -123,9 +123,9 @@ def _keep_fewest(
     above = reached[num_whole - 1] if num_whole > 0 else 0
     members = np.sort(weights[buckets == len(reached) - 1 - num_whole])[::-1]
     within = above + np.cumsum(measure(members), dtype=np.float64)
-    num_kept = min(int(np.searchsorted(within, wanted)) + 1, len(members))  # min: the two sums may round apart
-    threshold = members[num_kept - 1]
+    num_remaining = min(int(np.searchsorted(within, wanted)) + 1, len(members))  # min: the two sums may round apart
+    threshold = members[num_remaining - 1]
     weights *= weights >= threshold
-    if num_kept < len(members) and members[num_kept] == threshold:
-        num_equal_kept = int(np.count_nonzero(members[:num_kept] == threshold))
-        weights[np.flatnonzero(weights == threshold)[num_equal_kept:]] = 0.0
+    if num_remaining < len(members) and members[num_remaining] == threshold:
+        num_equal = int(np.count_nonzero(members[:num_remaining] == threshold))
+        weights[np.flatnonzero(weights == threshold)[num_equal:]] = 0.0

@@ -77,12 +77,12 @@ def _flag(text: str) -> bool:
     return text == "true"
 
 
-def _number(kind: type[int] | type[float], wish: str) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise ConfigError(f"must be {wish}, got {text!r}") from None
+            raise ConfigError(f"must be {expected}, got {text!r}") from None
 
     return parse
 

@@ -42,12 +42,12 @@ def _check_tls(options: Mapping[str, str]) -> None:
 def _check_ports(options: Mapping[str, str]) -> None:
     """The ports are free when it returns; nothing keeps others from them."""
     taken: dict[str, str] = {}
-    for listener, (default_port, places) in LISTENERS.items():
+    for listener, (default_port, names) in LISTENERS.items():
         option, port = f"--{listener}-port", options.get(f"{listener}-port", default_port)
         if port in taken:
             raise ConfigError(f"{taken[port]} and {option} are both {port}: each needs a port of its own")
         taken[port] = option
-        host = next((options[place] for place in places if place in options), EVERYWHERE)
+        host = next((options[name] for name in names if name in options), EVERYWHERE)
         _check_port(option, host, int(port))
 
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
-from nsm_core.triton.claim import Claimed, claim
 from nsm_core.triton.preflight import check_command
+from nsm_core.triton.shm_ownership import AlreadyOwned, ownership
 from nsm_core.triton.stop_signal import STOP_SIGNAL
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Triton itself has it
@@ -55,9 +55,9 @@ class Supervisor:
         """
         check_command(self._command)
         try:
-            with claim(SHARED_MEMORY / f".{self._prefix}lock"):
+            with ownership(SHARED_MEMORY / f".{self._prefix}lock"):
                 return self._run()
-        except Claimed:
+        except AlreadyOwned:
             message = f"another server runs, or loads its model, with the shared memory {self._prefix}*"
             raise ConfigError(f"{message}: give this one a gRPC port of its own") from None
 
@@ -92,31 +92,31 @@ class Supervisor:
             seen |= alive
             is_gone = bool(dead or seen - alive)
             if is_gone and self._kill_at is None:
-                _tell("the process that runs the model died, or hung and was ended: ending the server")
+                _report("the process that runs the model died, or hung and was ended: ending the server")
                 return _kill(server)
             if is_gone:
                 gone_at = gone_at or time.monotonic()
             if gone_at is not None and time.monotonic() > gone_at + GONE_LIMIT_S:
-                _tell("the process that runs the model is gone and the server does not stop: ending it")
+                _report("the process that runs the model is gone and the server does not stop: ending it")
                 return _kill(server)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
-                _tell(f"the server did not stop within {STOP_LIMIT_S:g} s: ending it")
+                _report(f"the server did not stop within {STOP_LIMIT_S:g} s: ending it")
                 return _kill(server)
 
     def _ended(self, status: int) -> int:
         """`status`: of Popen, below 0 for a signal."""
         if status == -signal.SIGABRT:
-            _tell("the server aborted, as it does when the process that runs the model is killed or hangs")
+            _report("the server aborted, as it does when the process that runs the model is killed or hangs")
             return EXIT_KILLED
         if status < 0:
-            _tell(f"the server was killed by {signal.Signals(-status).name}")
+            _report(f"the server was killed by {signal.Signals(-status).name}")
             return EXIT_SIGNALLED - status
         if status > 0 or self._kill_at is None:
-            _tell(f"the server ended with status {status}, its log tells why")
+            _report(f"the server ended with status {status}, its log tells why")
         return status
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"nsm triton: {text}\n")
 
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return Supervisor(command, prefix=prefix).run()
     except ConfigError as error:
-        _tell(str(error))
+        _report(str(error))
         return 1
 
 

@@ -155,7 +155,7 @@ class Worker:
             if isinstance(call, GenerateCall):
                 await self._generate(call, responder)
             else:
-                plain.send(await self._tell(call), is_last=True)
+                plain.send(await self._describe_or_inspect(call), is_last=True)
         except (NsmError, StateMissing) as error:
             responder.fail(Failure(error=error))
         except asyncio.CancelledError:
@@ -164,7 +164,7 @@ class Worker:
             logger.exception("a call failed")
             responder.fail(Failure(error=error))
 
-    async def _tell(self, call: Call) -> dict[str, Any]:
+    async def _describe_or_inspect(self, call: Call) -> dict[str, Any]:
         if isinstance(call, DescribeCall):
             return encode_description(self._describe())
         if isinstance(call, InspectCall):

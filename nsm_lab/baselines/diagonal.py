@@ -89,15 +89,15 @@ class S4d(DiagonalSsm):
         valid = valid_tokens(num_tokens, segments)
         placed = in_chunks(silenced(valid, u)[0], chunk)  # [B,n,C,d]
         counts = _chunk_counts(u, valid, chunk)  # [B,n]
-        place = torch.arange(chunk, device=u.device)
-        powers = (exponent[..., None] * place).exp()  # [d,N,C]
+        index = torch.arange(chunk, device=u.device)
+        powers = (exponent[..., None] * index).exp()  # [d,N,C]
         read = torch.view_as_complex(self.readout.to(u.dtype))
         kernel = 2.0 * ((read * inflow)[..., None] * powers).real.sum(dim=1)  # [d,C]
-        lag = place[:, None] - place
+        lag = index[:, None] - index
         toeplitz = torch.where(lag >= 0, kernel[:, lag.clamp(min=0)], 0.0)  # [d,C,C]
         inside = torch.einsum("dij,bnjd->bnid", toeplitz, placed)
         before, last = self._carry(placed, counts, exponent, inflow, modes, segments)
-        weights = 2.0 * read[..., None] * (exponent[..., None] * (place + 1)).exp()
+        weights = 2.0 * read[..., None] * (exponent[..., None] * (index + 1)).exp()
         outside = torch.einsum("dmc,bndm->bncd", torch.cat((weights.real, -weights.imag), dim=1), _parts(before))
         return (inside + outside).flatten(1, 2)[:, :num_tokens], torch.view_as_real(last)
 
@@ -168,9 +168,11 @@ def hippo_normal(size: int) -> tuple[Tensor, Tensor]:
     skew = -0.5 * scale[:, None] * scale
     skew = skew.tril(-1) - skew.tril(-1).T  # the matrix is -1/2 + skew: half of what LegS has below its diagonal
     frequencies, vectors = torch.linalg.eigh(-1j * skew.to(torch.complex128))
-    kept = frequencies > 0
-    eigenvalues = torch.complex(torch.full((size // 2,), -0.5, dtype=torch.float64, device="cpu"), frequencies[kept])
-    return eigenvalues, vectors[:, kept].to(torch.complex64)
+    is_positive = frequencies > 0
+    eigenvalues = torch.complex(
+        torch.full((size // 2,), -0.5, dtype=torch.float64, device="cpu"), frequencies[is_positive]
+    )
+    return eigenvalues, vectors[:, is_positive].to(torch.complex64)
 
 
 def _parts(x: Tensor) -> Tensor:

@@ -102,10 +102,10 @@ class Linformer(Baseline):
         """[B, n, blocks + n]: which blocks, of the ring and of the call, a block of the call sees."""
         n, device = alignment.num_chunks, segments.positions.device
         first = (segments.positions[:, 0] // BLOCK_LEN)[:, None]
-        kept = _latest(first - 1, self.num_blocks)  # [B, blocks]: the numbers of the ring's blocks
+        stored = _latest(first - 1, self.num_blocks)  # [B, blocks]: the numbers of the ring's blocks
         block = torch.arange(n, device=device)
-        age = first[..., None] + block[:, None] - kept[:, None]
-        of_ring = (kept >= 0)[:, None] & (age <= self.num_blocks)
+        age = first[..., None] + block[:, None] - stored[:, None]
+        of_ring = (stored >= 0)[:, None] & (age <= self.num_blocks)
         lag = block[:, None] - block
         of_call = ((lag > 0) & (lag <= self.num_blocks)).expand(first.shape[0], n, n)
         if segments.reset is not None:
@@ -120,8 +120,8 @@ class Linformer(Baseline):
         number = _latest(num_complete - 1, self.num_blocks)
         column = number - num_complete + (alignment.end // BLOCK_LEN)[:, None]
         new = torch.take_along_dim(rows, column.clamp(0, rows.shape[1] - 1)[..., None, None, None], dim=1)
-        kept = torch.where((column >= 0)[..., None, None, None], new, blocks)
-        return torch.where((number >= 0)[..., None, None, None], kept, 0.0)
+        updated = torch.where((column >= 0)[..., None, None, None], new, blocks)
+        return torch.where((number >= 0)[..., None, None, None], updated, 0.0)
 
 
 def _latest(last: Tensor, size: int) -> Tensor:
@@ -130,6 +130,6 @@ def _latest(last: Tensor, size: int) -> Tensor:
 
 
 def _next_recent(columns: Tensor, alignment: ChunkAlignment) -> Tensor:
-    place = torch.arange(BLOCK_LEN, device=columns.device)
-    column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - place) % BLOCK_LEN
+    index = torch.arange(BLOCK_LEN, device=columns.device)
+    column = alignment.end[:, None] - 1 - (alignment.end[:, None] - 1 - index) % BLOCK_LEN
     return torch.take_along_dim(columns, (column + BLOCK_LEN)[..., None, None], dim=1)

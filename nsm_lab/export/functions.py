@@ -110,9 +110,9 @@ def _take_along_dim(x: Tensor, indices: Tensor, dim: int) -> Tensor:
 
 
 def _sizes(own: Tensor, other: Tensor, dim: int) -> Iterator[int]:
-    for place, (size, with_size) in enumerate(zip(own.shape, other.shape, strict=True)):
+    for axis, (size, with_size) in enumerate(zip(own.shape, other.shape, strict=True)):
         # an open size is no int: to ask whether it is 1 would settle it
-        yield with_size if place != dim and type(size) is int and size == 1 else size
+        yield with_size if axis != dim and type(size) is int and size == 1 else size
 
 
 def _cumprod(x: Tensor, dim: int) -> Tensor:

@@ -67,21 +67,21 @@ def _round_matrices(graph: onnx.GraphProto, model: NsmModel) -> None:
     The exporter stores some matrices transposed, under names of its own: those are known by their values.
     """
     weights = list(_rounded_weights(model))
-    kept, nodes = [], []
+    initializers, nodes = [], []
     for tensor in graph.initializer:
         values = numpy_helper.to_array(tensor)
         axis, weight = _find(values, weights)
         if weight is None:
-            kept.append(tensor)
+            initializers.append(tensor)
             continue
         quantized, scale = quantize_rows(torch.from_numpy(weight.copy()))
         whole = quantized.numpy() if axis == 0 else quantized.numpy().T
         zeros = np.zeros(len(scale), dtype=np.int8)
         parts = {".int8": np.ascontiguousarray(whole), ".scale": scale.numpy(), ".zero": zeros}
-        kept += [numpy_helper.from_array(value, tensor.name + suffix) for suffix, value in parts.items()]
+        initializers += [numpy_helper.from_array(value, tensor.name + suffix) for suffix, value in parts.items()]
         nodes.append(helper.make_node("DequantizeLinear", [tensor.name + s for s in parts], [tensor.name], axis=axis))
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(initializers)
     rest = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *rest])

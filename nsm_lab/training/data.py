@@ -201,12 +201,12 @@ class PackedBatches:
         if self._layout.epoch != epoch:
             self._layout = self._lay_out(epoch)
         chunks = self._chunks_of(segment)
-        place = np.searchsorted(self._layout.first_chunks, chunks, side="right") - 1
-        chunk_in_document = chunks - self._layout.first_chunks[place]
+        number = np.searchsorted(self._layout.first_chunks, chunks, side="right") - 1
+        chunk_in_document = chunks - self._layout.first_chunks[number]
         reset = chunk_in_document == 0
         if segment == 0:
             reset[:, 0] = True
-        return self._gather(self._layout.order[place], chunk_in_document, reset)
+        return self._gather(self._layout.order[number], chunk_in_document, reset)
 
     def _chunks_of(self, segment: int) -> IntArray:
         """[rows, chunks per segment]: places in the virtual stream."""

@@ -84,5 +84,5 @@ def make_fact(rng: random.Random) -> Fact:
     thing = rng.choice(tuple(_THINGS))
     what = rng.choice(_THINGS[thing])
     words = {"who": who, "thing": thing, "what": what, "value": _value(rng, what)}
-    statement, question = (rng.choice(forms).format(**words) for forms in (STATEMENTS, QUESTIONS))
+    statement, question = (rng.choice(templates).format(**words) for templates in (STATEMENTS, QUESTIONS))
     return Fact(f"{statement}\n\n", f"{question}\n\n")

@@ -126,7 +126,7 @@ class Chat:
         if line == "/help":
             note(HELP)
         elif line == "/info":
-            self._tell_place()
+            self._print_position()
         elif line.startswith("/"):
             note(f"no such command: {line}; {HELP}")
         else:
@@ -156,7 +156,7 @@ class Chat:
         if last is not None:
             note(f"{PROMPT}{last.message}\n{last.answer}")
 
-    def _tell_place(self) -> None:
+    def _print_position(self) -> None:
         head = self._conversation.head
         version, position, num_bytes = (head.version, head.position, head.snapshot_bytes) if head else (0, 0, 0)
         summary = f"version {version}, position {position}, {num_bytes} bytes"

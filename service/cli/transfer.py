@@ -92,8 +92,8 @@ def copy(
     from nsm_core.errors import ConfigError
 
     settings = (source_settings(data_dir, source), target_settings(data_dir, target))
-    places = [(one.store if one.is_redis else one.store_name()) for one in settings]
-    if places[0] == places[1]:
+    stores = [(one.store if one.is_redis else one.store_name()) for one in settings]
+    if stores[0] == stores[1]:
         raise ConfigError(f"--from and --to are the same store, {settings[0].store_name()}")
     tally = Tally()
     asyncio.run(_copy(*settings, tenant, overwrite, tally))
@@ -116,9 +116,9 @@ async def _follow(steps: AsyncGenerator[TransferResult], tally: Tally, *, label:
     try:
         with progress(label, total) as advance:
             async with contextlib.aclosing(steps):
-                async for moved in steps:
-                    tally.add(moved)
-                    advance(moved.num_bytes_read or tally.num_sessions)
+                async for result in steps:
+                    tally.add(result)
+                    advance(result.num_bytes_read or tally.num_sessions)
     except NsmError as error:
         raise NsmError(f"{error}; until there: {tally}") from error
 
@@ -135,16 +135,16 @@ class Tally:
     def num_sessions(self) -> int:
         return self._sessions.total()
 
-    def add(self, moved: TransferResult) -> None:
-        (self._documents if moved.is_document else self._sessions)[moved.outcome] += 1
-        if moved.outcome in ("exists", "failed"):
-            self._odd.append(moved)
+    def add(self, result: TransferResult) -> None:
+        (self._documents if result.is_document else self._sessions)[result.outcome] += 1
+        if result.outcome in ("exists", "failed"):
+            self._odd.append(result)
 
     def show(self, title: str) -> None:
         """The counts; on standard error the failures, and exit status 1 after one."""
-        for moved in self._odd:
-            reason = SAID[moved.outcome] if moved.error is None else f"{SAID[moved.outcome]}: {moved.error}"
-            note(f"{moved.name.tenant}/{moved.name.session_id}: {reason}")
+        for result in self._odd:
+            reason = SAID[result.outcome] if result.error is None else f"{SAID[result.outcome]}: {result.error}"
+            note(f"{result.name.tenant}/{result.name.session_id}: {reason}")
         print(f"{title}: {self}")
         if self._sessions["failed"] + self._documents["failed"]:
             raise typer.Exit(1)

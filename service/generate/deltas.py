@@ -90,8 +90,8 @@ class DeltaBuilder:
         return self._num_chars + has_begun_another
 
     def _feed_end(self, event: Finished) -> tuple[Delta, ...]:
-        num_kept = max(0, self._num_events - event.num_dropped_tokens - self._num_shown)
-        tokens = self._take(min(num_kept, len(self._waiting)))
+        num_visible = max(0, self._num_events - event.num_dropped_tokens - self._num_shown)
+        tokens = self._take(min(num_visible, len(self._waiting)))
         if event.tail and self._waiting:
             tokens += (dataclasses.replace(self._waiting.popleft()[0], raw=event.tail),)
         rest = Delta(text=event.text, tokens=tokens)

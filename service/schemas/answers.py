@@ -36,7 +36,7 @@ class UsageAnswer(BaseModel):
     energy: EnergyAnswer | None = None
 
 
-class SessionPlace(BaseModel):
+class CommitPoint(BaseModel):
     """Where a turn left its session."""
 
     id: str
@@ -67,7 +67,7 @@ class CompletionAnswer(BaseModel):
     system_fingerprint: str
     choices: list[TextChoice]
     usage: UsageAnswer
-    session: SessionPlace | None = None
+    session: CommitPoint | None = None
 
 
 class AnswerMessage(BaseModel):

@@ -103,7 +103,7 @@ class RequestBody(BaseModel):
     def _refuse_what_would_be_ignored(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        kept = {}
+        fields_left = {}
         for name, value in body.items():
             if value is None and name not in cls.nullable:
                 continue
@@ -117,8 +117,8 @@ class RequestBody(BaseModel):
                 message = cls._unknown(name)
                 raise PydanticCustomError("unknown_parameter", "{message}", {"name": name, "message": message})
             else:
-                kept[name] = value
-        return kept
+                fields_left[name] = value
+        return fields_left
 
     @classmethod
     def _unknown(cls, name: str) -> str:

@@ -83,9 +83,9 @@ def refuse_other_items(items: Any, param: str) -> Any:
     for number, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
         if kind not in ("message", None):
-            place = f"{param}[{number}].type"
+            path = f"{param}[{number}].type"
             raise InvalidRequest(
-                f'{place} must be "message", got {shown(kind)}', param=place, code="unsupported_parameter"
+                f'{path} must be "message", got {shown(kind)}', param=path, code="unsupported_parameter"
             )
     return items
 

@@ -121,7 +121,7 @@ class RewindBody(RequestBody):
     )
 
     @model_validator(mode="after")
-    def _one_place(self) -> RewindBody:
+    def _one_target(self) -> RewindBody:
         if (self.to_version is None) == (self.to_position is None):
             raise InvalidRequest("exactly one of to_version and to_position is required", param="to_version")
         return self

@@ -171,7 +171,7 @@ def _read(path: Path) -> _Reading:
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the API keys in {path} are not valid TOML: {_place(error)}") from error
+        raise ConfigError(f"the API keys in {path} are not valid TOML: {_location(error)}") from error
     listed = parse_keys(text, path)
     return _Reading(signature, {key.id: key for key in listed.keys}, listed.tenants)
 
@@ -182,7 +182,7 @@ def parse_keys(text: str, path: Path, *, allow_none: bool = False) -> KeyList:
         found = tomllib.loads(text)
         return (_BegunList if allow_none and "keys" not in found else KeyList).model_validate(found)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the API keys in {path} are not valid TOML: {_place(error)}") from error
+        raise ConfigError(f"the API keys in {path} are not valid TOML: {_location(error)}") from error
     except ValidationError as error:
         # without the values: somebody may have put a key where its hash belongs
         finding = error.errors(include_input=False, include_url=False)[0]
@@ -192,7 +192,7 @@ def parse_keys(text: str, path: Path, *, allow_none: bool = False) -> KeyList:
         raise ConfigError(f"the API keys in {path} cannot be used: {name}{validation_message(finding)}") from None
 
 
-def _place(error: ValueError) -> str:
+def _location(error: ValueError) -> str:
     """Where, not what: a parser's own words may repeat the text."""
     found = re.search(r"at line \d+, column \d+|at end of document", str(error))
     return found[0] if found else "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "syntax error"

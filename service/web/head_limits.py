@@ -26,7 +26,7 @@ class BoundedHead(HttpToolsProtocol):
     head_s: float
     _deadline: asyncio.TimerHandle | None = None
     _num_head_bytes = 0  # of this request
-    _num_kept_bytes = 0  # by the parser: a header whose end has not come
+    _num_pending_bytes = 0  # by the parser: a header whose end has not come
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,9 +35,9 @@ class BoundedHead(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if getattr(self.cycle, "response_complete", True):  # there is none before the first request
             self._begin()
-        self._num_kept_bytes += len(data)
+        self._num_pending_bytes += len(data)
         super().data_received(data)
-        if self._num_kept_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_pending_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE, "head_too_large")
 
     def on_message_begin(self) -> None:
@@ -53,16 +53,16 @@ class BoundedHead(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._num_kept_bytes = 0
+        self._num_pending_bytes = 0
         self._end()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_kept_bytes = 0
+        self._num_pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_kept_bytes = 0
+        self._num_pending_bytes = 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -76,7 +76,7 @@ class BoundedHead(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _count(self, num_bytes: int) -> None:
-        self._num_kept_bytes = 0
+        self._num_pending_bytes = 0
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise HeadTooLarge

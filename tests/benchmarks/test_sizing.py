@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import sizing
-from benchmarks.sizing import SPEEDS, Wish, find_servers, memory_shards, percentile, session_bytes, store_bytes
+from benchmarks.sizing import SPEEDS, Goal, find_servers, memory_shards, percentile, session_bytes, store_bytes
 from benchmarks.sizing_fleet import Fleet, Outcome, Speed, TurnSize, conversations_of
 from loadtests.arrivals import TraceRow
 
@@ -98,10 +98,10 @@ def test_percentiles() -> None:
 
 
 def test_the_fleet_that_is_found_keeps_the_objective_and_is_not_idle() -> None:
-    wish = Wish(min_turns=200, warm_up_s=20.0, measured_s=60.0, max_servers=8)
+    goal = Goal(min_turns=200, warm_up_s=20.0, measured_s=60.0, max_servers=8)
     rows = poisson(1.0, 500, 25)
-    tight = find_servers(rows, PLAIN, 4.0, 0.4, wish)
-    loose = find_servers(rows, PLAIN, 4.0, 5.0, wish)
+    tight = find_servers(rows, PLAIN, 4.0, 0.4, goal)
+    loose = find_servers(rows, PLAIN, 4.0, 5.0, goal)
     assert tight.first_token_p95_s <= 0.4
     assert tight.servers > loose.servers >= 3  # 2 servers' time and a tenth
     assert tight.busy == pytest.approx(2.0 / tight.servers)
@@ -132,8 +132,8 @@ def test_sizes_are_those_that_were_measured() -> None:
         assert stored == sizing.STORED[dtype]
         if dtype == "fp32":
             assert SPEEDS["cpu core"].turn_s == pytest.approx((encode_ms + decode_ms) / 1000)
-        kept = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)
-        assert tuple(map(float, kept)) == sizing.IN_REDIS[dtype]
+        measured = re.findall(rf"^{dtype} +\d +[\d.]+ +([\d.]+)$", text, re.MULTILINE)
+        assert tuple(map(float, measured)) == sizing.IN_REDIS[dtype]
 
 
 def test_speeds_are_those_that_were_measured() -> None:
@@ -154,11 +154,11 @@ def test_speeds_are_those_that_were_measured() -> None:
 
 def test_the_results_are_those_of_today() -> None:
     """Small rows of benchmarks/results/sizing.txt; otherwise write it anew: `python -m benchmarks.sizing`."""
-    kept = json.loads(last_line("sizing.txt"))
-    assert kept["wish"] == dataclasses.asdict(Wish())
-    for row in kept["rows"]:
+    stored = json.loads(last_line("sizing.txt"))
+    assert stored["goal"] == dataclasses.asdict(Goal())
+    for row in stored["rows"]:
         if row["sessions"] <= 100_000 and row["workload"] == "azure":
-            assert sizing.size(row["workload"], row["machine"], row["sessions"], Wish()) == pytest.approx(row)
+            assert sizing.size(row["workload"], row["machine"], row["sessions"], Goal()) == pytest.approx(row)
 
 
 def test_the_page_shows_these_results() -> None:

@@ -23,8 +23,8 @@ def raw_of(head: SessionHead) -> bytes:
 
 def joining(head: SessionHead, *stay: int) -> Retention:
     raw = raw_of(head)
-    kept = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-    return Retention(keep=stay, add=kept, snapshot=raw)
+    retained = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
+    return Retention(keep=stay, add=retained, snapshot=raw)
 
 
 async def turns(store: SessionStore, num_turns: int, *, session_id: str = "s1", **fields: Any) -> SessionHead:
@@ -36,8 +36,8 @@ async def turns(store: SessionStore, num_turns: int, *, session_id: str = "s1", 
 
 
 async def versions(store: SessionStore, session_id: str = "s1") -> list[tuple[int, int]]:
-    kept = await store.list_retained(SessionKey("a", session_id))
-    return [(one.version, one.position) for one in kept]
+    retained = await store.list_retained(SessionKey("a", session_id))
+    return [(one.version, one.position) for one in retained]
 
 
 async def test_a_new_session_keeps_none_and_a_commit_none_by_itself(store: SessionStore) -> None:
@@ -106,9 +106,9 @@ async def test_a_rewind_under_another_model_drops_them_all(store: SessionStore) 
 
 async def test_their_bytes_are_the_tenants(store: SessionStore) -> None:
     head = await turns(store, 3)
-    newest, kept = len(raw_of(head)), await store.list_retained(KEY)
+    newest, retained = len(raw_of(head)), await store.list_retained(KEY)
     usage = await store.usage(tenant="a")
-    assert usage.num_bytes == newest + sum(one.num_bytes for one in kept) + 4 * head.num_log_tokens
+    assert usage.num_bytes == newest + sum(one.num_bytes for one in retained) + 4 * head.num_log_tokens
     await store.delete(KEY)
     assert (await store.usage(tenant="a")).num_bytes == 0
 
@@ -154,7 +154,7 @@ async def test_R3_a_damaged_one_is_not_there(store: SessionStore) -> None:
     head = await commit(store, await create(store))
     raw = raw_of(head)
     broken = raw[:-1] + bytes((raw[-1] ^ 1,))
-    kept = RetainedSnapshot(version=1, position=3, num_bytes=len(broken))
-    await commit(store, head, retention=Retention(add=kept, snapshot=broken))
+    retained = RetainedSnapshot(version=1, position=3, num_bytes=len(broken))
+    await commit(store, head, retention=Retention(add=retained, snapshot=broken))
     assert await versions(store) == [(1, 3)]
     assert await store.load_retained(KEY, version=1) is None

@@ -115,13 +115,13 @@ async def test_L6_another_tenants_session_does_not_exist(store: SessionStore) ->
 
 
 async def test_L2_deleting_one_session_leaves_the_others_as_they_were(store: SessionStore) -> None:
-    kept = await commit(store, await create(store, "kept"))
+    head = await commit(store, await create(store, "kept"))
     other_tenants = await commit(store, await create(store, "gone", tenant="b"))
     await commit(store, await create(store, "gone"))
     await store.delete(SessionKey("a", "gone"))
     with pytest.raises(NotFound):
         await store.load(SessionKey("a", "gone"))
-    assert (await store.load(SessionKey("a", "kept"))).head == kept
+    assert (await store.load(SessionKey("a", "kept"))).head == head
     assert (await store.load(SessionKey("b", "gone"))).head == other_tenants
     assert await store.read_log(SessionKey("b", "gone")) == (1, 2, 3)
 
@@ -331,15 +331,15 @@ async def test_a_commit_may_add_nothing_to_the_log(store: SessionStore) -> None:
     """The same place under another model: what a migration commits."""
     head = await commit(store, await create(store), new_ids=(1, 2, 3))
     other = make_snapshot(version=2, model_fingerprint="m2").encode()
-    moved = await commit(store, head, new_ids=(), num_sampled=0, snapshot=other, model_fingerprint="m2")
-    assert (moved.version, moved.position, moved.num_log_tokens) == (2, head.position, 3)
-    assert moved.model_fingerprint == "m2"
+    migrated = await commit(store, head, new_ids=(), num_sampled=0, snapshot=other, model_fingerprint="m2")
+    assert (migrated.version, migrated.position, migrated.num_log_tokens) == (2, head.position, 3)
+    assert migrated.model_fingerprint == "m2"
     key = SessionKey("a", "s1")
     assert (await store.load(key)).snapshot == other
     assert await store.read_log(key) == (1, 2, 3)
     marks = await store.log_marks(key)
     assert [(mark.version, mark.num_log_tokens, mark.num_sampled) for mark in marks] == [(1, 3, 1), (2, 3, 0)]
-    later = await commit(store, moved, new_ids=(4,), model_fingerprint="m2")
+    later = await commit(store, migrated, new_ids=(4,), model_fingerprint="m2")
     assert await store.read_log(key) == (1, 2, 3, 4)
     lease = (await acquire(store)).lease
     fields: dict[str, Any] = {"model_fingerprint": "m2", "num_sampled": 0, "seed": 7, "position": 2}

@@ -52,12 +52,12 @@ def pip_of_this_machine(directory: Path) -> list[str]:
     lines = run(sys.executable, "-m", "pip", "config", "list").splitlines()
     found = {name.split(".")[-1]: value.strip("'") for name, _, value in (line.partition("=") for line in lines)}
     config = {name: found[name] for name in ("index-url", "extra-index-url", "find-links") if name in found}
-    places = {word.removeprefix("file://") for value in config.values() for word in value.split()}
+    paths = {word.removeprefix("file://") for value in config.values() for word in value.split()}
     if "cert" in found:
         shutil.copy(found["cert"], directory / "cert.pem")  # its own place would hide the image's
         config["cert"] = "/run/pip/cert.pem"
     (directory / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in config.items()))
-    folders = sorted(place.removesuffix("/simple") for place in places if Path(place).is_dir())
+    folders = sorted(path.removesuffix("/simple") for path in paths if Path(path).is_dir())
     mounts = [f"{directory}/pip.conf:/etc/pip.conf", f"{directory}:/run/pip", *(f"{one}:{one}" for one in folders)]
     return [f"--volume={mount}:ro" for mount in mounts]
 

@@ -38,9 +38,9 @@ def test_there_are_five_dashboards_with_ids_of_their_own() -> None:
 def test_rows_are_full_and_nothing_overlaps(board: dict[str, Any]) -> None:
     taken = [
         (x, y)
-        for place in (panel["gridPos"] for panel in board["panels"])
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
+        for area in (panel["gridPos"] for panel in board["panels"])
+        for x in range(area["x"], area["x"] + area["w"])
+        for y in range(area["y"], area["y"] + area["h"])
     ]
     height = max(y for _, y in taken) + 1
     assert sorted(taken) == sorted(itertools.product(range(COLUMNS), range(height)))

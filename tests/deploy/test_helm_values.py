@@ -44,8 +44,8 @@ def test_what_an_engine_of_the_gateway_reads_is_refused_with_triton(tmp_path: Pa
         variable = ENV_PREFIX + name.upper()
         kind = kinds[variable]["anyOf"][0]
         value = kind["enum"][0] if "enum" in kind else {"boolean": True}.get(kind["type"], 4)
-        told = refused(tmp_path, {"triton": {"enabled": True}, "gateway": {"settings": {variable: value}}})
-        assert f"gateway.settings.{variable}" in told
+        message = refused(tmp_path, {"triton": {"enabled": True}, "gateway": {"settings": {variable: value}}})
+        assert f"gateway.settings.{variable}" in message
 
 
 @pytest.mark.parametrize(

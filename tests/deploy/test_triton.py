@@ -43,7 +43,7 @@ def probe(kind: str, variables: Mapping[str, str]) -> subprocess.CompletedProces
     return subprocess.run(command, env=own, capture_output=True, text=True, check=False)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> str:
+def result_of(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.returncode}: {' '.join(done.stderr.split())}"
 
 
@@ -91,7 +91,7 @@ class Launched:
         assert answer.status_code == 200, answer.text
 
     def probes(self, *kinds: str) -> list[str]:
-        return [told(probe(kind, self.variables)) for kind in kinds]
+        return [result_of(probe(kind, self.variables)) for kind in kinds]
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_the_probe_of_a_server_without_tls(triton: RunningTriton) -> None:
 
 
 @pytest.fixture
-def told_options(tmp_path: Path) -> Path:
+def echo_options(tmp_path: Path) -> Path:
     """A place on PATH with a python3 that tells what it should run and ends: the default ports need not be free."""
     program = tmp_path / "bin" / "python3"
     program.parent.mkdir()
@@ -162,15 +162,15 @@ def told_options(tmp_path: Path) -> Path:
     return program.parent
 
 
-def launch(place: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(place), str(Path(sys.executable).parent), os.environ["PATH"]))
+def launch(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
     command = [str(TRITON / "launch"), *arguments]
     own = {**os.environ, "PATH": path, **variables}
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
 
 
-def test_the_launch_command_of_a_container(told_options: Path) -> None:
-    done = launch(told_options, "--log-verbose=1")
+def test_the_launch_command_of_a_container(echo_options: Path) -> None:
+    done = launch(echo_options, "--log-verbose=1")
     assert done.stdout.splitlines() == [
         "-m",
         "nsm_core.triton.supervisor",
@@ -188,21 +188,21 @@ def test_the_launch_command_of_a_container(told_options: Path) -> None:
     assert done.returncode == 0
 
 
-def test_with_tls_nothing_is_served_in_the_clear_beyond_the_machine(told_options: Path) -> None:
+def test_with_tls_nothing_is_served_in_the_clear_beyond_the_machine(echo_options: Path) -> None:
     """But metrics."""
-    options = launch(told_options, TRITON_TLS_CERT="c", TRITON_TLS_KEY="k").stdout.splitlines()
+    options = launch(echo_options, TRITON_TLS_CERT="c", TRITON_TLS_KEY="k").stdout.splitlines()
     assert {"--grpc-use-ssl=1", "--grpc-server-cert=c", "--grpc-server-key=k"} <= set(options)
     assert "--http-address=127.0.0.1" in options
     assert not [option for option in options if "mutual" in option]
     mutual = {"TRITON_TLS_CERT": "c", "TRITON_TLS_KEY": "k", "TRITON_TLS_CLIENT_CA": "a"}
-    assert {"--grpc-use-ssl-mutual=1", "--grpc-root-cert=a"} <= set(launch(told_options, **mutual).stdout.splitlines())
+    assert {"--grpc-use-ssl-mutual=1", "--grpc-root-cert=a"} <= set(launch(echo_options, **mutual).stdout.splitlines())
 
 
 @pytest.mark.parametrize(
     "variables", [{"TRITON_TLS_CERT": "c"}, {"TRITON_TLS_KEY": "k"}, {"TRITON_TLS_CLIENT_CA": "a"}], ids=str
 )
-def test_half_of_tls_is_refused(told_options: Path, variables: Mapping[str, str]) -> None:
-    done = launch(told_options, **variables)
+def test_half_of_tls_is_refused(echo_options: Path, variables: Mapping[str, str]) -> None:
+    done = launch(echo_options, **variables)
     assert done.returncode != 0
     assert "TRITON_TLS_CERT" in done.stderr
     assert not done.stdout

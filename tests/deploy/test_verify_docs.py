@@ -111,8 +111,8 @@ def test_a_command_that_is_not_run_has_a_reason_and_its_options_are_known() -> N
 
 def test_a_page_is_run_and_what_is_stale_is_told(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.docs.verify.__main__.ROOT", page.parent)
-    outcomes = [(outcome.step.line, outcome.kind) for outcome in verify(page, 30.0)]
-    assert outcomes == [(4, "ok"), (7, "ok"), (15, "ok"), (21, "ok"), (25, "stale")]
+    results = [(outcome.step.line, outcome.kind) for outcome in verify(page, 30.0)]
+    assert results == [(4, "ok"), (7, "ok"), (15, "ok"), (21, "ok"), (25, "stale")]
 
 
 def test_a_command_that_does_not_end_fails_and_the_page_goes_on(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_graphs_are_what_they_say() -> None:
     assert torch.equal(graphs.edges, graphs.edges.transpose(1, 2))
     assert not graphs.edges.diagonal(dim1=1, dim2=2).any()
     for features, labels, is_asked in zip(graphs.features, graphs.labels, graphs.is_asked, strict=True):
-        told = features[~is_asked, :NUM_COLOURS].argmax(dim=-1)
-        assert sorted(told.tolist()) == labels.unique().tolist()  # two nodes tell, each community's colour once
+        labelled = features[~is_asked, :NUM_COLOURS].argmax(dim=-1)
+        assert sorted(labelled.tolist()) == labels.unique().tolist()  # two nodes tell, each community's colour once
         assert not features[is_asked].any()
-        assert min(int((labels == colour).sum()) for colour in told) >= NUM_NODES // 3
+        assert min(int((labels == colour).sum()) for colour in labelled) >= NUM_NODES // 3

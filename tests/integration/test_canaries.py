@@ -43,26 +43,26 @@ def make_tellers(keys: tuple[TestKey, TestKey]) -> list[Teller]:
     return [Teller(number, "".join(draw.choices(letters, k=24)), keys[number % 2]) for number in range(NUM_SESSIONS)]
 
 
-async def call(house: Gateway, teller: Teller, method: str, path: str, **fields: Any) -> httpx.Response:
-    return await house.client.request(method, path, headers=teller.key.headers, **fields)
+async def call(server: Gateway, teller: Teller, method: str, path: str, **fields: Any) -> httpx.Response:
+    return await server.client.request(method, path, headers=teller.key.headers, **fields)
 
 
-async def ask(house: Gateway, teller: Teller, text: str, *, path: str | None = None) -> Any:
-    response = await call(house, teller, "POST", f"{path or teller.path}/generate", json={"input": text, **GREEDY})
+async def ask(server: Gateway, teller: Teller, text: str, *, path: str | None = None) -> Any:
+    response = await call(server, teller, "POST", f"{path or teller.path}/generate", json={"input": text, **GREEDY})
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
 
-async def live(house: Gateway, teller: Teller) -> list[Any]:
+async def live(server: Gateway, teller: Teller) -> list[Any]:
     """A session from its creation on: resumed, forked, taken back. What it was answered."""
-    assert (await call(house, teller, "POST", "/v1/sessions", json={"id": teller.session_id})).status_code == 200
-    answers = [await ask(house, teller, f"My secret is {teller.secret}. Keep it.")]
-    answers.append(await ask(house, teller, "What is the secret?"))
-    forked = await call(house, teller, "POST", f"{teller.path}/fork", json={"id": f"fork-{teller.session_id}"})
+    assert (await call(server, teller, "POST", "/v1/sessions", json={"id": teller.session_id})).status_code == 200
+    answers = [await ask(server, teller, f"My secret is {teller.secret}. Keep it.")]
+    answers.append(await ask(server, teller, "What is the secret?"))
+    forked = await call(server, teller, "POST", f"{teller.path}/fork", json={"id": f"fork-{teller.session_id}"})
     assert forked.status_code == 200, forked.text
-    answers.append(await ask(house, teller, "Say it again.", path=f"/v1/sessions/fork-{teller.session_id}"))
-    assert (await call(house, teller, "POST", f"{teller.path}/rewind", json={"to_version": 1})).status_code == 200
-    answers.append(await ask(house, teller, "What is the secret?"))
+    answers.append(await ask(server, teller, "Say it again.", path=f"/v1/sessions/fork-{teller.session_id}"))
+    assert (await call(server, teller, "POST", f"{teller.path}/rewind", json={"to_version": 1})).status_code == 200
+    answers.append(await ask(server, teller, "What is the secret?"))
     return answers
 
 
@@ -89,12 +89,12 @@ async def test_L1_what_a_session_is_answered_is_what_it_would_be_alone(
         async with gateway(make_backend(), api_keys_file=file) as alone:
             expected = await live(alone, teller)
         assert all(is_close(*pair) for pair in zip(answers, expected, strict=True)), teller
-    for teller, told in zip(tellers, texts, strict=True):
-        assert not [other.secret for other in tellers if other is not teller and other.secret in told]
-        assert teller.secret not in told  # errors show no text of a conversation, not even one's own
+    for teller, text in zip(tellers, texts, strict=True):
+        assert not [other.secret for other in tellers if other is not teller and other.secret in text]
+        assert teller.secret not in text  # errors show no text of a conversation, not even one's own
 
 
-async def asks_for_trouble(house: Gateway, teller: Teller) -> str:
+async def asks_for_trouble(server: Gateway, teller: Teller) -> str:
     """The bodies of all the ways in which calls on one's own and on others' sessions fail."""
     generate = f"{teller.path}/generate"
     foreign = "sess_" + "0" * 32
@@ -113,16 +113,16 @@ async def asks_for_trouble(house: Gateway, teller: Teller) -> str:
         ("GET", f"/v1/streams/{foreign}", {}),
         ("GET", f"/v1/responses/resp_{teller.session_id}", {}),
     ]
-    told = []
+    texts = []
     for method, path, body in calls:
-        response = await call(house, teller, method, path, **({"json": body} if body else {}))
+        response = await call(server, teller, method, path, **({"json": body} if body else {}))
         assert 400 <= response.status_code < 500, (path, response.text)
         error_of(response)
-        told.append(response.text)
-    listed = await call(house, teller, "GET", "/v1/sessions", params={"limit": 100})
+        texts.append(response.text)
+    listed = await call(server, teller, "GET", "/v1/sessions", params={"limit": 100})
     mine = {session["id"] for session in listed.json()["data"]}
     assert mine <= {f"{prefix}s{number}" for prefix in ("", "fork-") for number in range(NUM_SESSIONS)}
-    return "\n".join((*told, listed.text))
+    return "\n".join((*texts, listed.text))
 
 
 async def test_L6_R2_a_state_in_anothers_place_is_refused_and_shows_nothing(
@@ -133,13 +133,13 @@ async def test_L6_R2_a_state_in_anothers_place_is_refused_and_shows_nothing(
     file = write_keys(tmp_path / "keys.toml", *keys, a="", b="")
     mine, theirs = make_tellers(keys)[:2]
     store = SqliteSessionStore(tmp_path / "sessions.db")
-    async with gateway(make_backend(), store=store, api_keys_file=file) as house:
+    async with gateway(make_backend(), store=store, api_keys_file=file) as server:
         for teller in (mine, theirs):
-            await live(house, teller)
+            await live(server, teller)
         other = "SELECT snapshot FROM snapshots WHERE tenant = 'b' AND session_id = ?"
         statement = f"UPDATE snapshots SET snapshot = ({other}) WHERE tenant = 'a' AND session_id = ?"
         await store.write(lambda connection: connection.execute(statement, (theirs.session_id, mine.session_id)))
-        refused = await call(house, mine, "POST", f"{mine.path}/generate", json={"input": "x", **GREEDY})
+        refused = await call(server, mine, "POST", f"{mine.path}/generate", json={"input": "x", **GREEDY})
         assert (refused.status_code, error_of(refused)["code"]) == (500, "snapshot_corrupt")
         assert theirs.secret not in refused.text
         assert '"b"' not in refused.text

@@ -76,25 +76,25 @@ async def test_X25_every_pattern_trains_resumes_and_serves(
 
 async def two_turns(model: Path, sessions: Path, *, is_moved: bool) -> list[str]:
     """The texts of a session's two turns: on one server, or the second on another one that opens the same file."""
-    async with served(model, sessions) as house:
-        response = await house.client.post("/v1/sessions", json={"id": "s1"})
+    async with served(model, sessions) as server:
+        response = await server.client.post("/v1/sessions", json={"id": "s1"})
         assert response.status_code == 200, response.text
-        texts = [await say(house)]
+        texts = [await say(server)]
         if not is_moved:
-            return [*texts, await say(house)]
-    async with served(model, sessions) as house:
-        return [*texts, await say(house)]
+            return [*texts, await say(server)]
+    async with served(model, sessions) as server:
+        return [*texts, await say(server)]
 
 
 @contextlib.asynccontextmanager
 async def served(model: Path, sessions: Path) -> AsyncIterator[Gateway]:
     backend = LocalBackend(load_checkpoint(model), EngineConfig(max_slots=1, token_budget=64))
-    async with gateway(backend, store=SqliteSessionStore(sessions)) as house:
-        yield house
+    async with gateway(backend, store=SqliteSessionStore(sessions)) as server:
+        yield server
 
 
-async def say(house: Gateway) -> str:
+async def say(server: Gateway) -> str:
     body = {"input": list(range(1, 71)), "max_tokens": 6, "temperature": 1.0, "seed": 7}
-    response = await house.client.post("/v1/sessions/s1/generate", json=body)
+    response = await server.client.post("/v1/sessions/s1/generate", json=body)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])

@@ -62,20 +62,20 @@ async def test_X10_joined_tokens_equal_the_text_in_completions_chats_and_session
     async with gateway(make_backend(), is_live=True) as server:
         asked = {"seed": 1, "ignore_eos": True, "max_tokens": 30, "stream": is_stream}
         for stop in ["e", "a", "t", " ", "\n", "1", "in", "X"]:
-            answer = await told(server, PATH, {**asked, "prompt": "Once", "logprobs": 2, "stop": stop})
+            answer = await answer_of(server, PATH, {**asked, "prompt": "Once", "logprobs": 2, "stop": stop})
             assert joined(answer) == answer[0]
             await server.client.post("/v1/sessions", json={"id": "one"})
             fields = {**asked, "input": "Once", "logprobs": 2, "stop": stop}
-            answer = await told(server, "/v1/sessions/one/generate", fields)
+            answer = await answer_of(server, "/v1/sessions/one/generate", fields)
             assert joined(answer) == answer[0]
             await server.client.delete("/v1/sessions/one")
             messages = [{"role": "user", "content": "Once"}]
             fields = {**asked, "messages": messages, "logprobs": True, "top_logprobs": 2, "stop": stop}
-            answer = await told(server, "/v1/chat/completions", fields)
+            answer = await answer_of(server, "/v1/chat/completions", fields)
             assert joined(answer) == answer[0]
 
 
-async def told(server: Gateway, path: str, body: dict[str, Any]) -> tuple[str, list[bytes]]:
+async def answer_of(server: Gateway, path: str, body: dict[str, Any]) -> tuple[str, list[bytes]]:
     """The text of the one choice, and the bytes of its tokens, whole or streamed."""
     response = await server.client.post(path, json=body)
     assert response.status_code == 200, response.text

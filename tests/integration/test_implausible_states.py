@@ -72,8 +72,8 @@ async def test_a_file_whose_state_is_elsewhere_than_it_says_is_refused(server: G
     copy = await read_copy(server.services.store, SessionKey("default", "s1"))
     assert copy.snapshot is not None
     snapshot = Snapshot.decode(copy.snapshot)
-    moved = Snapshot(snapshot.header, (99).to_bytes(8, "little") + snapshot.state[8:])
-    raw = write_file(dataclasses.replace(copy, snapshot=moved.encode()), tokenizer_fingerprint="")
+    changed = Snapshot(snapshot.header, (99).to_bytes(8, "little") + snapshot.state[8:])
+    raw = write_file(dataclasses.replace(copy, snapshot=changed.encode()), tokenizer_fingerprint="")
     response = await server.client.post("/v1/sessions/import?id=s3", content=raw, headers=FILE_HEADERS)
     assert response.status_code == 400
     assert "reached by 99 tokens" in error_of(response)["message"]

@@ -41,18 +41,18 @@ def make_backend(tokenizer: Tokenizer, kind: str) -> LocalBackend:
 
 @contextlib.asynccontextmanager
 async def replica(tokenizer: Tokenizer, store: SessionStore | None, kind: str) -> AsyncIterator[Gateway]:
-    async with gateway(make_backend(tokenizer, kind), store=store, state_dtype="int8") as house:
-        yield house
+    async with gateway(make_backend(tokenizer, kind), store=store, state_dtype="int8") as server:
+        yield server
 
 
-async def create(house: Gateway) -> None:
-    response = await house.client.post("/v1/sessions", json={"id": "s1"})
+async def create(server: Gateway) -> None:
+    response = await server.client.post("/v1/sessions", json={"id": "s1"})
     assert response.status_code == 200, response.text
 
 
-async def say(house: Gateway, turn: int) -> str:
+async def say(server: Gateway, turn: int) -> str:
     body = {"input": list(range(1, 41 + turn)), "max_tokens": 8, "temperature": 1.0, "seed": 7}
-    response = await house.client.post("/v1/sessions/s1/generate", json=body)
+    response = await server.client.post("/v1/sessions/s1/generate", json=body)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
@@ -69,7 +69,7 @@ async def test_P4_replicas_continue_each_others_turns(tiny_tokenizer: Tokenizer,
     ):
         await create(first)
         assert [await say((first, second)[turn % 2], turn) for turn in range(3)] == texts
-        told = await second.client.get("/v1/sessions/s1/states")
-        assert told.status_code == 200, told.text
-        assert {layer["layer"] for layer in told.json()["layers"]} == {0, 1}
+        states = await second.client.get("/v1/sessions/s1/states")
+        assert states.status_code == 200, states.text
+        assert {layer["layer"] for layer in states.json()["layers"]} == {0, 1}
     assert len(set(texts)) > 1

@@ -207,8 +207,8 @@ def requests(draw: st.DrawFn, operation: schemathesis.APIOperation, ids: dict[st
     if ids and draw(st.integers(0, 3)):
         case.path_parameters = dict(ids)
     if isinstance(case.body, dict) and draw(st.booleans()):
-        kept = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3)) if case.body else set()
-        case.body = {name: value for name, value in case.body.items() if name in kept}
+        chosen = draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3)) if case.body else set()
+        case.body = {name: value for name, value in case.body.items() if name in chosen}
     return case
 
 

@@ -66,9 +66,9 @@ def make_life(name: str, rng: random.Random, *, temperature: float) -> list[Step
             steps.append(Step(session_id, "fork", {"id": fork_id}))
             versions[fork_id] = list(known)
         if rng.random() < 0.2:
-            place = rng.randrange(1, len(known))
-            steps.append(Step(session_id, "rewind", {"to_version": known[place]}))
-            versions[session_id] = [*known[: place + 1], known[-1] + 1]
+            index = rng.randrange(1, len(known))
+            steps.append(Step(session_id, "rewind", {"to_version": known[index]}))
+            versions[session_id] = [*known[: index + 1], known[-1] + 1]
     return steps
 
 
@@ -214,8 +214,8 @@ async def test_P4_lives_on_random_replicas_equal_those_on_one_process(
         steps = make_life(f"s{number}", rng, temperature=temperature)
         one, many = Caller((alone,), rng, collections.Counter()), Caller(pair, rng, seen)
         async with turns_at_once:
-            for place, step in enumerate(steps):
-                assert await many.call(step, place) == await one.call(step, place), (number, step)
+            for index, step in enumerate(steps):
+                assert await many.call(step, index) == await one.call(step, index), (number, step)
             for session_id in sorted({step.session_id for step in steps}):
                 await assert_same_session(alone, pair[0], session_id)
 

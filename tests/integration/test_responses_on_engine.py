@@ -68,9 +68,9 @@ async def test_P2_a_stream_is_the_response(server: Gateway, sampling: dict[str, 
 async def test_P4_a_response_that_is_not_stored_says_the_same(server: Gateway, sampling: dict[str, Any]) -> None:
     (root,) = await chain(server, WORDS[0], **sampling)
     (aside,) = await chain(server, WORDS[1], start=root["id"], store=False, **sampling)
-    (kept,) = await chain(server, WORDS[1], start=root["id"], **sampling)
+    (child,) = await chain(server, WORDS[1], start=root["id"], **sampling)
     (late,) = await chain(server, WORDS[1], start=root["id"], store=False, **sampling)
-    assert text_of(aside) == text_of(kept) == text_of(late)
+    assert text_of(aside) == text_of(child) == text_of(late)
 
 
 async def test_P5_a_fork_goes_on_as_the_first_branch_did(server: Gateway, sampling: dict[str, Any]) -> None:

@@ -131,18 +131,18 @@ class Turn:
         self.is_done = False
 
     async def read(self, answer: httpx.Response) -> None:
-        number, is_told_to_come_back = 0, False
+        number, must_reconnect = 0, False
         async for line in answer.aiter_lines():
             if line.startswith("id: "):
                 number = int(line.removeprefix("id: "))
                 assert number > self.last
             elif line == "data: [DONE]":
-                self.is_done = not is_told_to_come_back
+                self.is_done = not must_reconnect
             elif line.startswith("data: "):
                 frame = json.loads(line.removeprefix("data: "))
                 if "error" in frame:
                     assert frame["error"]["code"] == "server_stopping", frame
-                    is_told_to_come_back = True
+                    must_reconnect = True
                 else:
                     self.stream_id, self.last = frame["id"], number
                     self.text += frame["choices"][0]["text"]

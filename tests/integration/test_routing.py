@@ -21,7 +21,7 @@ SAMPLED = {"seed": 1, "ignore_eos": True, "repetition_penalty": 1.3, "max_tokens
 COMPLETION = ("/v1/completions", {"prompt": "Once upon a time"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who are you?"}]})
 TURN = ("/v1/sessions/s/generate", {"input": "Once upon a time"})
-FACES = pytest.mark.parametrize(("path", "wish"), [COMPLETION, CHAT, TURN], ids=["completion", "chat", "turn"])
+FACES = pytest.mark.parametrize(("path", "options"), [COMPLETION, CHAT, TURN], ids=["completion", "chat", "turn"])
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ async def server(tiny_tokenizer: Tokenizer) -> AsyncIterator[Gateway]:
         yield opened
 
 
-async def ask(server: Gateway, path: str, wish: dict[str, Any], **body: Any) -> dict[str, Any]:
-    response = await server.client.post(path, json={**SAMPLED, **wish, **body})
+async def ask(server: Gateway, path: str, options: dict[str, Any], **body: Any) -> dict[str, Any]:
+    response = await server.client.post(path, json={**SAMPLED, **options, **body})
     assert response.status_code == 200, response.text
     return dict(response.json())
 
@@ -56,9 +56,9 @@ def check_entry(entry: dict[str, Any]) -> None:
 
 @FACES
 async def test_an_answer_tells_what_the_states_did_for_each_token(
-    server: Gateway, path: str, wish: dict[str, Any]
+    server: Gateway, path: str, options: dict[str, Any]
 ) -> None:
-    answer = await ask(server, path, wish, include_routing=True)
+    answer = await ask(server, path, options, include_routing=True)
     (choice,) = answer["choices"]
     assert len(choice["routing"]) == 12
     start = answer["usage"]["prompt_tokens"]
@@ -69,11 +69,11 @@ async def test_an_answer_tells_what_the_states_did_for_each_token(
 
 @FACES
 async def test_S1_a_streams_entries_joined_are_those_of_the_answer_in_one_piece(
-    server: Gateway, path: str, wish: dict[str, Any]
+    server: Gateway, path: str, options: dict[str, Any]
 ) -> None:
     await server.client.post("/v1/sessions", json={"id": "t"})
-    whole = (await ask(server, path, wish, include_routing=True))["choices"][0]
-    body = {**SAMPLED, **wish, "include_routing": True, "stream": True}
+    whole = (await ask(server, path, options, include_routing=True))["choices"][0]
+    body = {**SAMPLED, **options, "include_routing": True, "stream": True}
     response = await server.client.post(path.replace("/s/", "/t/"), json=body)
     pieces = [frame["choices"][0] for frame in frames_of(response.text)]
     assert all("routing" in piece for piece in pieces)
@@ -84,12 +84,12 @@ async def test_S1_a_streams_entries_joined_are_those_of_the_answer_in_one_piece(
 
 @FACES
 async def test_who_does_not_ask_gets_the_same_text_and_no_field(
-    server: Gateway, path: str, wish: dict[str, Any]
+    server: Gateway, path: str, options: dict[str, Any]
 ) -> None:
     await server.client.post("/v1/sessions", json={"id": "t"})
-    told = (await ask(server, path, wish, include_routing=True))["choices"][0]
-    plain = (await ask(server, path.replace("/s/", "/t/"), wish))["choices"][0]
-    assert text_of(plain) == text_of(told)
+    routed = (await ask(server, path, options, include_routing=True))["choices"][0]
+    plain = (await ask(server, path.replace("/s/", "/t/"), options))["choices"][0]
+    assert text_of(plain) == text_of(routed)
     assert "routing" not in plain
 
 
@@ -111,31 +111,38 @@ async def test_a_token_that_a_stop_string_took_has_no_entry(server: Gateway) -> 
 
 
 async def test_P10_wishes_above_the_limits_are_refused_by_name(server: Gateway) -> None:
-    path, wish = COMPLETION
+    path, options = COMPLETION
     for body, param in (
         ({"max_tokens": MAX_ROUTED_TOKENS + 1}, "max_tokens"),
         ({"max_tokens": MAX_ROUTED_TOKENS // 2 + 1, "n": 2}, "max_tokens"),
         ({"max_tokens": 1, "n": MAX_ROUTED_REQUESTS + 1}, "include_routing"),
     ):
-        response = await server.client.post(path, json={**wish, **body, "include_routing": True})
+        response = await server.client.post(path, json={**options, **body, "include_routing": True})
         assert (response.status_code, error_of(response)["param"]) == (400, param)
 
 
 async def test_more_requests_than_may_be_watched_at_a_time_are_turned_away(tiny_tokenizer: Tokenizer) -> None:
     backend = local_backend(tiny_tokenizer)
     async with gateway(backend, is_live=True) as server:
-        path, wish = COMPLETION
-        body = {**SAMPLED, **wish, "include_routing": True, "n": MAX_ROUTED_REQUESTS, "max_tokens": 100, "stream": True}
+        path, options = COMPLETION
+        body = {
+            **SAMPLED,
+            **options,
+            "include_routing": True,
+            "n": MAX_ROUTED_REQUESTS,
+            "max_tokens": 100,
+            "stream": True,
+        }
         async with server.client.stream("POST", path, json=body):
-            refused = await server.client.post(path, json={**wish, "include_routing": True})
+            refused = await server.client.post(path, json={**options, "include_routing": True})
             assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
             assert (error_of(refused)["param"], refused.headers["retry-after"]) == ("include_routing", "1")
-            assert (await server.client.post(path, json={**wish, "max_tokens": 1})).status_code == 200
+            assert (await server.client.post(path, json={**options, "max_tokens": 1})).status_code == 200
 
 
 async def test_a_stream_of_the_past_has_tokens_without_entries(server: Gateway) -> None:
-    path, wish = TURN
-    body = {**SAMPLED, **wish, "include_routing": True}
+    path, options = TURN
+    body = {**SAMPLED, **options, "include_routing": True}
     headers = {"idempotency-key": "k"}
     first = (await server.client.post(path, json=body, headers=headers)).json()["choices"][0]
     again = (await server.client.post(path, json=body, headers=headers)).json()["choices"][0]

@@ -25,7 +25,7 @@ class ResponseReader:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.is_told_to_come_back = False
+        self.must_reconnect = False
         self.has_begun = asyncio.Event()
 
     async def start(self, server: Server) -> None:
@@ -33,7 +33,7 @@ class ResponseReader:
             await self._read(stream)
 
     async def read_on(self, server: Server) -> None:
-        self.is_told_to_come_back = False
+        self.must_reconnect = False
         path = f"/v1/responses/{self.events[0]['response']['id']}"
         query = {"stream": True, "starting_after": self.events[-1]["sequence_number"]}
         async with server.client.stream("GET", path, params=query) as stream:
@@ -44,7 +44,7 @@ class ResponseReader:
         async for event in _data(stream):
             if event["type"] == "error":
                 assert (event["code"], event["sequence_number"]) == ("server_stopping", len(self.events) - 1)
-                self.is_told_to_come_back = True
+                self.must_reconnect = True
                 return
             assert event["sequence_number"] == len(self.events)
             self.events.append(event)
@@ -82,8 +82,8 @@ async def stop_in_mid_turn(server: Server, turn: Reader, response: ResponseReade
         await turn.wait_for(3)
         await response.has_begun.wait()
         server.process.send_signal(signal.SIGTERM)
-    assert turn.is_told_to_come_back
-    assert response.is_told_to_come_back
+    assert turn.must_reconnect
+    assert response.must_reconnect
     assert await server.process.wait() == 0
 
 

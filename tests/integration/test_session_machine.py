@@ -74,7 +74,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.stack = contextlib.AsyncExitStack()
         self.backend = FakeBackend()
         store = SqliteSessionStore(self.directory / "sessions.db")
-        self.house: Gateway = self.run(self.stack.enter_async_context(gateway(self.backend, store=store)))
+        self.server: Gateway = self.run(self.stack.enter_async_context(gateway(self.backend, store=store)))
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):
@@ -123,8 +123,8 @@ class SessionMachine(RuleBasedStateMachine):
         is_stop = max_tokens > len(script)
         known.move((*known.log, *ids, *script[:max_tokens]), has_pending=not is_stop)
         assert body["choices"][0]["finish_reason"] == ("stop" if is_stop else "length")
-        place = {"version": known.version, "position": known.position}
-        assert {name: body["session"][name] for name in place} == place
+        point = {"version": known.version, "position": known.position}
+        assert {name: body["session"][name] for name in point} == point
 
     @precondition(lambda self: self.last is not None and self.last[0] in self.known)
     @rule()
@@ -148,13 +148,13 @@ class SessionMachine(RuleBasedStateMachine):
             self.backend.hold_on()
             self.backend.release(num_tokens)
             body = {"input": ids, "max_tokens": 6}
-            turn = asyncio.create_task(self.house.client.post(f"/v1/sessions/{name}/generate", json=body))
+            turn = asyncio.create_task(self.server.client.post(f"/v1/sessions/{name}/generate", json=body))
             held = asyncio.create_task(self.backend.held.wait())
             await asyncio.wait((turn, held), return_when=asyncio.FIRST_COMPLETED)
             assert not turn.done(), turn.result().text
-            busy = await self.house.client.post(f"/v1/sessions/{name}/generate", json=body)
+            busy = await self.server.client.post(f"/v1/sessions/{name}/generate", json=body)
             assert failure(busy) == (409, "session_busy")
-            answer = await self.house.client.post(f"/v1/sessions/{name}/cancel")
+            answer = await self.server.client.post(f"/v1/sessions/{name}/cancel")
             self.backend.release_all()
             self.backend.forget_permits()
             return answer, await turn
@@ -181,8 +181,8 @@ class SessionMachine(RuleBasedStateMachine):
         elif new in self.known:
             assert failure(response) == (409, "version_conflict")
         else:
-            place = f"{name}@{known.position}"
-            self.known[new] = dataclasses.replace(known, ends=dict(known.ends), forked_from=place)
+            origin = f"{name}@{known.position}"
+            self.known[new] = dataclasses.replace(known, ends=dict(known.ends), forked_from=origin)
 
     @rule(name=names, fraction=fractions, is_to_version=st.booleans())
     def rewind(self, name: str, fraction: float, is_to_version: bool) -> None:
@@ -193,11 +193,11 @@ class SessionMachine(RuleBasedStateMachine):
             return
         versions = sorted(known.ends)
         version = versions[round(fraction * (len(versions) - 1))]
-        place = known.ends[version] if is_to_version else round(fraction * len(known.log))
-        body = {"to_version": version} if is_to_version else {"to_position": place}
+        position = known.ends[version] if is_to_version else round(fraction * len(known.log))
+        body = {"to_version": version} if is_to_version else {"to_position": position}
         response = self.call("POST", f"/v1/sessions/{name}/rewind", json=body)
         assert response.status_code == 200, response.text
-        known.move(known.log[:place], has_pending=place > 1)
+        known.move(known.log[:position], has_pending=position > 1)
         self.forget_last(name)
 
     @rule(name=names, fraction=fractions)
@@ -242,12 +242,12 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_as_it_must_be(self) -> None:
-        if hasattr(self, "house"):
+        if hasattr(self, "server"):
             self.run(self.compare())
 
     async def compare(self) -> None:
-        store = self.house.services.store
-        listed = (await self.house.client.get("/v1/sessions")).json()["data"]
+        store = self.server.services.store
+        listed = (await self.server.client.get("/v1/sessions")).json()["data"]
         assert {session["id"] for session in listed} == set(self.known)
         for session in listed:
             known, key = self.known[session["id"]], SessionKey("default", session["id"])
@@ -261,10 +261,10 @@ class SessionMachine(RuleBasedStateMachine):
             snapshot = Snapshot.decode(raw)
             assert snapshot.state == state_after(known.log[: known.position])
             assert snapshot.header.pending_id == (known.log[-1] if known.has_pending else None)
-            for kept in await store.list_retained(key):
-                older = await store.load_retained(key, version=kept.version)
+            for retained in await store.list_retained(key):
+                older = await store.load_retained(key, version=retained.version)
                 assert older is not None
-                assert Snapshot.decode(older).state == state_after(known.log[: kept.position])
+                assert Snapshot.decode(older).state == state_after(known.log[: retained.position])
 
     def forget_last(self, name: str) -> None:
         if self.last is not None and self.last[0] == name:
@@ -274,7 +274,7 @@ class SessionMachine(RuleBasedStateMachine):
         return self.call("POST", f"/v1/sessions/{name}/generate", json=body, headers={"Idempotency-Key": key})
 
     def call(self, method: str, path: str, **fields: Any) -> httpx.Response:
-        return self.run(self.house.client.request(method, path, **fields))
+        return self.run(self.server.client.request(method, path, **fields))
 
     def run(self, work: Awaitable[Result]) -> Result:
         async def awaited() -> Result:

@@ -57,13 +57,13 @@ def ok(response: httpx.Response) -> dict[str, Any]:
     return dict(response.json())
 
 
-async def create(house: Gateway, session_id: str = "s1") -> None:
-    ok(await house.client.post("/v1/sessions", json={"id": session_id}))
+async def create(server: Gateway, session_id: str = "s1") -> None:
+    ok(await server.client.post("/v1/sessions", json={"id": session_id}))
 
 
-async def say(house: Gateway, ids: list[int], session_id: str = "s1", **fields: Any) -> str:
+async def say(server: Gateway, ids: list[int], session_id: str = "s1", **fields: Any) -> str:
     body = {"input": ids, "max_tokens": 8, "temperature": 1.0, **fields}
-    answer = ok(await house.client.post(f"/v1/sessions/{session_id}/generate", json=body))
+    answer = ok(await server.client.post(f"/v1/sessions/{session_id}/generate", json=body))
     return str(answer["choices"][0]["text"])
 
 
@@ -82,17 +82,17 @@ async def written(store: SessionStore, identity: str) -> None:
         await asyncio.sleep(0.005)
 
 
-async def verified_by(house: Gateway) -> list[Verified]:
-    store = house.services.store
-    return [found async for found in verify(store, house.services.backend, await all_sessions(store))]
+async def verified_by(server: Gateway) -> list[Verified]:
+    store = server.services.store
+    return [found async for found in verify(store, server.services.backend, await all_sessions(store))]
 
 
 @contextlib.asynccontextmanager
 async def replica(
     tokenizer: Tokenizer, store: SessionStore | None, dtype: str, pattern: str = "N", **settings: Any
 ) -> AsyncIterator[Gateway]:
-    async with gateway(make_backend(tokenizer, pattern), store=store, state_dtype=dtype, **settings) as house:
-        yield house
+    async with gateway(make_backend(tokenizer, pattern), store=store, state_dtype=dtype, **settings) as server:
+        yield server
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
@@ -115,8 +115,8 @@ async def test_P4_turns_on_two_replicas_are_those_of_one(
         assert snapshot.header.stored_format.value == snapshot.header.rounding.value == dtype
         assert snapshot.state == Snapshot.decode(states).state
         assert head.snapshot_bytes == len(raw)
-        told = ok(await second.client.get("/v1/sessions/s1/states"))
-        assert (FORMATS[told["dtype"]], FORMATS[told["rounded_to"]]) == (dtype, dtype)
+        body = ok(await second.client.get("/v1/sessions/s1/states"))
+        assert (FORMATS[body["dtype"]], FORMATS[body["rounded_to"]]) == (dtype, dtype)
         (found,) = await verified_by(second)
         assert (found.divergences, found.rounding) == ((), dtype)
 
@@ -127,19 +127,19 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
 ) -> None:
     sizes = {}
     for dtype in DTYPES:
-        async with replica(tiny_tokenizer, None, dtype, pattern) as house:
-            await create(house)
-            await say(house, [5, 6])
-            await say(house, [7])
-            store, raw = house.services.store, await raw_of(house.services.store)
+        async with replica(tiny_tokenizer, None, dtype, pattern) as server:
+            await create(server)
+            await say(server, [5, 6])
+            await say(server, [7])
+            store, raw = server.services.store, await raw_of(server.services.store)
             sizes[dtype] = len(raw) - (len(Snapshot.decode(raw).header.to_json()) + 40)  # prefix and checksum
-            full = house.services.backend.model.state_bytes
+            full = server.services.backend.model.state_bytes
             usage = await store.usage(tenant="default")
             results = usage.num_bytes - len(raw) - 4 * (await store.get(KEY)).num_log_tokens
             assert 0 < results < 4_000
-            told = ok(await house.client.get("/v1/models"))["data"][0]
-            assert told["state_dtype"] == dtype
-            assert told["system_fingerprint"].endswith("test" if dtype == "fp32" else f"test_{dtype}")
+            body = ok(await server.client.get("/v1/models"))["data"][0]
+            assert body["state_dtype"] == dtype
+            assert body["system_fingerprint"].endswith("test" if dtype == "fp32" else f"test_{dtype}")
     assert sizes["fp32"] == full
     assert sizes["fp16"] == full // 2 + 4  # the position stays as it is
     assert sizes["int8"] < 0.33 * full
@@ -148,19 +148,19 @@ async def test_a_rounded_state_takes_the_bytes_of_its_dtype_in_the_tenants_share
 async def test_a_fleet_that_rounds_in_different_ways_goes_on_from_what_is_stored(tiny_tokenizer: Tokenizer) -> None:
     store = SqliteSessionStore(None)
     async with contextlib.AsyncExitStack() as stack:
-        houses = {
+        servers = {
             dtype: await stack.enter_async_context(replica(tiny_tokenizer, store, dtype, "NW")) for dtype in DTYPES
         }
-        await create(houses["int8"])
-        await say(houses["int8"], [5, 6], seed=3)
-        for dtype, house in houses.items():
-            ok(await house.client.post("/v1/sessions/s1/fork", json={"id": dtype}))
+        await create(servers["int8"])
+        await say(servers["int8"], [5, 6], seed=3)
+        for dtype, server in servers.items():
+            ok(await server.client.post("/v1/sessions/s1/fork", json={"id": dtype}))
             assert Snapshot.decode(await raw_of(store, dtype)).state == Snapshot.decode(await raw_of(store)).state
-        assert len({await say(house, [9], dtype) for dtype, house in houses.items()}) == 1
+        assert len({await say(server, [9], dtype) for dtype, server in servers.items()}) == 1
         for dtype in DTYPES:
             header = Snapshot.decode(await raw_of(store, dtype)).header
             assert (header.stored_format, header.rounding) == (dtype, "int8")
-        assert all(not found.divergences for found in await verified_by(houses["fp32"]))
+        assert all(not found.divergences for found in await verified_by(servers["fp32"]))
 
 
 async def test_R14_a_turn_is_taken_over_from_the_state_that_it_began_with(tiny_tokenizer: Tokenizer) -> None:
@@ -201,22 +201,22 @@ async def test_what_is_read_from_the_start_of_its_log_is_exact_again(tiny_tokeni
 async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_where_it_began(
     tiny_tokenizer: Tokenizer, open_store: OpenStore, dtype: str
 ) -> None:
-    async with replica(tiny_tokenizer, open_store(), dtype, retained_snapshots=8) as house:
-        await create(house)
+    async with replica(tiny_tokenizer, open_store(), dtype, retained_snapshots=8) as server:
+        await create(server)
         states = []
         for turn in range(3):
-            await say(house, LONG, seed=turn)
-            states.append(Snapshot.decode(await raw_of(house.services.store)).state)
-        store = house.services.store
-        kept = await store.list_retained(KEY)
-        assert [one.version for one in kept] == [1, 2]
-        for one in kept:
+            await say(server, LONG, seed=turn)
+            states.append(Snapshot.decode(await raw_of(server.services.store)).state)
+        store = server.services.store
+        retained = await store.list_retained(KEY)
+        assert [one.version for one in retained] == [1, 2]
+        for one in retained:
             raw = await store.load_retained(KEY, version=one.version)
             assert raw is not None
             assert Snapshot.decode(raw).header.stored_format == dtype
             assert Snapshot.decode(raw).state == states[one.version - 1]
     async with replica(tiny_tokenizer, open_store(), "fp32", retained_snapshots=8) as other:
-        ok(await other.client.post("/v1/sessions/s1/rewind", json={"to_position": kept[1].position + 5}))
+        ok(await other.client.post("/v1/sessions/s1/rewind", json={"to_position": retained[1].position + 5}))
         header = Snapshot.decode(await raw_of(other.services.store)).header
         assert (header.stored_format, header.rounding) == ("fp32", dtype)
 
@@ -225,26 +225,29 @@ async def test_older_snapshots_keep_the_dtype_of_their_turn_and_a_rewind_says_wh
 async def test_a_file_and_a_backup_hold_the_state_as_it_was_rounded(
     tiny_tokenizer: Tokenizer, tmp_path: Path, dtype: str
 ) -> None:
-    async with replica(tiny_tokenizer, None, dtype, "NW") as house, replica(tiny_tokenizer, None, "fp32", "NW") as away:
-        await create(house)
-        await say(house, [5, 6], seed=3)
-        raw = await raw_of(house.services.store)
-        exported = await house.client.get("/v1/sessions/s1/export")
+    async with (
+        replica(tiny_tokenizer, None, dtype, "NW") as server,
+        replica(tiny_tokenizer, None, "fp32", "NW") as away,
+    ):
+        await create(server)
+        await say(server, [5, 6], seed=3)
+        raw = await raw_of(server.services.store)
+        exported = await server.client.get("/v1/sessions/s1/export")
         ok(await away.client.post("/v1/sessions/import", content=exported.content, headers=FILE_HEADERS))
         assert await raw_of(away.services.store) == raw
-        restored, store = SqliteSessionStore(None), house.services.store
-        written = [moved.outcome async for moved in backup(store, await all_sessions(store), tmp_path / "backup")]
+        restored, store = SqliteSessionStore(None), server.services.store
+        written = [result.outcome async for result in backup(store, await all_sessions(store), tmp_path / "backup")]
         with (tmp_path / "backup").open("rb") as file:
-            assert [moved.outcome async for moved in restore(restored, file)] == written == ["written"]
+            assert [result.outcome async for result in restore(restored, file)] == written == ["written"]
         assert await raw_of(restored) == raw
-        assert await say(away, [9]) == await say(house, [9])
+        assert await say(away, [9]) == await say(server, [9])
 
 
 async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_tokenizer: Tokenizer) -> None:
-    async with replica(tiny_tokenizer, None, "int8") as house, replica(tiny_tokenizer, None, "fp16", "NW") as away:
-        await create(house)
-        await say(house, [5, 6])
-        exported = await house.client.get("/v1/sessions/s1/export")
+    async with replica(tiny_tokenizer, None, "int8") as server, replica(tiny_tokenizer, None, "fp16", "NW") as away:
+        await create(server)
+        await say(server, [5, 6])
+        exported = await server.client.get("/v1/sessions/s1/export")
         ok(await away.client.post("/v1/sessions/import?rebuild=true", content=exported.content, headers=FILE_HEADERS))
         header = Snapshot.decode(await raw_of(away.services.store)).header
         assert (header.stored_format, header.rounding) == ("fp16", "fp16")
@@ -253,14 +256,14 @@ async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_toke
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_R3_a_lost_state_is_made_again_and_rounded_once(tiny_tokenizer: Tokenizer, dtype: str) -> None:
     store = SqliteSessionStore(None)
-    async with replica(tiny_tokenizer, store, dtype) as house:
-        await create(house)
+    async with replica(tiny_tokenizer, store, dtype) as server:
+        await create(server)
         for turn in range(3):
-            await say(house, [5, turn], seed=3)
+            await say(server, [5, turn], seed=3)
         await put_snapshot(store, b"damaged")
-        answer = ok(await house.client.post("/v1/sessions/s1/generate", json={"input": [4], "max_tokens": 1}))
+        answer = ok(await server.client.post("/v1/sessions/s1/generate", json={"input": [4], "max_tokens": 1}))
         assert answer["session"]["rebuilt"] == "corrupt"
-        (found,) = await verified_by(house)
+        (found,) = await verified_by(server)
         assert (found.verdict, found.rounding) == ("same", dtype)
         assert found.difference < {"fp32": 2e-4, "fp16": 1e-3, "int8": 2e-2}[dtype]
 
@@ -270,15 +273,15 @@ async def test_a_stored_beginning_is_the_same_before_and_after_it_is_written(
     tiny_tokenizer: Tokenizer, dtype: str
 ) -> None:
     prefixes = Unreliable()
-    async with replica(tiny_tokenizer, None, dtype, "NW", prefixes=prefixes) as house:
+    async with replica(tiny_tokenizer, None, dtype, "NW", prefixes=prefixes) as server:
         prompt = list(range(1, 101))
         body = {"prompt": [*prompt, 7, 8], "max_tokens": 8, "logprobs": 2, "temperature": 0.0}
         prefixes.gate.clear()
-        ok(await house.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
-        waiting = ok(await house.client.post("/v1/completions", json=body))
+        ok(await server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
+        waiting = ok(await server.client.post("/v1/completions", json=body))
         prefixes.gate.set()
-        await house.services.prefix_resume.drain()
-        stored = ok(await house.client.post("/v1/completions", json=body))
+        await server.services.prefix_resume.drain()
+        stored = ok(await server.client.post("/v1/completions", json=body))
         for answer in (waiting, stored):
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
         assert waiting["choices"] == stored["choices"]

@@ -57,25 +57,25 @@ BLOBS = {
 Rows = dict[str, list[tuple[Any, ...]]]
 
 
-async def talk(house: Gateway, *, is_first: bool) -> None:
+async def talk(server: Gateway, *, is_first: bool) -> None:
     """A turn of a session, and a response."""
     if is_first:
-        assert (await house.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
-    answer = await house.client.post("/v1/sessions/s1/generate", json={"input": LONG, "max_tokens": 3})
+        assert (await server.client.post("/v1/sessions", json={"id": "s1"})).status_code == 200
+    answer = await server.client.post("/v1/sessions/s1/generate", json={"input": LONG, "max_tokens": 3})
     assert answer.status_code == 200, answer.text
-    assert (await house.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})).status_code == 200
+    assert (await server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})).status_code == 200
 
 
-async def assert_typed(house: Gateway, log: pytest.LogCaptureFixture) -> None:
+async def assert_typed(server: Gateway, log: pytest.LogCaptureFixture) -> None:
     """Every kind of call, twice: the first may put things right."""
-    backend = house.services.backend
+    backend = server.services.backend
     for _ in range(2):
-        turn = await house.client.post("/v1/sessions/s1/generate", json={"input": [7], "max_tokens": 3})
+        turn = await server.client.post("/v1/sessions/s1/generate", json={"input": [7], "max_tokens": 3})
         reads = [
-            await house.client.get(path)
+            await server.client.get(path)
             for path in ("/v1/sessions/s1", "/v1/sessions", "/v1/sessions/s1/export", "/v1/sessions/s1/states")
         ]
-        response = await house.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})
+        response = await server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 3})
         for answer in (turn, *reads, response):
             if answer.status_code == 200:
                 continue
@@ -86,17 +86,17 @@ async def assert_typed(house: Gateway, log: pytest.LogCaptureFixture) -> None:
                 assert any(
                     one.levelno >= logging.WARNING and error["message"][:40] in one.message for one in log.records
                 )
-                assert damage_counted(house) > 0
+                assert damage_counted(server) > 0
         if turn.status_code == 200:
             if turn.json()["session"].get("rebuilt"):
-                assert sum(house.metric("nsm_session_resume_total", outcome=why) for why in ("missing", "corrupt")) > 0
-            (verified,) = [one async for one in verify(house.services.store, backend, [KEY])]
+                assert sum(server.metric("nsm_session_resume_total", outcome=why) for why in ("missing", "corrupt")) > 0
+            (verified,) = [one async for one in verify(server.services.store, backend, [KEY])]
             assert verified.verdict == "same", verified
 
 
-def damage_counted(house: Gateway) -> float:
+def damage_counted(server: Gateway) -> float:
     """Damage, or calls that failed."""
-    samples = [sample for metric in house.services.metrics.registry.collect() for sample in metric.samples]
+    samples = [sample for metric in server.services.metrics.registry.collect() for sample in metric.samples]
     return sum(
         sample.value
         for sample in samples
@@ -154,21 +154,21 @@ async def test_X6_a_damaged_table_refuses_by_name_or_the_state_is_made_again(
     is_running: bool, fault: TableFault, table: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sessions.db"
-    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as house:
-        await talk(house, is_first=True)
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as server:
+        await talk(server, is_first=True)
         older = rows_of(path)
-        await talk(house, is_first=False)
+        await talk(server, is_first=False)
         if is_running:
             fault(path, table, older)
-            await assert_typed(house, caplog)
+            await assert_typed(server, caplog)
             return
     fault(path, table, older)
     if (fault, table) == (drop, "stamp"):
         with pytest.raises(StoreDamaged, match="the session store is damaged"):
             await SqliteSessionStore(path).open()
         return
-    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as house:
-        await assert_typed(house, caplog)
+    async with gateway(FakeBackend(TEXT), store=SqliteSessionStore(path)) as server:
+        await assert_typed(server, caplog)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ async def test_X6_a_damaged_key_refuses_by_name_or_the_state_is_made_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     make_store, keys = in_redis
-    async with gateway(FakeBackend(TEXT), store=make_store()) as house:
-        await talk(house, is_first=True)
+    async with gateway(FakeBackend(TEXT), store=make_store()) as server:
+        await talk(server, is_first=True)
         older = keys.dumped()
-        await talk(house, is_first=False)
+        await talk(server, is_first=False)
         for key in keys.named(part):
             fault(keys, key, older)
-        await assert_typed(house, caplog)
+        await assert_typed(server, caplog)

@@ -39,7 +39,7 @@ class Reader:
     session_id: str
     frames: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     is_done: bool = False
-    is_told_to_come_back: bool = False
+    must_reconnect: bool = False
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
@@ -63,7 +63,7 @@ class Reader:
 
     async def read_on(self, server: Server) -> None:
         """As an event source does; a client that never learnt its stream's id tries again."""
-        self.is_told_to_come_back = False
+        self.must_reconnect = False
         if not self.frames:
             await self.start(server)
             return
@@ -84,12 +84,12 @@ class Reader:
                 number = int(line.removeprefix("id: "))
                 assert number not in self.frames
             elif line == "data: [DONE]":
-                self.is_done = not self.is_told_to_come_back
+                self.is_done = not self.must_reconnect
             elif line.startswith("data: "):
                 data = json.loads(line.removeprefix("data: "))
                 if "error" in data:
                     assert data["error"]["code"] == "server_stopping", data
-                    self.is_told_to_come_back = True
+                    self.must_reconnect = True
                 else:
                     self.frames[number] = data
             self.news.set()

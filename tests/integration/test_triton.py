@@ -58,7 +58,7 @@ def engine(loaded: LoadedModel) -> Engine:
     return Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
 
 
-async def settled(client: TritonClient) -> None:
+async def wait_until_idle(client: TritonClient) -> None:
     """Until nothing runs any more."""
 
     async def is_idle() -> bool:
@@ -94,10 +94,10 @@ async def test_a_text_is_read_behind_the_start_token(client: TritonClient, loade
 async def test_S1_state_out_and_state_in_equal_one_unbroken_run(client: TritonClient) -> None:
     """A client that carries its own state, and one that lets the worker keep it."""
     whole = await client.call(stream_call(sampling=sampling(12)))
-    for wish in ("return_state", "keep_state"):
-        first = await client.ask(encode_call(stream_call(sampling=sampling(5), **{wish: True})))
-        assert ("state" in first.tensors[-1]) == (wish == "return_state")
-        state = first.tensors[-1]["state"].tobytes() if wish == "return_state" else None
+    for option in ("return_state", "keep_state"):
+        first = await client.ask(encode_call(stream_call(sampling=sampling(5), **{option: True})))
+        assert ("state" in first.tensors[-1]) == (option == "return_state")
+        state = first.tensors[-1]["state"].tobytes() if option == "return_state" else None
         point = decode_resume(first.details["resume"])
         second = await client.call(stream_call(prompt_ids=(), sampling=sampling(7), resume=point, state=state))
         assert first.ids + second.ids == whole.ids
@@ -165,8 +165,8 @@ async def test_X22_refusals_are_errors_in_the_servers_metrics(client: TritonClie
         async def figures() -> dict[str, float]:
             page = (await http.get(f"http://127.0.0.1:{triton.server.metrics_port}/metrics")).text
             lines = re.findall(r"^(nsm_worker_\w+)\{(.*)\} (\S+)$", page, re.MULTILINE)
-            kept = re.compile(r'(?:le|outcome)="[^"]*"')
-            return {" ".join((name, *kept.findall(labels))): float(value) for name, labels, value in lines}
+            labels_of = re.compile(r'(?:le|outcome)="[^"]*"')
+            return {" ".join((name, *labels_of.findall(labels))): float(value) for name, labels, value in lines}
 
         before = await figures()
         await client.call(stream_call(sampling=sampling(5)))
@@ -190,7 +190,7 @@ async def test_T4_cancel_is_seen(client: TritonClient) -> None:
         await anext(running)
     for stream in (running, *waiting):
         stream.cancel()
-    await settled(client)
+    await wait_until_idle(client)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await client.call(stream_call())).finished.reason is FinishReason.LENGTH
 
@@ -200,7 +200,7 @@ async def test_T4_a_clients_own_time_limit_ends_its_request(client: TritonClient
     with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
         async for _ in stream:
             pass
-    await settled(client)
+    await wait_until_idle(client)
 
 
 async def test_a_deadline_is_told_with_what_was_done(client: TritonClient) -> None:
@@ -272,7 +272,7 @@ async def test_overload_is_an_answer(client: TritonClient) -> None:
     assert caught.value.retry_after_s == 1.0
     for stream in streams:
         stream.cancel()
-    await settled(client)
+    await wait_until_idle(client)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await client.call(stream_call())).finished.reason is FinishReason.LENGTH
 

@@ -81,8 +81,8 @@ async def test_T1_T2_T7_a_server_without_its_supervisor_and_its_successor(server
             await client.status()
         if isinstance(caught.value, EngineDead):
             assert "not healthy" in str(caught.value)
-            for place in ("/v2/health/ready", "/v2/models/nsm/ready"):
-                assert (await http.get(place)).status_code == 200
+            for path in ("/v2/health/ready", "/v2/models/nsm/ready"):
+                assert (await http.get(path)).status_code == 200
             assert not stream.done()
         else:
             await asyncio.to_thread(wait_until, lambda: not is_alive(server_pid), "the server's abort", seconds=20)

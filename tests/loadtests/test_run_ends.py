@@ -263,7 +263,7 @@ def test_X13_one_request_that_fails_does_not_cut_its_sibling() -> None:
     assert done.stdout.split() == ["answered", "Refused"]
 
 
-OUTCOMES = st.sampled_from(["ok", "wrong", "rejected", "failed", "unfinished", "cancelled"])
+ENDINGS = st.sampled_from(["ok", "wrong", "rejected", "failed", "unfinished", "cancelled"])
 LIMITS = st.fixed_dictionaries(
     {},
     optional={
@@ -277,16 +277,16 @@ LIMITS = st.fixed_dictionaries(
 
 @settings(max_examples=scaled(25, 500), deadline=None)
 @given(
-    outcomes=st.lists(OUTCOMES, max_size=5),
+    endings=st.lists(ENDINGS, max_size=5),
     limits=LIMITS,
     ran_s=st.sampled_from([10.0, 9.5, 4.0]),
     lost=st.integers(0, 2),
     is_there=st.booleans(),
 )
 def test_X13_an_exit_code_is_0_only_of_a_whole_run_that_met_everything(
-    outcomes: list[Any], limits: dict[str, Any], ran_s: float, lost: int, is_there: bool
+    endings: list[Any], limits: dict[str, Any], ran_s: float, lost: int, is_there: bool
 ) -> None:
-    samples = [make_sample(step="1: 1/s", outcome=outcome, retry_after_s=1.0) for outcome in outcomes]
+    samples = [make_sample(step="1: 1/s", outcome=outcome, retry_after_s=1.0) for outcome in endings]
     end = RunEnd(10.0, ran_s, {"1: 1/s": len(samples) + lost})
     slo = Slo.model_validate({"objective": [limits]})
     verdicts = loadtests.at_least("http://x", "answers after the load", 1, float(is_there))
@@ -299,7 +299,7 @@ def test_X13_an_exit_code_is_0_only_of_a_whole_run_that_met_everything(
     assert code == (EXIT_NO_RESULT if not is_whole else 0 if is_met else EXIT_MISSED)
     if code == 0:
         assert is_there
-        assert "wrong" not in outcomes
+        assert "wrong" not in endings
 
 
 NUMBERS = st.one_of(st.integers(-2, 50), st.floats(allow_nan=True, allow_infinity=True), st.just("x"))

@@ -94,10 +94,10 @@ def test_one_bad_answer_is_enough(outcome: str, what: str) -> None:
 
 
 def test_a_refusal_must_say_when_to_come_back() -> None:
-    told = make_sample(outcome="rejected", status=503, retry_after_s=1.0)
-    assert missed({}, [told]) == []
-    told.retry_after_s = None
-    assert missed({}, [told]) == ["refusals without Retry-After"]
+    refusal = make_sample(outcome="rejected", status=503, retry_after_s=1.0)
+    assert missed({}, [refusal]) == []
+    refusal.retry_after_s = None
+    assert missed({}, [refusal]) == ["refusals without Retry-After"]
 
 
 def test_an_objective_holds_for_the_scenarios_and_steps_that_fit() -> None:

@@ -16,8 +16,8 @@ EVENTS = [Event("3", '{"a": "é"}'), Event("", "one\ntwo"), Event("4", "[DONE]")
 @given(cuts=st.lists(st.integers(0, len(STREAM.encode())), max_size=12))
 def test_events_do_not_depend_on_where_the_reads_were_cut(cuts: list[int]) -> None:
     raw, parser = STREAM.encode(), EventParser()
-    places = [0, *sorted(cuts), len(raw)]
-    events = [event for start, end in itertools.pairwise(places) for event in parser.feed(raw[start:end])]
+    offsets = [0, *sorted(cuts), len(raw)]
+    events = [event for start, end in itertools.pairwise(offsets) for event in parser.feed(raw[start:end])]
     assert events == EVENTS
 
 

@@ -20,7 +20,7 @@ from tests.support.samples import (
     utf8_byte_cases,
 )
 
-LOOK_ALIKES = [
+LOOKALIKES = [
     END_OF_TEXT,
     f"a{END_OF_TEXT}b",
     f"{END_OF_TEXT}{END_OF_TEXT}",
@@ -86,7 +86,7 @@ def test_S1_bad_bytes_are_replaced_as_python_does(tiny_tokenizer: Tokenizer) -> 
         assert tiny_tokenizer.decode(ids) == decode_one_by_one(tiny_tokenizer, ids) == replaced
 
 
-@pytest.mark.parametrize("text", LOOK_ALIKES)
+@pytest.mark.parametrize("text", LOOKALIKES)
 def test_text_that_looks_like_a_special_token_is_text(tiny_tokenizer: Tokenizer, text: str) -> None:
     for ids in (tiny_tokenizer.encode(text), tiny_tokenizer.encode_bytes(text.encode())):
         assert tiny_tokenizer.end_of_text_id not in ids
@@ -110,7 +110,7 @@ def test_unpaired_surrogates_are_refused(tiny_tokenizer: Tokenizer, text: str, w
 
 
 def test_a_batch_encodes_like_its_texts(tiny_tokenizer: Tokenizer) -> None:
-    texts = ["", "one", " two\n", *LOOK_ALIKES]
+    texts = ["", "one", " two\n", *LOOKALIKES]
     assert tiny_tokenizer.encode_batch(texts) == [tiny_tokenizer.encode(text) for text in texts]
     assert tiny_tokenizer.encode_batch([]) == []
 

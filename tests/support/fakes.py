@@ -203,8 +203,8 @@ class FakeGeneration:
         if request.prompt_logprobs is not None:
             yield PromptScored(logprobs=(None, *(self._logprob(token_id) for token_id in request.prompt_ids[1:])))
         before = request.resume.state if request.resume else bytes(STATE_BYTES)
-        for place in request.keep_states_at:
-            state = feed_state(before, request.prompt_ids[:place])
+        for position in request.keep_states_at:
+            state = feed_state(before, request.prompt_ids[:position])
             yield PromptState(position=int.from_bytes(state[32:], "little"), state=state)
         while True:
             reason = await self._reason_to_end(sampled)
@@ -256,18 +256,18 @@ class FakeGeneration:
             error=self._backend.error if reason is FinishReason.ERROR else None,
         )
 
-    def _end_state(self, kept: tuple[int, ...], reason: FinishReason) -> EndState:
+    def _end_state(self, visible_ids: tuple[int, ...], reason: FinishReason) -> EndState:
         """After end of text every kept token was fed (so it was found); otherwise the last was not."""
         request = self._request
         before = request.resume.state if request.resume else bytes(STATE_BYTES)
         counts = Counter(request.resume.generated_counts if request.resume else request.generated_counts)
-        counts.update(kept)
-        has_pending = reason is not FinishReason.STOP and bool(kept)
-        state = feed_state(before, (*request.prompt_ids, *(kept[:-1] if has_pending else kept)))
+        counts.update(visible_ids)
+        has_pending = reason is not FinishReason.STOP and bool(visible_ids)
+        state = feed_state(before, (*request.prompt_ids, *(visible_ids[:-1] if has_pending else visible_ids)))
         return EndState(
             state=state,
             position=int.from_bytes(state[32:], "little"),
-            pending=kept[-1] if has_pending else None,
-            new_ids=(*request.prompt_ids, *kept),
+            pending=visible_ids[-1] if has_pending else None,
+            new_ids=(*request.prompt_ids, *visible_ids),
             generated_counts=dict(counts),
         )

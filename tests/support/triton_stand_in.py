@@ -213,6 +213,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_upstream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(triton_upstream, "ANSWER_S", 1.5)
     monkeypatch.setattr(triton_upstream, "RETRY_MIN_S", 0.05)
-    monkeypatch.setattr(triton_generation, "PLACE_S", 0.5)
+    monkeypatch.setattr(triton_generation, "SERVER_WAIT_S", 0.5)
     monkeypatch.setattr(triton_generation, "FULL_S", 0.2)
     monkeypatch.setattr(triton_generation, "DEADLINE_GRACE_S", 0.1)

@@ -46,7 +46,7 @@ class FaultyStore(SqliteSessionStore):
         return await super().commit(lease, commit)
 
 
-class House:
+class TurnHarness:
     """A store with one empty session, a fake backend and the turns over both."""
 
     def __init__(self, backend: FakeBackend, *, detached_s: float = 60.0) -> None:
@@ -112,14 +112,14 @@ async def collect(turn: Turn) -> tuple[list[TokenEvent], TurnOutcome]:
 
 
 @contextlib.asynccontextmanager
-async def make_house(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[House]:
+async def make_harness(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[TurnHarness]:
     """Nothing may still run, and no task may be left, when a test ends."""
-    house = House(backend or FakeBackend(), **settings)
-    await house.create()
+    harness = TurnHarness(backend or FakeBackend(), **settings)
+    await harness.create()
     tasks_before = asyncio.all_tasks()
-    yield house
-    house.backend.release_all()
-    await house.turns.drain(grace_s=5.0)
-    assert house.turns.num_running == 0
-    assert not house.backend.running
+    yield harness
+    harness.backend.release_all()
+    await harness.turns.drain(grace_s=5.0)
+    assert harness.turns.num_running == 0
+    assert not harness.backend.running
     assert asyncio.all_tasks() == tasks_before

@@ -39,7 +39,7 @@ class Outcome:
 
     def __str__(self) -> str:
         command = without_comment(self.step.command).strip().splitlines()[0][:90]
-        return f"{self.kind:<8} {self.step.place}: {command}" + (f"{INDENT}{self.details}" if self.details else "")
+        return f"{self.kind:<8} {self.step.location}: {command}" + (f"{INDENT}{self.details}" if self.details else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ class Step:
     is_hidden: bool = False
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.page}:{self.line}"
 
 

@@ -72,14 +72,14 @@ def draw_board(board: Mapping[str, Any], period: Period, path: Path) -> None:
     figure = Figure(figsize=(24 * UNIT_WIDTH, (height + 1) * UNIT_HEIGHT), dpi=96, facecolor="white")
     figure.text(0.01, 1 - 0.5 / (height + 1), board["title"], fontsize=13, weight="bold", va="center")
     for panel in board["panels"]:
-        place = panel["gridPos"]
-        bottom = 1 - (place["y"] + place["h"] + 1) / (height + 1)
+        grid = panel["gridPos"]
+        bottom = 1 - (grid["y"] + grid["h"] + 1) / (height + 1)
         if panel["type"] == "row":
             figure.text(0.01, bottom + 0.4 / (height + 1), panel["title"], fontsize=10, weight="bold", color="#555")
             continue
-        left, unit = place["x"] / 24, 1 / (height + 1)
-        pad_below = 0.8 if place["h"] < 8 else 2.6
-        box = (left + 0.035, bottom + pad_below * unit, place["w"] / 24 - 0.045, (place["h"] - pad_below - 1.2) * unit)
+        left, unit = grid["x"] / 24, 1 / (height + 1)
+        pad_below = 0.8 if grid["h"] < 8 else 2.6
+        box = (left + 0.035, bottom + pad_below * unit, grid["w"] / 24 - 0.045, (grid["h"] - pad_below - 1.2) * unit)
         draw_panel(figure.add_axes(box), board, panel, period)
     figure.savefig(path)
     with Image.open(path) as picture:
@@ -121,12 +121,12 @@ def _draw_lines(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], 
     defaults = panel["fieldConfig"]["defaults"]
     custom = defaults["custom"]
     times = _dates(period.times)
-    kept = sorted(series, key=lambda one: -float(np.nanmean(one.values)))[:MOST_SERIES]
-    names = [one.name for one in kept]
+    largest = sorted(series, key=lambda one: -float(np.nanmean(one.values)))[:MOST_SERIES]
+    names = [one.name for one in largest]
     if "stacking" in custom:
-        axes.stackplot(times, [np.nan_to_num(one.values) for one in kept], labels=names, alpha=0.75)
+        axes.stackplot(times, [np.nan_to_num(one.values) for one in largest], labels=names, alpha=0.75)
     else:
-        for one in kept:
+        for one in largest:
             axes.plot(times, one.values, label=one.name, linewidth=1)
     if custom.get("scaleDistribution", {}).get("type") == "log":
         axes.set_yscale("log")
@@ -135,11 +135,11 @@ def _draw_lines(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], 
         axes.set_ylim(bottom=0, top=defaults.get("max"))
     axes.set_xlim(times[0], times[-1])
     _label_axes(axes, defaults["unit"])
-    left_out = len(series) - len(kept)
+    left_out = len(series) - len(largest)
     if left_out:
         axes.plot([], [], " ", label=f"and {left_out} more")
-    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.12), "ncols": 3 if max(map(len, names)) < 22 else 2}
-    axes.legend(fontsize=6, frameon=False, handlelength=1, borderpad=0, **place)
+    where = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.12), "ncols": 3 if max(map(len, names)) < 22 else 2}
+    axes.legend(fontsize=6, frameon=False, handlelength=1, borderpad=0, **where)
 
 
 def _draw_heatmap(axes: Axes, panel: Mapping[str, Any], series: Sequence[Series], period: Period) -> None:

@@ -80,8 +80,8 @@ def chunk_read_backward_kernel(
     operand = q.dtype.element_ty
     total = tl.cumsum(load_scalars(log_decay, first, length, h, H), axis=0)
     end = last_of(total)
-    place = matrix_offsets(chunk * H + h, 0, K, V, V)
-    held, after = tl.load(states + place), tl.load(d_states + place)
+    offsets = matrix_offsets(chunk * H + h, 0, K, V, V)
+    held, after = tl.load(states + offsets), tl.load(d_states + offsets)
     # what the decay of the whole chunk leaves of the state
     whole = tl.exp(end) * tl.sum(tl.sum(held.to(tl.float32) * after.to(tl.float32), axis=1), axis=0)
     grad = load_rows(d_out, first, length, h, H, 0, V, V)

@@ -15,7 +15,7 @@ from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor strength, Tensor log_decay, Tensor state, Tensor? reset"
 _NAMES = [declared.split()[-1] for declared in _INPUTS.split(",")]
 _DIFFERENTIABLE = _NAMES[:-1]
-_KEPT = ("inverse", "of_state", "states", "corrections")
+_SAVED = ("inverse", "of_state", "states", "corrections")
 
 SUPPORTED_WIDTHS = (32, 64, 128)  # of keys and of values
 
@@ -29,7 +29,7 @@ def _forward(*args: Tensor | None) -> list[Tensor]:
     from nsm_core.ops.keyed_scan.kernel_launch import KeyedInputs, run_forward
 
     results = run_forward(KeyedInputs(**_named(args)))
-    return [results.out, results.final, *(getattr(results, name) for name in _KEPT)]
+    return [results.out, results.final, *(getattr(results, name) for name in _SAVED)]
 
 
 def _forward_shapes(*args: Tensor | None) -> list[Tensor]:
@@ -46,15 +46,15 @@ def _forward_shapes(*args: Tensor | None) -> list[Tensor]:
     ]
 
 
-def _backward(d_out: Tensor, d_final: Tensor, kept: list[Tensor], *args: Tensor | None) -> list[Tensor]:
+def _backward(d_out: Tensor, d_final: Tensor, saved: list[Tensor], *args: Tensor | None) -> list[Tensor]:
     from nsm_core.ops.keyed_scan.kernel_launch import KeyedInputs, run_backward
 
-    given = dict(zip(_KEPT, kept, strict=True))
+    given = dict(zip(_SAVED, saved, strict=True))
     grads = run_backward(KeyedInputs(**_named(args)), **given, d_out=d_out, d_final=d_final)
     return [getattr(grads, name) for name in _DIFFERENTIABLE]
 
 
-def _backward_shapes(d_out: Tensor, d_final: Tensor, kept: list[Tensor], *args: Tensor | None) -> list[Tensor]:
+def _backward_shapes(d_out: Tensor, d_final: Tensor, saved: list[Tensor], *args: Tensor | None) -> list[Tensor]:
     given = _named(args)
     return [torch.empty_like(given[name]) for name in _DIFFERENTIABLE]
 
@@ -80,12 +80,12 @@ def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: list[Tensor]) -> 
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    kept, inputs = ctx.saved_tensors[: len(_KEPT)], ctx.saved_tensors[len(_KEPT) :]
+    saved, inputs = ctx.saved_tensors[: len(_SAVED)], ctx.saved_tensors[len(_SAVED) :]
     given = _named(inputs)
     d_out, d_final = grads[:2]
     d_out = torch.zeros_like(given["v"]) if d_out is None else d_out.contiguous()
     d_final = torch.zeros_like(given["state"]) if d_final is None else d_final.contiguous()
-    return (*_keyed_scan_backward(d_out, d_final, list(kept), *inputs), None)
+    return (*_keyed_scan_backward(d_out, d_final, list(saved), *inputs), None)
 
 
 _keyed_scan.register_autograd(_gradients, setup_context=_save)

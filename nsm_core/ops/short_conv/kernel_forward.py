@@ -90,9 +90,9 @@ def _forward(
         tl.store(new_tail_ptr + to[:, None] * C + channels, x, mask=is_last)
     if (tile == 0) & (length < TAPS - 1):
         to = tl.arange(0, TAIL)
-        is_kept = (to + length < TAPS - 1)[:, None] & is_channel
-        kept = tl.load(tail_ptr + (to + length)[:, None] * C + channels, mask=is_kept, other=0.0)
-        tl.store(new_tail_ptr + to[:, None] * C + channels, kept, mask=is_kept)
+        is_old = (to + length < TAPS - 1)[:, None] & is_channel
+        old = tl.load(tail_ptr + (to + length)[:, None] * C + channels, mask=is_old, other=0.0)
+        tl.store(new_tail_ptr + to[:, None] * C + channels, old, mask=is_old)
 
 
 def short_conv_forward(

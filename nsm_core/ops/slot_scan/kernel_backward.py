@@ -197,12 +197,12 @@ def chunk_bank_backward_kernel(
 
         # through the chunk's end: token i decays the chunk's start and the writes of tokens before i
         bank, d_bank = tl.load(states + banks), tl.load(d_states + banks)
-        kept = tl.exp(tl.sum(g, axis=0)) * tl.sum(d_bank * bank, axis=1)
+        carried = tl.exp(tl.sum(g, axis=0)) * tl.sum(d_bank * bank, axis=1)
         d_bank = d_bank.to(operand)
         end_decay = decay_to_end(g)
         d_right = tl.dot((w * end_decay).to(operand), d_bank, d_right, input_precision=PRECISION)
         d_end = end_decay * tl.dot(right_tokens, tl.trans(d_bank), input_precision=PRECISION)
-        d_decay = tl.cumsum(w * d_end, axis=0) - d_end + kept[None, :]
+        d_decay = tl.cumsum(w * d_end, axis=0) - d_end + carried[None, :]
 
         # within the chunk: the gradient of token i's G counts for the decays of all tokens up to i
         reads = load_tokens(weights + slot, first, length, h, H, M, BLOCK).to(tl.float32) * left

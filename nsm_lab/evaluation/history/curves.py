@@ -65,10 +65,10 @@ def _line(axes: Any, points: Points, label: str) -> None:
     means = [one.mean for _, one in points]
     below = [0.0 if one.low is None else one.mean - one.low for _, one in points]
     above = [0.0 if one.high is None else one.high - one.mean for _, one in points]
-    places = [distance for distance, _ in points]
+    distances = [distance for distance, _ in points]
     # `$` would begin a formula
     shown = label.replace("$", r"\$")
-    axes.errorbar(places, means, yerr=(below, above), marker="o", markersize=3, capsize=2, label=shown)
+    axes.errorbar(distances, means, yerr=(below, above), marker="o", markersize=3, capsize=2, label=shown)
 
 
 def _finish(axes: Any, reach: int, title: str, x_label: str, y_label: str) -> None:

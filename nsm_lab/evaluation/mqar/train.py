@@ -122,11 +122,11 @@ class Recall:
     def _batches(self, rng: np.random.Generator) -> Iterator[Batch]:
         """Every training sequence once; a batch holds sequences of one task."""
         size = self.config.batch
-        places = [
+        starts = [
             (number, first) for number, data in enumerate(self.train_sets) for first in range(0, len(data.ids), size)
         ]
-        for place in rng.permutation(len(places)):
-            number, first = places[place]
+        for index in rng.permutation(len(starts)):
+            number, first = starts[index]
             yield _rows(self.train_sets[number], slice(first, first + size))
 
     def train_step(self, batch: Batch, progress: float) -> Tensor:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 
 PEOPLE = ("Daniel", "John", "Mary", "Sandra")
-PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
 MOVES = ("journeyed to", "moved to", "travelled to", "went back to", "went to")
 TAKES = ("got", "grabbed", "picked up", "took")
@@ -68,7 +68,7 @@ class _Events:
 
     def __init__(self, draw: random.Random, *, has_things: bool) -> None:
         self._draw, self._has_things, self._line = draw, has_things, 0
-        self._places: dict[str, tuple[str, int]] = {}  # of people: the place, and the line that tells it
+        self._locations: dict[str, tuple[str, int]] = {}  # of people: the place, and the line that tells it
         self._holders: dict[str, tuple[str, int]] = {}  # of things that somebody holds
         self._dropped: dict[str, tuple[str, int, int]] = {}  # of things that lie somewhere: place, its line, the drop's
 
@@ -82,15 +82,19 @@ class _Events:
         return self._move()
 
     def _move(self) -> str:
-        person, place = self._draw.choice(PEOPLE), self._draw.choice(PLACES)
-        self._places[person] = (place, self._line)
-        return f"{person} {self._draw.choice(MOVES)} the {place}."
+        person, room = self._draw.choice(PEOPLE), self._draw.choice(ROOMS)
+        self._locations[person] = (room, self._line)
+        return f"{person} {self._draw.choice(MOVES)} the {room}."
 
     def _able_to_take(self) -> list[tuple[str, str]]:
         """(person, thing) pairs: a new thing, or one at the person's position."""
-        pairs = [(person, thing) for person in sorted(self._places) for thing in THINGS if thing not in self._holders]
-        where = {thing: place for thing, (place, _, _) in self._dropped.items()}
-        return [(who, what) for who, what in pairs if where.get(what, self._places[who][0]) == self._places[who][0]]
+        pairs = [
+            (person, thing) for person in sorted(self._locations) for thing in THINGS if thing not in self._holders
+        ]
+        where = {thing: room for thing, (room, _, _) in self._dropped.items()}
+        return [
+            (who, what) for who, what in pairs if where.get(what, self._locations[who][0]) == self._locations[who][0]
+        ]
 
     def _take(self, person: str, thing: str) -> str:
         self._dropped.pop(thing, None)
@@ -99,19 +103,19 @@ class _Events:
 
     def _drop(self, thing: str) -> str:
         person, _ = self._holders.pop(thing)
-        self._dropped[thing] = (*self._places[person], self._line)
+        self._dropped[thing] = (*self._locations[person], self._line)
         return f"{person} {self._draw.choice(DROPS)} the {thing}."
 
     def ask(self) -> str | None:
         """A question that the story answers; None: it answers none."""
-        known = {thing: (*self._places[person], line) for thing, (person, line) in self._holders.items()}
+        known = {thing: (*self._locations[person], line) for thing, (person, line) in self._holders.items()}
         known |= self._dropped
         if not self._has_things:
-            person = self._draw.choice(sorted(self._places))
-            place, line = self._places[person]
-            return f"Where is {person}? \t{place}\t{line}"
+            person = self._draw.choice(sorted(self._locations))
+            room, line = self._locations[person]
+            return f"Where is {person}? \t{room}\t{line}"
         if not known:
             return None
         thing = self._draw.choice(sorted(known))
-        place, of_place, of_hand = known[thing]
-        return f"Where is the {thing}? \t{place}\t{of_hand} {of_place}"
+        room, of_room, of_hand = known[thing]
+        return f"Where is the {thing}? \t{room}\t{of_hand} {of_room}"

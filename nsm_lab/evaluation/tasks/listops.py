@@ -49,14 +49,14 @@ def _draw_node(rules: ListOpsRules, draw: random.Random, depth: int) -> list[str
 def evaluate(tokens: Sequence[str]) -> int:
     """The answer, 0 to 9. Raises ValueError for a text that is not an expression."""
     open_lists: list[tuple[str, list[int]]] = []
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in OPERATORS:
             open_lists.append((token, []))
             continue
         value = _close(open_lists) if token == CLOSE else _digit(token)
         if open_lists:
             open_lists[-1][1].append(value)
-        elif place == len(tokens) - 1:
+        elif index == len(tokens) - 1:
             return value
         else:
             break

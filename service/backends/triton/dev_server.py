@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
-from nsm_core.triton.claim import own_directory
 from nsm_core.triton.config import PARAMETERS
 from nsm_core.triton.pem_files import check_ca, check_pair
+from nsm_core.triton.shm_ownership import own_directory
 from nsm_core.triton.supervisor import DEFAULT_PREFIX, Supervisor
 
 LOOPBACK = "127.0.0.1"
@@ -135,8 +135,8 @@ def _with_parameter(text: str, name: str, value: str) -> str:
     except ConfigError as error:
         raise ConfigError(f"{name} {error}") from error
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    place = re.compile(rf'(key: "{name}" value {{ string_value: )"[^"]*"')
-    return place.sub(lambda found: f'{found[1]}"{quoted}"', text)
+    parameter = re.compile(rf'(key: "{name}" value {{ string_value: )"[^"]*"')
+    return parameter.sub(lambda found: f'{found[1]}"{quoted}"', text)
 
 
 def run(server: TritonServer, parameters: Mapping[str, str]) -> int:

@@ -24,7 +24,7 @@ from service.backends.triton.upstreams import Upstreams
 logger = logging.getLogger("nsm.triton")
 
 MAX_LOSSES = 3  # servers that one request may lose: it could be what kills them
-PLACE_S = 10.0  # to wait for a server when none is up
+SERVER_WAIT_S = 10.0  # to wait for a server when none is up
 # A worker needs a moment to see that somebody left, so its queue may be full when the gateway's count says it is not.
 FULL_S, FULL_PAUSE_S = 1.0, 0.05
 SMALL_STATE_BYTES = 2**18  # digested in less time than a thread takes to start
@@ -84,7 +84,7 @@ class TritonGeneration:
         while True:
             request = self._progress.next_request(self._upstreams.max_prompt_tokens)
             call = await _call_of(request)
-            upstream = await self._place(None if call.resume is None else call.resume.state_id)
+            upstream = await self._choose_server(None if call.resume is None else call.resume.state_id)
             try:
                 finished = await self._attempt(upstream, request, call)
                 if finished is not None:
@@ -102,11 +102,11 @@ class TritonGeneration:
             finally:
                 self.is_placed = False
 
-    async def _place(self, state_id: str | None) -> Upstream:
+    async def _choose_server(self, state_id: str | None) -> Upstream:
         """Raises EngineDead when no server comes up in time, or DeadlineExceeded."""
         left_s = self._time_left()
         try:
-            async with asyncio.timeout(PLACE_S if left_s is None else min(PLACE_S, left_s)):
+            async with asyncio.timeout(SERVER_WAIT_S if left_s is None else min(SERVER_WAIT_S, left_s)):
                 while (upstream := self._upstreams.pick(state_id, avoid=self._full)) is None:
                     if self._full:
                         await asyncio.sleep(FULL_PAUSE_S)
@@ -114,7 +114,7 @@ class TritonGeneration:
                     else:
                         await self._upstreams.change()
         except TimeoutError:
-            if left_s is not None and left_s <= PLACE_S:
+            if left_s is not None and left_s <= SERVER_WAIT_S:
                 raise DeadlineExceeded("the deadline passed before a Triton server was ready") from None
             raise EngineDead("no Triton server is ready") from None
         return upstream
@@ -132,13 +132,13 @@ class TritonGeneration:
                 for event in decoder.decode(tensors):
                     if isinstance(event, Finished) and event.reason is FinishReason.ABORT:  # nobody here asked for it
                         raise EngineDead("the worker is stopping")
-                    told = self._progress.take(request, event)
+                    reported = self._progress.take(request, event)
                     if isinstance(event, Finished):
                         if decoder.cached_state_id is not None:
                             self._upstreams.remember(decoder.cached_state_id, upstream)
-                        return told if isinstance(told, Finished) else None
-                    if told is not None:
-                        self._events.put(told)
+                        return reported if isinstance(reported, Finished) else None
+                    if reported is not None:
+                        self._events.put(reported)
                 tensors = await stream.receive()
 
     async def _first_answer(self, upstream: Upstream, stream: TritonStream, call: GenerateCall) -> Tensors:

@@ -45,7 +45,7 @@ class Progress:
     def next_request(self, max_prompt_tokens: int) -> GenerationRequest:
         """What is to be asked for now. What the client has got is not asked for again."""
         request, rest = self._request, self._request.prompt_ids[self._num_read :]
-        places = tuple(place - self._num_read for place in request.keep_states_at[self._num_states :])
+        positions = tuple(position - self._num_read for position in request.keep_states_at[self._num_states :])
         if len(rest) > max_prompt_tokens:
             return dataclasses.replace(
                 request,
@@ -55,7 +55,7 @@ class Progress:
                 keep_state=True,
                 prompt_logprobs=None,
                 generated_counts={},
-                keep_states_at=tuple(place for place in places if place <= max_prompt_tokens),
+                keep_states_at=tuple(position for position in positions if position <= max_prompt_tokens),
                 sampled_ids=(),
             )
         return dataclasses.replace(
@@ -64,7 +64,7 @@ class Progress:
             resume=self._resume,
             prompt_logprobs=None if self._is_scored else request.prompt_logprobs,
             generated_counts={} if self._pieces else request.generated_counts,
-            keep_states_at=places,
+            keep_states_at=positions,
             sampled_ids=(*request.sampled_ids, *self._ids),
         )
 
@@ -131,10 +131,10 @@ class Progress:
 
 def _joined_timings(timings: list[Timings | None]) -> Timings | None:
     """Only the last piece samples for the client: what the others took was its waiting for the first token."""
-    told = [one for one in timings if one is not None]
-    if len(told) < len(timings):
+    known = [one for one in timings if one is not None]
+    if len(known) < len(timings):
         return None
-    last = told[-1]
-    reading_s = sum((one.prefill_s or 0.0) + one.decode_s for one in told[:-1])
+    last = known[-1]
+    reading_s = sum((one.prefill_s or 0.0) + one.decode_s for one in known[:-1])
     prefill_s = None if last.prefill_s is None else last.prefill_s + reading_s
-    return Timings(queue_s=sum(one.queue_s for one in told), prefill_s=prefill_s, decode_s=last.decode_s)
+    return Timings(queue_s=sum(one.queue_s for one in known), prefill_s=prefill_s, decode_s=last.decode_s)

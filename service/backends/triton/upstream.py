@@ -73,8 +73,8 @@ class Upstream:
     @property
     def capacity(self) -> int:
         """Requests that it runs or lets wait, by what it told last."""
-        told = self._description
-        return 0 if told is None else told.max_slots + told.queue_limit
+        known = self._description
+        return 0 if known is None else known.max_slots + known.queue_limit
 
     @property
     def max_prompt_tokens(self) -> int | None:

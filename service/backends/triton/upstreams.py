@@ -16,7 +16,7 @@ from service.backends.triton.tls import TritonTls
 from service.backends.triton.upstream import Upstream
 
 INSPECT_S = 30.0
-MAX_PLACES = 16_384  # states whose servers are known
+MAX_LOCATIONS = 16_384  # states whose servers are known
 
 
 class Upstreams:
@@ -38,7 +38,7 @@ class Upstreams:
         self._all: tuple[Upstream, ...] = ()
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._places: OrderedDict[str, Upstream] = OrderedDict()  # by state id, the least recently used first
+        self._locations: OrderedDict[str, Upstream] = OrderedDict()  # by state id, the least recently used first
         self._num_picks = 0
         self._picked_at: dict[Upstream, int] = {}
 
@@ -67,16 +67,16 @@ class Upstreams:
     @property
     def max_prompt_tokens(self) -> int:
         """Of one call, whichever of them gets it."""
-        told = [upstream.max_prompt_tokens for upstream in self._all]
-        return min((limit for limit in told if limit is not None), default=self.served[0].max_prompt_tokens)
+        limits = [upstream.max_prompt_tokens for upstream in self._all]
+        return min((limit for limit in limits if limit is not None), default=self.served[0].max_prompt_tokens)
 
     async def start(self) -> None:
         """Returns when one server is ready and no other is unfit. Raises ConfigError, and then nothing is left open."""
-        self._all = tuple(Upstream(url, tls=self._tls, admit=self._admit, on_change=self._tell) for url in self._urls)
+        self._all = tuple(Upstream(url, tls=self._tls, admit=self._admit, on_change=self._notify) for url in self._urls)
         self._watches = [asyncio.create_task(upstream.watch()) for upstream in self._all]
         try:
             async with asyncio.timeout(self._wait_s):
-                while not self._is_settled():
+                while not self._is_complete():
                     await self.change()
         except TimeoutError:
             if not self.is_any_up:
@@ -107,7 +107,7 @@ class Upstreams:
         if not choice:
             return None
         best = min(choice, key=lambda upstream: (upstream.load / upstream.max_slots, self._picked_at.get(upstream, 0)))
-        home = None if state_id is None else self._places.get(state_id)
+        home = None if state_id is None else self._locations.get(state_id)
         if home in choice and (home.load < home.max_slots or best.load >= best.max_slots):
             best = home
         self._num_picks += 1
@@ -116,14 +116,14 @@ class Upstreams:
 
     def has_state(self, upstream: Upstream, state_id: str | None) -> bool:
         """Whether a server is thought to have kept a state."""
-        return state_id is not None and self._places.get(state_id) is upstream
+        return state_id is not None and self._locations.get(state_id) is upstream
 
     def remember(self, state_id: str, upstream: Upstream) -> None:
         """A server has kept a state."""
-        self._places[state_id] = upstream
-        self._places.move_to_end(state_id)
-        if len(self._places) > MAX_PLACES:
-            self._places.popitem(last=False)
+        self._locations[state_id] = upstream
+        self._locations.move_to_end(state_id)
+        if len(self._locations) > MAX_LOCATIONS:
+            self._locations.popitem(last=False)
 
     def count_state(self, *, is_hit: bool) -> None:
         """A turn resumed a state on a server: without its bytes, or with them."""
@@ -158,14 +158,14 @@ class Upstreams:
         if description.tokenizer != served.tokenizer:
             raise ConfigError(f"Triton server {url} has another tokenizer than this gateway")
 
-    def _is_settled(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether nothing more is to be learned by waiting. Raises ConfigError for a server that must not be used."""
         for upstream in self._all:
             if isinstance(upstream.error, ConfigError):
                 raise upstream.error
         return self.is_any_up and all(upstream.is_up or upstream.error is not None for upstream in self._all)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -13,7 +13,7 @@ from tests.support.fake_meters import FakeClock, FakeNvml
 
 
 def meter(clock: FakeClock, nvml: Any, *uuids: str) -> NvmlMeter:
-    return NvmlMeter(uuids or ("GPU-1",), library=nvml, clock=clock, look_every_s=None)
+    return NvmlMeter(uuids or ("GPU-1",), library=nvml, clock=clock, sample_every_s=None)
 
 
 def shown(meter: NvmlMeter) -> dict[str, float]:
@@ -27,7 +27,7 @@ def test_M6_between_two_looks_at_a_counter_that_jumps_it_rises_steadily() -> Non
     for step in range(1, 2001):
         clock.now = step * 0.003
         if step % 67 == 0:
-            metered.look()
+            metered.sample()
         off.append(shown(metered)["nvml"] - 400.0 * clock.now)
     assert max(map(abs, off[200:])) < 400.0 * 0.1  # no more than the counter itself is behind
 
@@ -41,7 +41,7 @@ def test_it_never_falls_and_ends_where_the_counter_does() -> None:
         clock.now += 0.007
         if step % 29 == 0:
             nvml.watts = 700.0 if step < 500 else 690.0
-            metered.look()
+            metered.sample()
         last, before = shown(metered)["nvml"], last
         assert last >= before
 
@@ -73,9 +73,9 @@ def test_gpus_without_a_counter_are_summed_up_from_their_power() -> None:
     metered = meter(clock, nvml)
     clock.now = 2.0
     assert shown(metered) == {"nvml_power": 200.0}  # as long as nobody has looked
-    metered.look()
+    metered.sample()
     nvml.watts, clock.now = 300.0, 3.0
-    metered.look()
+    metered.sample()
     assert shown(metered) == {"nvml_power": 400.0}  # 200 W in the mean
 
 
@@ -83,7 +83,7 @@ def test_several_gpus_are_one_source() -> None:
     clock = FakeClock()
     metered = meter(clock, FakeNvml(clock, uuids=("GPU-1", "GPU-2"), period_s=0.5), "1", "GPU-2")
     clock.now = 0.5
-    metered.look()
+    metered.sample()
     assert shown(metered) == {"nvml": 400.0}
 
 
@@ -113,7 +113,7 @@ class WatchedNvml(FakeNvml):
 
 def test_a_thread_looks_until_the_meter_is_closed() -> None:
     nvml = WatchedNvml(FakeClock())
-    metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), look_every_s=0.001)
+    metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), sample_every_s=0.001)
     assert nvml.was_asked.wait(10)
     metered.close()
     assert not nvml.is_open
@@ -126,7 +126,7 @@ def test_a_thread_looks_until_the_meter_is_closed() -> None:
 def test_a_gpu_that_is_lost_is_told_once_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
     nvml = WatchedNvml(FakeClock(), fails=True)
     with caplog.at_level(logging.ERROR, "nsm.energy"):
-        metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), look_every_s=0.001)
+        metered = NvmlMeter(["GPU-1"], library=nvml, clock=FakeClock(), sample_every_s=0.001)
         assert nvml.has_failed.wait(10)
         metered.close()
     assert caplog.messages == ["the energy of the GPU is not counted any more: the GPU is lost"]

@@ -72,8 +72,8 @@ class ScriptedModel:
         return position.float()[:, None], {"position": position, "trace": trace}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        place = (hidden[..., 0].long() - self._prompt_len).clamp(0, len(self._script) - 1)
-        return torch.nn.functional.one_hot(self._script[place], self._vocab_size).float() * 10
+        at = (hidden[..., 0].long() - self._prompt_len).clamp(0, len(self._script) - 1)
+        return torch.nn.functional.one_hot(self._script[at], self._vocab_size).float() * 10
 
 
 class ExactExecutor(EagerExecutor):
@@ -259,16 +259,16 @@ def run_all(
     engine: Engine, requests: Sequence[GenerationRequest], *, arrivals: Sequence[int] = ()
 ) -> dict[str, Outcome]:
     """Runs requests to their end; request i is added before step arrivals[i] (0 when not given)."""
-    outcomes = {request.request_id: Outcome() for request in requests}
+    results = {request.request_id: Outcome() for request in requests}
     waiting = sorted(zip([*arrivals, *[0] * (len(requests) - len(arrivals))], range(len(requests)), strict=True))
     num_steps = 0
     while waiting or engine.has_work:
         while waiting and (waiting[0][0] <= num_steps or not engine.has_work):
             engine.add(requests[waiting.pop(0)[1]])
         for request_id, event in engine.step():
-            outcomes[request_id].events.append(event)
+            results[request_id].events.append(event)
         num_steps += 1
-    return outcomes
+    return results
 
 
 def run_one(engine: Engine, request: GenerationRequest) -> Outcome:

@@ -37,16 +37,16 @@ def run_script(
     request = make_request(prompt_ids=PROMPT_IDS, stop=stop, max_tokens=max_tokens, ignore_eos=False)
     outcome = run_one(make_engine(model, tokenizer), request)
     assert_log_and_state_agree(model, outcome.end_state)
-    check_what_is_kept(tokenizer, outcome)
+    assert_visible_ids_agree(tokenizer, outcome)
     return outcome
 
 
-def check_what_is_kept(tokenizer: Tokenizer, outcome: Outcome) -> None:
+def assert_visible_ids_agree(tokenizer: Tokenizer, outcome: Outcome) -> None:
     end = outcome.end_state
-    kept = end.new_ids[len(PROMPT_IDS) :]
+    visible_ids = end.new_ids[len(PROMPT_IDS) :]
     assert end.new_ids[: len(PROMPT_IDS)] == PROMPT_IDS
-    assert tokenizer.decode(kept) == outcome.text
-    assert end.generated_counts == {token_id: kept.count(token_id) for token_id in kept}
+    assert tokenizer.decode(visible_ids) == outcome.text
+    assert end.generated_counts == {token_id: visible_ids.count(token_id) for token_id in visible_ids}
     assert outcome.finished.completion_tokens == len(outcome.ids)
 
 
@@ -100,10 +100,10 @@ def test_R12_S2_a_stop_string_over_single_byte_tokens(stop: str, tiny_tokenizer:
     assert outcome.finished.stop_reason == stop
     assert outcome.finished.num_dropped_tokens == len(stop)
     assert len(outcome.ids) == len(visible) + len(stop)
-    kept = one_token_each(tiny_tokenizer, visible)
-    assert outcome.end_state.new_ids == (*PROMPT_IDS, *kept)
+    visible_ids = one_token_each(tiny_tokenizer, visible)
+    assert outcome.end_state.new_ids == (*PROMPT_IDS, *visible_ids)
     # single-byte stops end in the token that was not fed yet: nothing is to be taken back, and nothing is pending
-    assert outcome.end_state.pending is None or outcome.end_state.pending == kept[-1]
+    assert outcome.end_state.pending is None or outcome.end_state.pending == visible_ids[-1]
 
 
 def test_R12_a_token_cut_in_the_middle_is_replaced_by_its_visible_bytes(tiny_tokenizer: Tokenizer) -> None:
@@ -111,9 +111,9 @@ def test_R12_a_token_cut_in_the_middle_is_replaced_by_its_visible_bytes(tiny_tok
     script = [*tiny_tokenizer.encode("in"), cut, *tiny_tokenizer.encode(" end")]
     outcome = run_script(tiny_tokenizer, script, stop=("he e",))
     assert outcome.text == "in t"
-    kept = outcome.end_state.new_ids[len(PROMPT_IDS) :]
-    assert cut not in kept
-    assert outcome.end_state.pending == kept[-1]
+    visible_ids = outcome.end_state.new_ids[len(PROMPT_IDS) :]
+    assert cut not in visible_ids
+    assert outcome.end_state.pending == visible_ids[-1]
 
 
 def test_R12_a_stop_string_that_cuts_a_character_token_of_the_last_step(tiny_tokenizer: Tokenizer) -> None:

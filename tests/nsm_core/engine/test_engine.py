@@ -110,9 +110,9 @@ def test_R9_R15_request_in_a_random_batch_equals_its_solo_run(
     chosen = data.draw(st.lists(st.sampled_from(cases), min_size=1, max_size=10, unique=True))
     arrivals = [data.draw(st.integers(0, 12)) for _ in chosen]
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=max_slots, token_budget=max_slots + spare)
-    outcomes = run_all(engine, [case(index) for index in chosen], arrivals=arrivals)
+    results = run_all(engine, [case(index) for index in chosen], arrivals=arrivals)
     for index in chosen:
-        assert_as_alone(outcomes[str(index)], index, tiny_tokenizer)
+        assert_as_alone(results[str(index)], index, tiny_tokenizer)
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
@@ -125,8 +125,8 @@ def test_R15_sessions_interleaved_over_turns_equal_their_solo_transcripts(
     logs: dict[str, tuple[int, ...]] = {str(number): () for number in range(num_sessions)}
     requests = {name: make_request(name, random_ids(int(name), 1 + int(name) % 30), max_tokens=4) for name in logs}
     for turn in range(3):
-        outcomes = run_all(engine, list(requests.values()), arrivals=[number % 7 for number in range(num_sessions)])
-        for name, outcome in outcomes.items():
+        results = run_all(engine, list(requests.values()), arrivals=[number % 7 for number in range(num_sessions)])
+        for name, outcome in results.items():
             new_ids = outcome.end_state.new_ids
             logs[name] += new_ids if turn == 0 or requests[name].prompt_ids[0] != logs[name][-1] else new_ids[1:]
             resume, pending = resume_from(outcome.end_state)
@@ -233,11 +233,11 @@ def test_prompt_logprobs_are_those_of_one_forward_pass(token_budget: int, tiny_t
     first, *scores = outcome.scored.logprobs
     assert first is None
     assert len(scores) == 29
-    for place, score in enumerate(scores):
+    for index, score in enumerate(scores):
         assert score is not None
-        assert score.token_id == ids[place + 1]
-        assert score.logprob == pytest.approx(expected[place, ids[place + 1]].item(), abs=2e-4)
-        assert [token_id for token_id, _ in score.top] == expected[place].topk(2).indices.tolist()
+        assert score.token_id == ids[index + 1]
+        assert score.logprob == pytest.approx(expected[index, ids[index + 1]].item(), abs=2e-4)
+        assert [token_id for token_id, _ in score.top] == expected[index].topk(2).indices.tolist()
 
 
 def test_prompt_logprobs_of_one_token_are_none_even_on_a_resumed_state(tiny_tokenizer: Tokenizer) -> None:
@@ -249,8 +249,8 @@ def test_prompt_logprobs_of_one_token_are_none_even_on_a_resumed_state(tiny_toke
     assert second.scored == PromptScored(logprobs=(None,))
 
 
-@pytest.mark.parametrize("place", ["prompt", "decode", "scored"])
-def test_a_row_that_is_not_finite_ends_alone(place: str, tiny_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("phase", ["prompt", "decode", "scored"])
+def test_a_row_that_is_not_finite_ends_alone(phase: str, tiny_tokenizer: Tokenizer) -> None:
     healthy = random_ids(1, 10)
     bad_id = next(index for index in range(512) if index not in {*healthy, *reference_ids(healthy, 8)})
     model = RandomModel()
@@ -259,15 +259,15 @@ def test_a_row_that_is_not_finite_ends_alone(place: str, tiny_tokenizer: Tokeniz
         "prompt": make_request("bad", (5, bad_id)),
         "decode": make_request("bad", (5,), logit_bias={bad_id: 100.0}),  # sampled first, then fed
         "scored": make_request("bad", (bad_id, *range(40)), prompt_logprobs=0),
-    }[place]
+    }[phase]
     engine = make_engine(model, tiny_tokenizer, token_budget=20)
-    outcomes = run_all(engine, [bad, make_request("healthy", healthy)])
-    assert outcomes["healthy"].ids == reference_ids(healthy, 8)
-    finished = outcomes["bad"].finished
+    results = run_all(engine, [bad, make_request("healthy", healthy)])
+    assert results["healthy"].ids == reference_ids(healthy, 8)
+    finished = results["bad"].finished
     assert finished.reason is FinishReason.ERROR
     assert isinstance(finished.error, NumericalError)
     assert finished.end_state is None
-    assert finished.completion_tokens == (1 if place == "decode" else 0)
+    assert finished.completion_tokens == (1 if phase == "decode" else 0)
     assert run_one(engine, make_request("next", healthy)).ids == reference_ids(healthy, 8)  # the row is clean again
 
 
@@ -296,20 +296,20 @@ def test_S6_a_cancelled_request_ends_before_the_next_step(num_steps: int, tiny_t
 def test_R14_random_cancellations_free_their_slots_and_affect_no_other_request(tiny_tokenizer: Tokenizer) -> None:
     choose = random.Random(4)
     engine = make_engine(small_model(), tiny_tokenizer, max_slots=3, token_budget=30)
-    outcomes = {str(index): Outcome() for index in clear_cases(tiny_tokenizer)[:30]}
+    results = {str(index): Outcome() for index in clear_cases(tiny_tokenizer)[:30]}
     cancelled: set[str] = set()
-    unseen = list(outcomes)
+    unseen = list(results)
     while unseen or engine.has_work:
         if unseen:
             engine.add(case(int(unseen.pop(0))))
         for name, event in engine.step():
-            outcomes[name].events.append(event)
-        live = [name for name in outcomes if name not in unseen and not outcomes[name].is_over]
+            results[name].events.append(event)
+        live = [name for name in results if name not in unseen and not results[name].is_over]
         if live and choose.random() < 0.2:
             cancelled.add(victim := choose.choice(live))
             engine.cancel(victim)
     assert 3 < len(cancelled) < 25
-    for name, outcome in outcomes.items():
+    for name, outcome in results.items():
         if name in cancelled:
             assert outcome.finished.reason is FinishReason.ABORT
             assert outcome.ids == _solo(int(name), tiny_tokenizer).ids[: len(outcome.ids)]

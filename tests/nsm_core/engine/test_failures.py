@@ -73,9 +73,9 @@ def failing(tiny_tokenizer: Tokenizer) -> FailingEngine:
     return FailingEngine(tiny_tokenizer)
 
 
-def step_into(engine: Engine, outcomes: dict[str, Outcome]) -> None:
+def step_into(engine: Engine, results: dict[str, Outcome]) -> None:
     for request_id, event in engine.step():
-        outcomes[request_id].events.append(event)
+        results[request_id].events.append(event)
 
 
 def assert_failed(outcome: Outcome) -> None:
@@ -90,22 +90,22 @@ def test_only_the_requests_of_a_failing_step_end(failing: FailingEngine, caplog:
     """Six requests for four slots: the two that wait run as if nothing had been, in the same rows."""
     engine = failing.engine
     requests = {name: make_request(name, random_ids(index, 3)) for index, name in enumerate("abcdef")}
-    outcomes = {name: Outcome() for name in requests}
+    results = {name: Outcome() for name in requests}
     for request in requests.values():
         engine.add(request)
-    step_into(engine, outcomes)
+    step_into(engine, results)
     failing.executor.num_failures = 1
-    step_into(engine, outcomes)
+    step_into(engine, results)
     for name in "abcd":
-        assert len(outcomes[name].tokens) == 1
-        assert_failed(outcomes[name])
+        assert len(results[name].tokens) == 1
+        assert_failed(results[name])
     assert engine.stats().num_running == 0
     assert failing.executor.pool.num_leased == 0
     while engine.has_work:
-        step_into(engine, outcomes)
+        step_into(engine, results)
     for name in "ef":
-        assert outcomes[name].ids == run_one(engine, requests[name]).ids
-        assert_log_and_state_agree(small_model(), outcomes[name].end_state)
+        assert results[name].ids == run_one(engine, requests[name]).ids
+        assert_log_and_state_agree(small_model(), results[name].end_state)
     assert engine.stats().num_failed_steps == 1
     assert "a fault" in caplog.text
 
@@ -114,16 +114,16 @@ def test_request_outside_the_failed_step_continues(failing: FailingEngine) -> No
     """Two long prompts take turns, sixteen tokens a step."""
     engine = failing.engine
     requests = [make_request("one", random_ids(0, 40)), make_request("two", random_ids(1, 40))]
-    outcomes = {request.request_id: Outcome() for request in requests}
+    results = {request.request_id: Outcome() for request in requests}
     for request in requests:
         engine.add(request)
-    step_into(engine, outcomes)
+    step_into(engine, results)
     failing.executor.num_failures = 1
-    step_into(engine, outcomes)
-    assert_failed(outcomes["two"])
+    step_into(engine, results)
+    assert_failed(results["two"])
     while engine.has_work:
-        step_into(engine, outcomes)
-    assert outcomes["one"].ids == run_one(engine, requests[0]).ids
+        step_into(engine, results)
+    assert results["one"].ids == run_one(engine, requests[0]).ids
 
 
 def test_a_state_that_cannot_be_opened_ends_its_request_alone(
@@ -145,12 +145,12 @@ def test_tokens_before_the_failure_are_delivered(failing: FailingEngine, monkeyp
     for name, max_tokens in (("a", 1), ("b", 2), ("c", 1)):
         engine.add(make_request(name, (5,), max_tokens=max_tokens, keep_state=name == "c"))
     monkeypatch.setattr(failing.executor.pool, "pack", lambda row: 1 / 0)
-    outcomes = {name: Outcome() for name in "abc"}
-    step_into(engine, outcomes)
-    assert outcomes["a"].finished.reason is FinishReason.LENGTH
-    assert len(outcomes["b"].tokens) == 1
-    assert_failed(outcomes["b"])
-    assert_failed(outcomes["c"])
+    results = {name: Outcome() for name in "abc"}
+    step_into(engine, results)
+    assert results["a"].finished.reason is FinishReason.LENGTH
+    assert len(results["b"].tokens) == 1
+    assert_failed(results["b"])
+    assert_failed(results["c"])
     assert not engine.has_work
 
 

@@ -62,8 +62,8 @@ def with_pieces(pieces: Sequence[bytes]) -> tuple[Tokenizer, list[int]]:
 def cuts(raw: bytes, num_pieces: int) -> list[list[bytes]]:
     """Every way to cut `raw` into that many pieces."""
     ways = []
-    for places in itertools.combinations(range(1, len(raw)), num_pieces - 1):
-        borders = [0, *places, len(raw)]
+    for inner in itertools.combinations(range(1, len(raw)), num_pieces - 1):
+        borders = [0, *inner, len(raw)]
         ways.append([raw[a:b] for a, b in itertools.pairwise(borders)])
     return ways
 
@@ -288,8 +288,8 @@ def test_S2_the_stream_equals_the_slow_reference(
     got = run(ids, tokenizer=SMALL, **fields)
     assert got == reference(ids, SMALL, SamplingParams(**fields))
     if got.stop is not None:
-        kept = ids[: len(got.texts) - got.stop.num_dropped]
-        assert SMALL.decode([*kept, *SMALL.encode_bytes(got.stop.tail)]) == got.text
+        visible_ids = ids[: len(got.texts) - got.stop.num_dropped]
+        assert SMALL.decode([*visible_ids, *SMALL.encode_bytes(got.stop.tail)]) == got.text
 
 
 @given(text=st.text("ab", max_size=60), stop=some_stops, seed=st.randoms(use_true_random=False))

@@ -131,21 +131,21 @@ def test_S6_R14_cancels_at_any_step_end_one_request_once(
     }
     requests = [make_request(str(index), max_tokens=size, **params[stop]) for index, (size, stop) in enumerate(sizes)]
     assert all(may_overlap(sequence_of(tiny_tokenizer, request)) for request in requests)
-    outcomes = {request.request_id: Outcome() for request in requests}
+    results = {request.request_id: Outcome() for request in requests}
     for request in requests:
         pair.overlapped.add(request)
     num_steps, gone = 0, set[str]()
     while pair.overlapped.has_work:
         for at, index in cancels:
-            if at == num_steps and index < len(requests) and not outcomes[str(index)].is_over:
+            if at == num_steps and index < len(requests) and not results[str(index)].is_over:
                 pair.overlapped.cancel(str(index))
                 gone.add(str(index))
         for name, event in pair.overlapped.step():
-            outcomes[name].events.append(event)
+            results[name].events.append(event)
         num_steps += 1
     assert pair.made[0].pool.num_leased == 0
     for request in requests:
-        outcome, want = outcomes[request.request_id], run_one(pair.plain, request)
+        outcome, want = results[request.request_id], run_one(pair.plain, request)
         if request.request_id not in gone:
             assert outcome == want
         else:

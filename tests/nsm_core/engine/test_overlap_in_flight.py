@@ -186,19 +186,19 @@ def engine_with(tokenizer: Tokenizer, **parts: Any) -> Engine:
 
 def test_M6_requests_are_charged_for_their_own_tokens_alone(tiny_tokenizer: Tokenizer) -> None:
     engine = engine_with(tiny_tokenizer, meter=WorkingMeter())
-    outcomes = {name: Outcome() for name in "abcd"}
+    results = {name: Outcome() for name in "abcd"}
     for name in "abcd":
         engine.add(make_request(name, random_ids(1, 30), max_tokens=6, stop=()))
     for number in range(100):
         if number == 2:
             engine.cancel("b")
         for name, event in engine.step():
-            outcomes[name].events.append(event)
+            results[name].events.append(event)
         if not engine.has_work:
             break
-    charged = joules_of(outcome.finished for outcome in outcomes.values())
+    charged = joules_of(outcome.finished for outcome in results.values())
     stats = engine.stats()
-    assert all(outcome.finished.energy[0].joules > 0 for outcome in outcomes.values())
+    assert all(outcome.finished.energy[0].joules > 0 for outcome in results.values())
     assert charged == pytest.approx(sum(use.joules for use in stats.request_energy), rel=1e-9)
     assert charged == pytest.approx(stats.energy[0].joules - 2, abs=1)
 

@@ -63,8 +63,8 @@ def test_S2_R12_any_stop_strings_in_any_text(
     tiny_tokenizer: Tokenizer, data: st.DataObject, text: str, max_tokens: int, keep_state: bool
 ) -> None:
     """Two letters: stop strings begin in vain, long ones are held over more steps than a second copy takes."""
-    places = st.integers(0, len(text) - 1)
-    part = st.builds(lambda start, length: text[start : start + length], places, st.integers(1, 120))
+    starts = st.integers(0, len(text) - 1)
+    part = st.builds(lambda start, length: text[start : start + length], starts, st.integers(1, 120))
     stop = tuple(data.draw(st.lists(st.one_of(part, part.map(lambda found: found + "a")), max_size=3)))
     said = Said(tiny_tokenizer, text, by_byte=data.draw(st.booleans()))
     said.compare(tiny_tokenizer, stop=stop, max_tokens=max_tokens, keep_state=keep_state)
@@ -85,15 +85,15 @@ def test_a_text_that_is_held_back_costs_one_step_and_a_long_one_waits_for_its_se
 
 
 @pytest.mark.parametrize("budget", [2, 7, 64])
-@pytest.mark.parametrize("places", [(1,), (2, 3), (1, 4, 9), (9,), (3, 10)])
+@pytest.mark.parametrize("positions", [(1,), (2, 3), (1, 4, 9), (9,), (3, 10)])
 def test_prompt_states_are_those_of_their_positions(
-    tiny_tokenizer: Tokenizer, budget: int, places: tuple[int, ...]
+    tiny_tokenizer: Tokenizer, budget: int, positions: tuple[int, ...]
 ) -> None:
     """The next chunk is launched before they are taken."""
     pair = Pair(ScriptedModel(list(range(100, 140)), vocab_size=512), tiny_tokenizer, max_slots=2, token_budget=budget)
-    request = dataclasses.replace(make_request(prompt_ids=random_ids(1, 10), max_tokens=4), keep_states_at=places)
+    request = dataclasses.replace(make_request(prompt_ids=random_ids(1, 10), max_tokens=4), keep_states_at=positions)
     outcome = pair.compare([request, make_request("b", random_ids(2, 12))])["a"]
-    assert [event.position for event in outcome.events if isinstance(event, PromptState)] == list(places)
+    assert [event.position for event in outcome.events if isinstance(event, PromptState)] == list(positions)
 
 
 def test_prompt_states_of_an_unawaited_step_are_awaited(tiny_tokenizer: Tokenizer) -> None:
@@ -120,21 +120,21 @@ def test_overlap_begins_after_scored_prompts_and_forced_ids(tiny_tokenizer: Toke
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
-@pytest.mark.parametrize("place", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("position", [0, 1, 2, 5, 6])
 @pytest.mark.parametrize("end", ["stop id", "end of text", "both kept", "stop string"])
-def test_R12_the_state_is_that_of_the_end(tiny_tokenizer: Tokenizer, max_tokens: int, place: int, end: str) -> None:
+def test_R12_the_state_is_that_of_the_end(tiny_tokenizer: Tokenizer, max_tokens: int, position: int, end: str) -> None:
     ids = [tiny_tokenizer.encode(letter)[0] for letter in "abcdefgh"]
     if end == "end of text":
-        ids[place] = tiny_tokenizer.end_of_text_id
+        ids[position] = tiny_tokenizer.end_of_text_id
     pair = Pair(ScriptedModel(ids, vocab_size=512), tiny_tokenizer)
-    params: dict[str, Any] = {"stop": ("abcdefgh"[place],), "keep_state": False} if end == "stop string" else {}
+    params: dict[str, Any] = {"stop": ("abcdefgh"[position],), "keep_state": False} if end == "stop string" else {}
     if end in ("stop id", "both kept"):
-        params["stop_token_ids"] = (ids[place],)
+        params["stop_token_ids"] = (ids[position],)
     requests = [make_request("a", max_tokens=max_tokens, ignore_eos=False, **params)]
     if end == "both kept":  # another one goes on beside it, in a row in front of it
         requests.insert(0, make_request("b", max_tokens=8))
     outcome = pair.compare(requests)["a"]
-    is_stopped = place < max_tokens
+    is_stopped = position < max_tokens
     assert outcome.finished.reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
     if end != "stop string":
         assert_log_and_state_agree(pair.model, outcome.end_state)
@@ -143,17 +143,17 @@ def test_R12_the_state_is_that_of_the_end(tiny_tokenizer: Tokenizer, max_tokens:
 class FailsAt(ScriptedModel):
     """Its logits are not finite from a place on."""
 
-    place = 0
+    position = 0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.where(hidden[..., :1] >= self.place, torch.nan, super().logits(hidden))
+        return torch.where(hidden[..., :1] >= self.position, torch.nan, super().logits(hidden))
 
 
 @pytest.mark.parametrize("num_good", range(5))
 def test_numbers_that_are_not_finite_end_their_request_alone(tiny_tokenizer: Tokenizer, num_good: int) -> None:
     """The other one has fewer tokens before it than the place where it would fail."""
     model = FailsAt(list(range(100, 140)), vocab_size=512, prompt_len=1)
-    model.place = 10 + num_good
+    model.position = 10 + num_good
     pair = Pair(model, tiny_tokenizer)
     long, short = random_ids(3, 10), make_request("short", max_tokens=6)
     requests = [make_request("long", long, max_tokens=9), short]

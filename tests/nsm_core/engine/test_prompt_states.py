@@ -26,7 +26,7 @@ from tests.nsm_core.engine.harness import (
 
 pytestmark = pytest.mark.usefixtures("waiting_or_overlapped")
 
-PLACES = (1, 64, 65, 100, 129)
+POSITIONS = (1, 64, 65, 100, 129)
 
 
 def states_of(outcome: Outcome) -> dict[int, bytes]:
@@ -35,33 +35,33 @@ def states_of(outcome: Outcome) -> dict[int, bytes]:
 
 def test_prompt_states_come_before_the_first_token_one_for_each_position(tiny_tokenizer: Tokenizer) -> None:
     ids, model = random_ids(1, 129), small_model()
-    request = dataclasses.replace(make_request("a", ids, prompt_logprobs=0), keep_states_at=PLACES)
+    request = dataclasses.replace(make_request("a", ids, prompt_logprobs=0), keep_states_at=POSITIONS)
     others = [make_request(f"other{seed}", random_ids(seed, 90)) for seed in (2, 3)]
     engine = make_engine(model, tiny_tokenizer)
     outcome = run_all(engine, [request, *others])["a"]
     assert isinstance(outcome.events[0], PromptScored)
     assert [type(event) for event in outcome.events[1:6]] == [PromptState] * 5
     states = states_of(outcome)
-    assert tuple(states) == PLACES
-    for place in PLACES:
-        _, want = model(torch.tensor([ids[:place]]), model.initial_state(1))
-        got = model.state_spec.unpack(states[place])
+    assert tuple(states) == POSITIONS
+    for position in POSITIONS:
+        _, want = model(torch.tensor([ids[:position]]), model.initial_state(1))
+        got = model.state_spec.unpack(states[position])
         for name, tensor in want.items():
             torch.testing.assert_close(got[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_R10_run_from_any_prompt_state_equals_the_unbroken_run(tiny_tokenizer: Tokenizer) -> None:
     ids = random_ids(1, 130)
-    request = dataclasses.replace(make_request("a", ids, temperature=1.0), keep_states_at=PLACES)
+    request = dataclasses.replace(make_request("a", ids, temperature=1.0), keep_states_at=POSITIONS)
     unbroken = run_all(make_engine(small_model(), tiny_tokenizer), [request])["a"]
     rests = [
         make_request(
-            str(place),
-            ids[place:],
-            resume=Resume(state=state, position=place, fingerprint=FINGERPRINT, generated_counts={}),
+            str(position),
+            ids[position:],
+            resume=Resume(state=state, position=position, fingerprint=FINGERPRINT, generated_counts={}),
             temperature=1.0,
         )
-        for place, state in states_of(unbroken).items()
+        for position, state in states_of(unbroken).items()
     ]
     resumed = run_all(make_engine(small_model(), tiny_tokenizer), rests)
     assert {tuple(outcome.ids) for outcome in resumed.values()} == {tuple(unbroken.ids)}
@@ -76,18 +76,18 @@ def test_prompt_state_positions_count_from_the_resumed_position(tiny_tokenizer: 
     assert tuple(states_of(run_all(make_engine(small_model(), tiny_tokenizer), [second])["b"])) == (25, 40)
 
 
-@pytest.mark.parametrize("places", [(0,), (-1,), (5,), (2, 2), (3, 1)])
+@pytest.mark.parametrize("positions", [(0,), (-1,), (5,), (2, 2), (3, 1)])
 def test_prompt_state_positions_outside_the_prompt_or_unordered_are_refused(
-    places: tuple[int, ...], tiny_tokenizer: Tokenizer
+    positions: tuple[int, ...], tiny_tokenizer: Tokenizer
 ) -> None:
-    request = dataclasses.replace(make_request("a", (1, 2, 3, 4)), keep_states_at=places)
+    request = dataclasses.replace(make_request("a", (1, 2, 3, 4)), keep_states_at=positions)
     with pytest.raises(InvalidRequest, match=r"keep_states_at must be rising numbers in \[1, 4\]"):
         make_engine(small_model(), tiny_tokenizer).add(request)
 
 
 @given(st.integers(1, 400), st.lists(st.integers(1, 400), unique=True, max_size=5).map(sorted), st.integers(2, 200))
-def test_no_chunk_goes_across_a_border(prompt_len: int, places: list[int], token_budget: int) -> None:
-    boundaries = tuple(place for place in places if place <= prompt_len)
+def test_no_chunk_goes_across_a_border(prompt_len: int, positions: list[int], token_budget: int) -> None:
+    boundaries = tuple(position for position in positions if position <= prompt_len)
     scheduler = Scheduler(max_slots=2, token_budget=token_budget, queue_limit=2)
     scheduler.add("other", prompt_len=150)
     scheduler.add("a", prompt_len=prompt_len, boundaries=boundaries)

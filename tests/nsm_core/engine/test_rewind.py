@@ -34,13 +34,13 @@ def test_rewind_points_without_held_text_copy_no_state() -> None:
     feed(points, row, [None] * 100)
     assert row.num_copies == 0
     with pytest.raises(StopIteration):
-        points.latest(num_kept=100)
+        points.latest(num_visible=100)
 
 
 def test_the_copy_is_of_the_state_before_the_first_held_token() -> None:
     points, row = RewindPoints(), Row()
     feed(points, row, [None, None, 3, 3, 3])
-    point = points.latest(num_kept=2)
+    point = points.latest(num_visible=2)
     assert (point.num_fed, point.state["position"].tolist(), row.num_copies) == (2, [2], 1)
 
 
@@ -48,7 +48,7 @@ def test_a_released_hold_frees_its_copy() -> None:
     points, row = RewindPoints(), Row()
     feed(points, row, [1, None])
     with pytest.raises(StopIteration):
-        points.latest(num_kept=1)
+        points.latest(num_visible=1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 63, 64, 65, 200])
@@ -58,7 +58,7 @@ def test_a_moving_hold_always_has_a_point_that_is_not_much_older(width: int) -> 
     for index in range(1, 1000):
         since = max(1, index - width + 1)
         feed(points, row, [since])
-        point = points.latest(num_kept=since - 1)
+        point = points.latest(num_visible=since - 1)
         assert point.state["position"].tolist() == [point.num_fed]
         assert since - 1 - point.num_fed <= MIN_SPACING_TOKENS + width
     assert 1000 // (MIN_SPACING_TOKENS + width) <= row.num_copies <= 1 + 1000 // MIN_SPACING_TOKENS
@@ -70,4 +70,4 @@ def test_a_hold_that_moves_in_any_way_has_a_point(steps: list[int]) -> None:
     for index, step in enumerate(steps, start=1):
         since = min(since + step, index)
         feed(points, row, [since])
-        assert points.latest(num_kept=since - 1).num_fed < since
+        assert points.latest(num_visible=since - 1).num_fed < since

@@ -43,7 +43,7 @@ def watched(request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, include_routing=True)
 
 
-def told(tokens: Sequence[TokenEvent]) -> list[tuple[LayerRouting, ...]]:
+def routings_of(tokens: Sequence[TokenEvent]) -> list[tuple[LayerRouting, ...]]:
     return [token.routing.layers for token in tokens if token.routing is not None]
 
 
@@ -67,7 +67,7 @@ def test_routing_equals_that_of_the_text_read_step_by_step(model: NsmModel, tiny
     probe = RoutingProbe(model)
     with torch.inference_mode():
         start = model.initial_state(1)
-        for number, layers in enumerate(told(outcome.tokens)):
+        for number, layers in enumerate(routings_of(outcome.tokens)):
             fed = [*prompt, *outcome.ids[:number]]
             _, state = model(torch.tensor([fed[:-1]]), start)
             (wanted,) = probe.capture(state, [fed[-1:]])
@@ -78,9 +78,9 @@ def test_routing_equals_that_of_the_text_read_step_by_step(model: NsmModel, tiny
 
 def test_routing_is_captured_for_requests_that_ask_alone(model: NsmModel, tiny_tokenizer: Tokenizer) -> None:
     asks, does_not = watched(make_request("a", random_ids(1, 9))), make_request("b", random_ids(1, 9))
-    outcomes = run_all(engine_of(model, tiny_tokenizer), [asks, does_not])
-    assert outcomes["a"].ids == outcomes["b"].ids
-    assert (len(told(outcomes["a"].tokens)), len(told(outcomes["b"].tokens))) == (8, 0)
+    results = run_all(engine_of(model, tiny_tokenizer), [asks, does_not])
+    assert results["a"].ids == results["b"].ids
+    assert (len(routings_of(results["a"].tokens)), len(routings_of(results["b"].tokens))) == (8, 0)
 
 
 def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: Tokenizer) -> None:
@@ -88,7 +88,7 @@ def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: 
         512, layer_pattern="WG(NM)", num_layers=3, num_memory_slots=24, router="sigmoid", write_top_k=24, gate_chunk=4
     )
     outcome = run_one(engine_of(random_model(config), tiny_tokenizer), watched(make_request("a", random_ids(4, 30))))
-    for layers in told(outcome.tokens):
+    for layers in routings_of(outcome.tokens):
         assert [(layer.layer, layer.kind) for layer in layers] == [
             ("1", "gated"),
             ("2.0", "slots"),
@@ -99,7 +99,7 @@ def test_layers_without_states_are_left_out_and_lists_are_short(tiny_tokenizer: 
             assert [weight for _, weight in layer.write] == sorted((w for _, w in layer.write), reverse=True)
             assert all(0 < weight <= layer.num_heads for _, weight in (*layer.write, *layer.read))
             assert 0 <= layer.entropy <= 1 <= layer.states_per_token <= layer.num_states or not layer.write
-    memory = [layers[-1] for layers in told(outcome.tokens)]
+    memory = [layers[-1] for layers in routings_of(outcome.tokens)]
     assert [bool(layer.write) for layer in memory] == [position % 4 == 3 for position in range(29, 37)]
 
 
@@ -123,7 +123,7 @@ def test_failed_capture_costs_no_token(
     monkeypatch.setattr(RoutingProbe, "capture", fail)
     outcome = run_one(engine_of(model, tiny_tokenizer), watched(make_request("a", random_ids(1, 9))))
     assert outcome.ids == wanted.ids
-    assert told(outcome.tokens) == []
+    assert routings_of(outcome.tokens) == []
     assert "routing could not be captured" in caplog.text
 
 
@@ -180,4 +180,4 @@ def test_deferred_request_gets_the_tokens_of_its_solo_run(model: NsmModel, tiny_
     others = [make_request("plain", random_ids(4, 9), max_tokens=30)]
     together = run_all(engine_of(model, tiny_tokenizer, executor=NativeExecutor), [*others, *requests])
     assert [together[name].ids for name in "abc"] == [outcome.ids for outcome in alone]
-    assert [len(told(together[name].tokens)) for name in "abc"] == [len(outcome.tokens) for outcome in alone]
+    assert [len(routings_of(together[name].tokens)) for name in "abc"] == [len(outcome.tokens) for outcome in alone]

@@ -38,8 +38,8 @@ def assert_goes_on(got: Outcome, whole: Outcome, count: int) -> None:
     assert got.tokens == whole.tokens[count:]
     ends = [dataclasses.replace(outcome.finished, end_state=None) for outcome in (got, whole)]
     assert ends[0] == ends[1]
-    kept = [(one.end_state.new_ids, one.end_state.pending, one.end_state.position) for one in (got, whole)]
-    assert kept[0] == kept[1]
+    summaries = [(one.end_state.new_ids, one.end_state.pending, one.end_state.position) for one in (got, whole)]
+    assert summaries[0] == summaries[1]
     assert got.end_state.generated_counts == whole.end_state.generated_counts
 
 

@@ -195,8 +195,8 @@ def test_S2_R12_any_stop_strings_in_any_text(
 ) -> None:
     """Two letters: drafts come true for a while, stop strings begin in vain, long ones are held over many steps."""
     text = data.draw(st.sampled_from([said + more, said * 3, said * 2 + more * 2]))
-    places = st.integers(0, len(text) - 1)
-    part = st.builds(lambda start, length: text[start : start + length], places, st.integers(1, 80))
+    starts = st.integers(0, len(text) - 1)
+    part = st.builds(lambda start, length: text[start : start + length], starts, st.integers(1, 80))
     stop = tuple(data.draw(st.lists(st.one_of(part, part.map(lambda found: found + "a"), verses), max_size=3)))
     prompt_ids = (0, *script_of(tiny_tokenizer, said, by_byte=True))
     model = ScriptedModel(script_of(tiny_tokenizer, text, by_byte=True), vocab_size=512, prompt_len=len(prompt_ids))
@@ -209,18 +209,18 @@ def test_S2_R12_any_stop_strings_in_any_text(
     assert run_one(drafting, again) == run_one(plain, again)
 
 
-@pytest.mark.parametrize("place", range(1, 30))
-def test_R12_a_stop_id_inside_an_accepted_draft(tiny_tokenizer: Tokenizer, place: int) -> None:
+@pytest.mark.parametrize("position", range(1, 30))
+def test_R12_a_stop_id_inside_an_accepted_draft(tiny_tokenizer: Tokenizer, position: int) -> None:
     """The prompt holds it, so it is drafted; what was read past it is not part of the state."""
     ids = list(range(100, 100 + 40))
     prompt_ids = (0, *ids)
     model = ScriptedModel(ids, vocab_size=512, prompt_len=len(prompt_ids))
     plain, drafting = engines(model, tiny_tokenizer, ExactExecutor)
-    request = make_request(prompt_ids=prompt_ids, max_tokens=40, stop_token_ids=(ids[place],))
+    request = make_request(prompt_ids=prompt_ids, max_tokens=40, stop_token_ids=(ids[position],))
     got = run_one(drafting, request)
     assert got == run_one(plain, request)
     assert got.finished.reason is FinishReason.STOP
-    assert got.end_state.new_ids == (*prompt_ids, *ids[:place])
+    assert got.end_state.new_ids == (*prompt_ids, *ids[:position])
     assert_log_and_state_agree(model, got.end_state)
 
 
@@ -270,10 +270,10 @@ def test_S10_stream_continued_on_another_engine_is_identical(tiny_tokenizer: Tok
 class FailsAt(ScriptedModel):
     """Its logits are not finite from a place on."""
 
-    place = 0
+    position = 0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.where(hidden[..., :1] >= self.place, torch.nan, super().logits(hidden))
+        return torch.where(hidden[..., :1] >= self.position, torch.nan, super().logits(hidden))
 
 
 @pytest.mark.parametrize("num_good", range(1, 20))
@@ -282,7 +282,7 @@ def test_numbers_that_are_not_finite_end_a_request_where_they_would_without_draf
 ) -> None:
     ids = list(range(100, 140))
     model = FailsAt(ids, vocab_size=512, prompt_len=41)
-    model.place = 41 + num_good
+    model.position = 41 + num_good
     plain, drafting = engines(model, tiny_tokenizer, ExactExecutor)
     request = make_request(prompt_ids=(0, *ids), max_tokens=30)
     want, got = run_one(plain, request), run_one(drafting, request)

@@ -93,10 +93,10 @@ def requests(num: int) -> list[GenerationRequest]:
 def test_M6_charges_of_requests_add_up_to_the_meter(tiny_tokenizer: Tokenizer) -> None:
     meter = WorkingMeter()
     engine = engine_with(tiny_tokenizer, meter=meter)
-    outcomes = run_all(engine, requests(6))
-    charged = joules_of(outcome.finished for outcome in outcomes.values())
+    results = run_all(engine, requests(6))
+    charged = joules_of(outcome.finished for outcome in results.values())
     stats = engine.stats()
-    assert all(outcome.finished.energy[0].joules > 0 for outcome in outcomes.values())
+    assert all(outcome.finished.energy[0].joules > 0 for outcome in results.values())
     assert math.isclose(charged, sum(use.joules for use in stats.request_energy), rel_tol=1e-9)
     assert charged == pytest.approx(stats.energy[0].joules - 2, abs=1)  # all but the readings around the work
 

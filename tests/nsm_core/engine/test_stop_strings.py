@@ -16,30 +16,30 @@ def longest_held(stops: list[bytes], seen: bytes) -> int:
 
 @given(st.lists(few_letters, min_size=1, max_size=5), st.text("abéc", max_size=40))
 def test_held_and_match_follow_their_definitions(stops: list[str], text: str) -> None:
-    finder, place, seen = StopStrings(stops), 0, b""
+    finder, node, seen = StopStrings(stops), 0, b""
     encoded = [stop.encode() for stop in stops]
     for byte in text.encode():
-        place = finder.advance(place, byte)
+        node = finder.advance(node, byte)
         seen += bytes([byte])
         ended = [stop for stop in stops if seen.endswith(stop.encode())]
-        assert finder.match(place) == (max(ended, key=lambda stop: len(stop.encode())) if ended else None)
+        assert finder.match(node) == (max(ended, key=lambda stop: len(stop.encode())) if ended else None)
         if ended:
             break  # nothing is asked of a place after the first match
-        assert finder.num_held(place) == longest_held(encoded, seen)
+        assert finder.num_held(node) == longest_held(encoded, seen)
 
 
 def test_without_stop_strings_no_text_is_held() -> None:
     finder = StopStrings(())
-    place = 0
+    node = 0
     for byte in b"anything":
-        place = finder.advance(place, byte)
-        assert finder.num_held(place) == 0
-        assert finder.match(place) is None
+        node = finder.advance(node, byte)
+        assert finder.num_held(node) == 0
+        assert finder.match(node) is None
 
 
 @pytest.mark.parametrize("stop", ["aab", "\n\n", "日本", "🙂"])
 def test_a_false_start_does_not_hide_the_true_one(stop: str) -> None:
-    finder, place = StopStrings((stop,)), 0
+    finder, node = StopStrings((stop,)), 0
     for byte in (stop[0] + stop).encode():
-        place = finder.advance(place, byte)
-    assert finder.match(place) == stop
+        node = finder.advance(node, byte)
+    assert finder.match(node) == stop

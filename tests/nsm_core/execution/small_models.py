@@ -90,26 +90,26 @@ def read_parts(executor: Executor, row: int, parts: Sequence[Sequence[int]]) -> 
     return executor.logits(torch.cat(hidden)), executor.pool.copy(row)
 
 
-def quantised_twin(model: NsmModel) -> NsmModel:
+def quantised_copy(model: NsmModel) -> NsmModel:
     """The model in fp64 with what the native executor rounds rounded: weights by rows, inputs by tokens."""
-    twin = NsmModel(model.config).requires_grad_(False)
-    twin.load_state_dict(model.state_dict())
-    for name, module in twin.named_modules():
+    copy = NsmModel(model.config).requires_grad_(False)
+    copy.load_state_dict(model.state_dict())
+    for name, module in copy.named_modules():
         if isinstance(module, nn.Linear) and "router" not in name:
             module.weight.copy_(_rounded_rows(module.weight))
             module.register_forward_pre_hook(lambda _, inputs: (round_tokens(inputs[0]),))
         elif isinstance(module, nn.Linear):
             module.weight.copy_(module.weight.half())
-    twin.embedding.weight.copy_(_rounded_rows(twin.embedding.weight))
-    twin.logits = _rounding(twin.logits)  # type: ignore[method-assign]
-    return twin.double().eval()
+    copy.embedding.weight.copy_(_rounded_rows(copy.embedding.weight))
+    copy.logits = _rounding(copy.logits)  # type: ignore[method-assign]
+    return copy.double().eval()
 
 
 @torch.inference_mode()
-def read_by_twin(twin: NsmModel, ids: Sequence[int]) -> tuple[Tensor, State]:
+def read_by_copy(copy: NsmModel, ids: Sequence[int]) -> tuple[Tensor, State]:
     """hidden [len(ids), d] and the state, fp32."""
-    start = {name: x.double() if x.is_floating_point() else x for name, x in twin.initial_state(1).items()}
-    hidden, state = twin.forward(torch.tensor([list(ids)]), start)
+    start = {name: x.double() if x.is_floating_point() else x for name, x in copy.initial_state(1).items()}
+    hidden, state = copy.forward(torch.tensor([list(ids)]), start)
     return hidden[0].float(), {name: x.float() if x.is_floating_point() else x for name, x in state.items()}
 
 

@@ -42,8 +42,8 @@ def test_a_library_is_made_once_and_replaced_when_its_sources_change(sources: Pa
 def test_build_error_contains_the_compilers_message(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sources / "api.cpp").write_text("this is no C++\n")
     assert build.main() == 1
-    assert "not built, models run slower" in (told := capsys.readouterr().err)
-    assert "error" in told
+    assert "not built, models run slower" in (message := capsys.readouterr().err)
+    assert "error" in message
     assert list((sources.parent / "build").iterdir()) == []
 
 

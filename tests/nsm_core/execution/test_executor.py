@@ -18,7 +18,7 @@ from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import SamplingRow, draw_reference
 from nsm_core.state.spec import POSITION, State
-from tests.nsm_core.execution.small_models import quantised_twin, read_by_twin
+from tests.nsm_core.execution.small_models import quantised_copy, read_by_copy
 from tests.support.models import random_model, small_config
 
 VOCAB = 48
@@ -62,12 +62,12 @@ class Reference:
     """What an executor's numbers are compared with: the model, or for int8 the model with its inputs rounded."""
 
     def __init__(self, model: NsmModel, *, is_int8: bool) -> None:
-        self._model = quantised_twin(model) if is_int8 else model
+        self._model = quantised_copy(model) if is_int8 else model
         self._is_int8 = is_int8
 
     def read(self, ids: Sequence[int]) -> tuple[Tensor, State]:
         """hidden [len(ids),d] and the state, of a text read alone."""
-        return read_by_twin(self._model, ids) if self._is_int8 else read_alone(self._model, ids)
+        return read_by_copy(self._model, ids) if self._is_int8 else read_alone(self._model, ids)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ def test_result_of_a_step_survives_the_next_step(make: Make) -> None:
     executor = make(num_rows=2)
     open_rows(executor, range(2))
     first = executor.step((0, 1), (1, 2))
-    kept = first.clone()
+    copy = first.clone()
     executor.step((0, 1), (3, 4))
-    assert first.equal(kept)
+    assert first.equal(copy)
 
 
 def test_logits_are_fp32_whatever_comes_in(make: Make) -> None:

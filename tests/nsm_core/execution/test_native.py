@@ -23,9 +23,9 @@ from tests.nsm_core.execution.small_models import (
     make_native,
     model_of,
     open_rows,
-    quantised_twin,
+    quantised_copy,
     random_ids,
-    read_by_twin,
+    read_by_copy,
     read_parts,
 )
 from tests.support.models import RandomModel, random_model, small_config
@@ -33,8 +33,8 @@ from tests.support.models import RandomModel, random_model, small_config
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels were not built: there is no C++ compiler")
 
 # Rounding to int8 is a jump where a number lies between two steps: there fp32 and fp64 may differ by one of them.
-TWIN_TOLERANCE = 2e-2
-TWIN_MEAN_TOLERANCE = 5e-5
+COPY_TOLERANCE = 2e-2
+COPY_MEAN_TOLERANCE = 5e-5
 
 
 def is_same(got: tuple[Tensor, State], want: tuple[Tensor, State]) -> bool:
@@ -53,11 +53,11 @@ def test_it_is_the_model_with_weights_and_inputs_rounded(kind: str, variant: str
     executor = make_native(kind, variant)
     open_rows(executor, [2])
     logits, state = read_parts(executor, 2, [ids[:30], ids[30:31], ids[31:]])
-    twin = quantised_twin(model_of(kind))
-    hidden, want_state = read_by_twin(twin, ids)
-    difference = (logits - twin.logits(hidden.double())).abs()
-    assert difference.max() < TWIN_TOLERANCE
-    assert difference.mean() < TWIN_MEAN_TOLERANCE
+    copy = quantised_copy(model_of(kind))
+    hidden, want_state = read_by_copy(copy, ids)
+    difference = (logits - copy.logits(hidden.double())).abs()
+    assert difference.max() < COPY_TOLERANCE
+    assert difference.mean() < COPY_MEAN_TOLERANCE
     torch.testing.assert_close(state, want_state, rtol=1e-3, atol=1e-3)
 
 

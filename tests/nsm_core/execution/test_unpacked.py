@@ -29,9 +29,9 @@ def rounded(model: NsmModel, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("variant", NATIVE)
 def test_rows_are_those_that_were_packed(variant: str) -> None:
     model, weights = model_of("window"), weights_of("window", variant)
-    twin = unpacked_model(model, weights)
+    copy = unpacked_model(model, weights)
     for name in ("embedding", "blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mixer.project", "blocks.0.mixer.out"):
-        torch.testing.assert_close(twin.get_submodule(name).weight, rounded(model, f"{name}.weight"), rtol=0, atol=0)
+        torch.testing.assert_close(copy.get_submodule(name).weight, rounded(model, f"{name}.weight"), rtol=0, atol=0)
     with pytest.raises(IndexError, match="EMBEDDING 0 has no such rows"):
         weights.rows(0, Part.EMBEDDING, torch.tensor([model.config.vocab_size]), model.config.d_model)
     with pytest.raises(IndexError, match="ROUTER 0"):
@@ -42,10 +42,10 @@ def test_rows_are_those_that_were_packed(variant: str) -> None:
 @torch.inference_mode()
 def test_unpacked_model_equals_the_rounded_model(name: str) -> None:
     model = model_of(name)
-    twin = unpacked_model(model, weights_of(name, NATIVE[0]))
-    assert not {id(parameter) for parameter in twin.parameters()} - {id(parameter) for parameter in model.parameters()}
-    assert {key for key, _ in twin.named_parameters()}.isdisjoint({"embedding.weight", "blocks.0.mlp.up.weight"})
-    assert not [key for key, _ in twin.named_parameters() if key.endswith("router.logits.weight")]
+    copy = unpacked_model(model, weights_of(name, NATIVE[0]))
+    assert not {id(parameter) for parameter in copy.parameters()} - {id(parameter) for parameter in model.parameters()}
+    assert {key for key, _ in copy.named_parameters()}.isdisjoint({"embedding.weight", "blocks.0.mlp.up.weight"})
+    assert not [key for key, _ in copy.named_parameters() if key.endswith("router.logits.weight")]
     reference = random_model(CONFIGS[name])
     reference.load_state_dict(model.state_dict())
     for key, parameter in reference.named_parameters():
@@ -54,12 +54,12 @@ def test_unpacked_model_equals_the_rounded_model(name: str) -> None:
         elif key.endswith("router.logits.weight"):
             parameter.copy_(parameter.half())
     ids = torch.arange(14).view(2, 7)
-    hidden, state = twin.forward(ids, twin.initial_state(2))
+    hidden, state = copy.forward(ids, copy.initial_state(2))
     want, want_state = reference.forward(ids, reference.initial_state(2))
     torch.testing.assert_close((hidden, state), (want, want_state), rtol=1e-4, atol=1e-5)
-    stepped, want_stepped = twin.step(ids[:, 0], state), reference.step(ids[:, 0], want_state)
+    stepped, want_stepped = copy.step(ids[:, 0], state), reference.step(ids[:, 0], want_state)
     torch.testing.assert_close(stepped, want_stepped, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(twin.logits(hidden), reference.logits(want), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.logits(hidden), reference.logits(want), rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -69,9 +69,9 @@ def test_routers_give_the_bits_of_the_file(tiny_tokenizer: Tokenizer) -> None:
     router.get_parameter("logits.weight").copy_(
         router.get_parameter("logits.weight").half()
     )  # as files of int8 hold it
-    twin = unpacked_model(model, NativeWeights(model)).get_submodule("blocks.0.mixer.router")
+    copy = unpacked_model(model, NativeWeights(model)).get_submodule("blocks.0.mixer.router")
     x = torch.randn(3, model.config.d_model, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(twin(x), router(x), rtol=0, atol=0)
+    torch.testing.assert_close(copy(x), router(x), rtol=0, atol=0)
 
 
 def test_the_native_executor_outlives_the_loaded_model(tiny_tokenizer: Tokenizer) -> None:

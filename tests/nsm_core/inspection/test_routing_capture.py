@@ -88,9 +88,9 @@ def test_weights_of_gated_slots_and_of_tokens_give_the_layers_output(gate: str, 
     read, seen = step.capture.read, step.capture.seen
     torch.testing.assert_close(read.sum(-1) + seen.sum(-1), torch.ones(2, 2))
     recent = step.after["recent"][..., 16:]  # the ring with the token in it, [B,C,H,K]
-    place = (num_tokens - torch.arange(8)) % 8
+    row = (num_tokens - torch.arange(8)) % 8
     states = F.rms_norm(step.before["gated"], (16,), eps=step.layer.mixer.eps)
-    out = torch.einsum("bhm,bhmk->bhk", read, states) + torch.einsum("bhc,bchk->bhk", seen, recent[:, place])
+    out = torch.einsum("bhm,bhmk->bhk", read, states) + torch.einsum("bhc,bchk->bhk", seen, recent[:, row])
     torch.testing.assert_close(gated_output(step, out), step.given_to_out, rtol=1e-4, atol=1e-5)
 
 
@@ -125,10 +125,10 @@ def test_weights_of_a_memory_give_the_layers_output_and_what_it_writes(num_token
     normed = F.rms_norm(summary, (16,), eps=mixer.eps)
     controls = torch.einsum("bpn,pnc->bpc", normed, mixer.write.controls) + mixer.write.bias
     erase, candidate = controls[:, 0, 16:32].sigmoid(), controls[:, 0, 32:48].tanh()
-    moved = capture.write[:, 0, :, None] * erase[:, None] * (candidate[:, None] - step.before["memory"])
+    difference = capture.write[:, 0, :, None] * erase[:, None] * (candidate[:, None] - step.before["memory"])
     assert float(capture.write.max()) > 0.01
     assert bool((weight > 0).all())
-    torch.testing.assert_close(step.before["memory"] + moved, step.after["memory"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step.before["memory"] + difference, step.after["memory"], rtol=1e-4, atol=1e-5)
 
 
 def memory_config() -> ModelConfig:
@@ -140,9 +140,9 @@ def test_several_write_heads_are_told_as_one() -> None:
     """A row that all of them pass over keeps its numbers, and those that were addressed more moved."""
     config = dataclasses.replace(memory_config(), memory_heads=3)
     step = step_after(random_model(config), 15)
-    moved = (step.after["memory"] - step.before["memory"]).norm(dim=-1)
+    difference = (step.after["memory"] - step.before["memory"]).norm(dim=-1)
     bound = step.capture.write[:, 0] * (step.before["memory"].norm(dim=-1) + 16**0.5)
-    assert bool((moved <= bound + 1e-5).all())
+    assert bool((difference <= bound + 1e-5).all())
     assert bool((step.capture.write > 0).any())
 
 

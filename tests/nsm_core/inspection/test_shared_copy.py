@@ -18,18 +18,18 @@ IDS = torch.randint(64, (20,), generator=torch.Generator().manual_seed(8)).tolis
 
 def test_a_twin_computes_the_same_from_the_same_weights() -> None:
     model = random_model(small_config(64, layer_pattern="(NW)"))
-    twin = shared_copy(model)
-    assert all(one is other for one, other in zip(model.parameters(), twin.parameters(), strict=True))
-    assert not set(model.modules()) & set(twin.modules())
+    copy = shared_copy(model)
+    assert all(one is other for one, other in zip(model.parameters(), copy.parameters(), strict=True))
+    assert not set(model.modules()) & set(copy.modules())
     with torch.inference_mode():
         ids = torch.tensor([IDS])
-        assert torch.equal(model(ids, model.initial_state(1))[0], twin(ids, twin.initial_state(1))[0])
+        assert torch.equal(model(ids, model.initial_state(1))[0], copy(ids, copy.initial_state(1))[0])
 
 
 def test_who_watches_a_twin_sees_nothing_of_the_models_own_steps() -> None:
     """The engine's thread makes steps of the model while another thread looks at the twin."""
     model = random_model(small_config(64))
-    alone, twin = inspect(model, IDS), shared_copy(model)
+    alone, copy = inspect(model, IDS), shared_copy(model)
     stopped = threading.Event()
 
     def serve() -> None:
@@ -40,7 +40,7 @@ def test_who_watches_a_twin_sees_nothing_of_the_models_own_steps() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        beside = inspect(twin, IDS)
+        beside = inspect(copy, IDS)
     finally:
         stopped.set()
         thread.join()

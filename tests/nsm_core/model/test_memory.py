@@ -55,8 +55,8 @@ def read_token_by_token(mixer: MemoryMixer, x: Tensor) -> tuple[Tensor, Tensor, 
             )
             content = ((1 + F.softplus(rest[0])) * F.cosine_similarity(key[None], memory)).softmax(0)
             allocated, left = torch.zeros(ROWS), 1.0
-            for place in range(ROWS):
-                row = (writes + place) % ROWS
+            for shift in range(ROWS):
+                row = (writes + shift) % ROWS
                 allocated[row] = left * (1 - usage[row])
                 left = left * float(usage[row])
             share = torch.sigmoid(rest[2])
@@ -111,8 +111,8 @@ def test_rounding_does_not_grow_over_hundreds_of_writes() -> None:
     """Two readings 1e-6 apart stay about that far apart: no choice between rows hangs on their last bits."""
     mixer, x = make_mixer(2).double(), torch.randn(1200, 16, dtype=torch.float64)
     start = {name: value.double() for name, value in mixer.initial_state(1).items()}
-    moved = {name: value + 1e-6 * torch.rand_like(value) for name, value in start.items()}
-    (want, _), (got, _) = run(mixer, x, start), run(mixer, x, moved)
+    perturbed = {name: value + 1e-6 * torch.rand_like(value) for name, value in start.items()}
+    (want, _), (got, _) = run(mixer, x, start), run(mixer, x, perturbed)
     assert (got - want)[0, -200:].abs().max() < 1e-5
 
 

@@ -132,8 +132,8 @@ def test_routing_is_continuous_at_a_tie(pulse: NsmModel) -> None:
     router = pulse.layers[0].mixer.router
     x = torch.randn(4096, CONFIG.d_model)
     write = -torch.expm1(router(x))
-    moved = -torch.expm1(router(x * (1 + 1e-6)))
-    assert (write - moved).abs().max() < 1e-4
+    perturbed = -torch.expm1(router(x * (1 + 1e-6)))
+    assert (write - perturbed).abs().max() < 1e-4
     assert ((write > 0).sum(-1) <= CONFIG.write_top_k).all()
 
 

@@ -21,7 +21,7 @@ def read(model: NsmModel, num_tokens: int, batch_size: int = 2) -> State:
     return state
 
 
-def look(observer: ModelObserver, state: State, *, fresh: bool = True, names: tuple[str, ...] = ("a", "b")) -> None:
+def sample(observer: ModelObserver, state: State, *, fresh: bool = True, names: tuple[str, ...] = ("a", "b")) -> None:
     observer.observe(names, is_fresh=[fresh] * len(names), ids=[5, 6][: len(names)], state=state)
 
 
@@ -39,7 +39,7 @@ def test_the_figures_are_those_of_the_routers_own_weights(router: str) -> None:
         model.step(torch.tensor([5, 6]), state)
     for handle in handles:
         handle.remove()
-    look(observer, state)
+    sample(observer, state)
     for layer, wanted in zip(observer.layers, weights, strict=True):
         shares = wanted / wanted.sum(-1, keepdim=True)
         entropy = -(shares * shares.clamp(min=1e-30).log()).sum(-1)
@@ -54,7 +54,7 @@ def test_the_figures_are_those_of_the_routers_own_weights(router: str) -> None:
 def test_a_sparse_router_shows_so() -> None:
     model = random_model(small_config(64, router="softmax", write_top_k=2))
     observer = ModelObserver(model, clock=FakeClock())
-    look(observer, read(model, 10))
+    sample(observer, read(model, 10))
     assert all(layer.sparsity >= 0.5 for layer in observer.layers)
     assert all(layer.states_per_token <= 4 for layer in observer.layers)
 
@@ -63,7 +63,7 @@ def test_observation_leaves_model_and_state_unchanged() -> None:
     model = random_model(small_config(64))
     observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
     before = {name: tensor.clone() for name, tensor in state.items()}
-    look(observer, state)
+    sample(observer, state)
     assert all(torch.equal(before[name], state[name]) for name in state)
     assert not any(block.mixer.router._forward_hooks for block in model.layers)
 
@@ -72,19 +72,19 @@ def test_slots_that_leave_their_start_or_go_back_to_it_are_counted() -> None:
     model = random_model(small_config(64, router="sigmoid", write_top_k=8))
     observer = ModelObserver(model, clock=FakeClock())
     start, used = read(model, 0), read(model, 10)
-    look(observer, start)
+    sample(observer, start)
     assert [(layer.num_allocated, layer.num_pruned, layer.utilisation) for layer in observer.layers] == [(0, 0, 0)] * 2
-    look(observer, used)
+    sample(observer, used)
     assert [layer.num_allocated for layer in observer.layers] == [2 * 2 * 8] * 2  # rows, heads, slots
-    look(observer, used)
-    look(observer, start)
+    sample(observer, used)
+    sample(observer, start)
     assert [(layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(32, 32)] * 2
 
 
 def test_a_resumed_state_that_was_not_seen_before_is_no_change() -> None:
     model = random_model(small_config(64, router="sigmoid", write_top_k=8))
     observer = ModelObserver(model, clock=FakeClock())
-    look(observer, read(model, 10), fresh=False)
+    sample(observer, read(model, 10), fresh=False)
     assert [layer.num_allocated for layer in observer.layers] == [0, 0]
 
 
@@ -93,9 +93,9 @@ def test_M7_observations_are_rare_and_rarer_if_expensive() -> None:
     model = random_model(small_config(64))
     observer = ModelObserver(model, clock=lambda: next(times))
     assert observer.is_due  # at 10
-    look(observer, read(model, 1))  # takes a millisecond
+    sample(observer, read(model, 1))  # takes a millisecond
     assert not observer.is_due
-    look(observer, read(model, 1))  # takes two seconds
+    sample(observer, read(model, 1))  # takes two seconds
     assert not observer.is_due
     assert observer.is_due
 
@@ -104,7 +104,7 @@ def test_M7_observations_are_rare_and_rarer_if_expensive() -> None:
 def test_a_mixer_beside_others_is_found_by_its_number(pattern: str) -> None:
     model = random_model(small_config(64, layer_pattern=pattern))
     observer = ModelObserver(model, clock=FakeClock())
-    look(observer, read(model, 10))
+    sample(observer, read(model, 10))
     assert [layer.layer for layer in observer.layers] == ["0.0", "1.0"]
 
 
@@ -117,17 +117,17 @@ def test_slots_that_come_and_go_are_counted_by_their_mask() -> None:
     allocating = {"router": "sigmoid", "write_top_k": 8, "allocation": True, "start_slots": 6}
     model = random_model(small_config(64, **allocating))
     observer, state = ModelObserver(model, clock=FakeClock()), read(model, 10)
-    look(observer, state)
+    sample(observer, state)
     assert [(layer.num_active, layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(6, 0, 0)] * 2
     changed = {name: tensor.clone() for name, tensor in state.items()}
     for layer in range(2):
         changed[f"layers.{layer}.active"][:, 0] = torch.tensor([0.0, 1, 1, 1, 1, 1, 1, 1])  # one head of two
-    look(observer, changed)
+    sample(observer, changed)
     assert [(layer.num_active, layer.num_allocated, layer.num_pruned) for layer in observer.layers] == [(6.5, 4, 2)] * 2
 
 
 def test_a_layer_that_does_not_allocate_has_all_its_slots_in_use() -> None:
     model = random_model(small_config(64))
     observer = ModelObserver(model, clock=FakeClock())
-    look(observer, read(model, 0))
+    sample(observer, read(model, 0))
     assert [layer.num_active for layer in observer.layers] == [8, 8]

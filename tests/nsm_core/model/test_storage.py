@@ -73,10 +73,10 @@ def test_the_fingerprint_covers_config_weights_and_tokenizer(
     assert fingerprint(tmp_path) == first  # the same config, laid out differently
     seen = {first}
     for name in ("config.json", "weights.safetensors", "tokenizer.json"):
-        file, kept = tmp_path / name, (tmp_path / name).read_bytes()
-        file.write_bytes(kept.replace(b'"taper": 0.1', b'"taper": 0.2') if name == "config.json" else kept + b" ")
+        file, raw = tmp_path / name, (tmp_path / name).read_bytes()
+        file.write_bytes(raw.replace(b'"taper": 0.1', b'"taper": 0.2') if name == "config.json" else raw + b" ")
         seen.add(fingerprint(tmp_path))
-        file.write_bytes(kept)
+        file.write_bytes(raw)
     assert len(seen) == 4
     assert fingerprint(tmp_path) == first
 

@@ -23,7 +23,7 @@ needs_triton = pytest.mark.skipif(
 
 Inputs = dict[str, Tensor]
 Scan = Callable[..., tuple[Tensor, Tensor]]
-FORMS = [
+VARIANTS = [
     pytest.param(keyed_scan_chunked, id="chunked"),
     pytest.param(keyed_scan_kernel, id="kernel", marks=needs_triton),
 ]
@@ -67,19 +67,19 @@ def assert_close(scan: Scan, inputs: Inputs) -> None:
         assert error < (FP32_GRADIENT_TOLERANCE if name.startswith("d_") else FP32_TOLERANCE), (name, error)
 
 
-@pytest.mark.parametrize("scan", FORMS)
+@pytest.mark.parametrize("scan", VARIANTS)
 @pytest.mark.parametrize(("batch", "num_tokens"), [(2, 1), (1, 64), (2, 65), (1, 150)])
 def test_keyed_scan_of_any_length_equals_the_recurrence(scan: Scan, batch: int, num_tokens: int) -> None:
     assert_close(scan, make_inputs(batch, num_tokens))
 
 
-@pytest.mark.parametrize("scan", FORMS)
+@pytest.mark.parametrize("scan", VARIANTS)
 def test_keyed_scan_of_unequal_widths_equals_the_recurrence(scan: Scan) -> None:
     assert_close(scan, make_inputs(1, 70, heads=1, slots=64, width=32))
     assert_close(scan, make_inputs(1, 70, heads=1, slots=32, width=64))
 
 
-@pytest.mark.parametrize("scan", FORMS)
+@pytest.mark.parametrize("scan", VARIANTS)
 def test_keyed_scan_of_equal_keys_at_full_strength_stays_exact(scan: Scan) -> None:
     """The triangular system is then as far from the identity as it can be."""
     inputs = make_inputs(1, 128, heads=1)
@@ -91,7 +91,7 @@ def test_keyed_scan_of_equal_keys_at_full_strength_stays_exact(scan: Scan) -> No
     assert found["d_v"] < FP32_GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("scan", FORMS)
+@pytest.mark.parametrize("scan", VARIANTS)
 def test_keyed_scan_at_a_document_start_forgets_everything_before_it(scan: Scan) -> None:
     inputs = make_inputs(2, 192, heads=1)
     inputs["reset"] = torch.tensor([[True, False, True], [False, True, False]], device=DEVICE)
@@ -102,7 +102,7 @@ def test_keyed_scan_at_a_document_start_forgets_everything_before_it(scan: Scan)
     assert state[0].isfinite().all()
 
 
-@pytest.mark.parametrize("scan", FORMS)
+@pytest.mark.parametrize("scan", VARIANTS)
 def test_keyed_scan_of_tokens_without_strength_or_decay_keeps_the_state(scan: Scan) -> None:
     inputs = make_inputs(1, 70)
     inputs |= {name: torch.zeros_like(inputs[name]) for name in ("strength", "log_decay")}

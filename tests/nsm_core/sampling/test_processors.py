@@ -42,21 +42,21 @@ def only(weights: Row, ids: list[int]) -> list[float]:
 
 @given(weight_rows, st.integers(0, 70))
 def test_top_k_selects_the_most_likely_and_the_lowest_ids_among_equals(weights: Row, top_k: int) -> None:
-    kept = by_likelihood(weights)[: top_k or None]
+    remaining = by_likelihood(weights)[: top_k or None]
     got = weights.copy()
     keep_top_k(got, top_k)
-    assert got.tolist() == only(weights, kept)
+    assert got.tolist() == only(weights, remaining)
 
 
 @given(weight_rows, st.integers(1, 64).map(lambda numerator: numerator / 64))
 def test_top_p_selects_the_fewest_most_likely_with_that_mass(weights: Row, top_p: float) -> None:
-    kept: list[int] = []
+    remaining: list[int] = []
     for token_id in by_likelihood(weights):
-        if sum(float(weights[i]) for i in kept) < top_p * float(weights.sum(dtype=np.float64)):
-            kept.append(token_id)
+        if sum(float(weights[i]) for i in remaining) < top_p * float(weights.sum(dtype=np.float64)):
+            remaining.append(token_id)
     got = weights.copy()
     keep_top_p(got, top_p)
-    assert got.tolist() == only(weights, kept)
+    assert got.tolist() == only(weights, remaining)
 
 
 @given(weight_rows, st.integers(0, 64).map(lambda numerator: numerator / 64))

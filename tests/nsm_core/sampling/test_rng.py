@@ -33,7 +33,7 @@ def test_the_reference_gives_the_published_answers() -> None:
 
 def test_golden_values() -> None:
     """These must never change: a stored session would go on with other draws."""
-    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 3, 123456), (5, 2**64 - 1, 2**64 - 1)]
+    draws = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 3, 123456), (5, 2**64 - 1, 2**64 - 1)]
     golden = [
         0.011546754286331562,
         0.3035680343067586,
@@ -42,8 +42,8 @@ def test_golden_values() -> None:
         0.9870094204639804,
         0.017567556125244188,
     ]
-    assert uniforms(places).tolist() == golden
-    assert [uniform(*place) for place in places] == golden
+    assert uniforms(draws).tolist() == golden
+    assert [uniform(*draw) for draw in draws] == golden
 
 
 @given(words, words, words)
@@ -54,20 +54,20 @@ def test_a_draw_follows_the_documented_construction(seed: int, choice_index: int
 
 
 def test_M5_uniforms_equal_single_draws() -> None:
-    places = [(seed, choice, position) for seed in (0, 7, 2**63) for choice in (0, 1) for position in range(20)]
-    batched = uniforms(places)
+    triples = [(seed, choice, position) for seed in (0, 7, 2**63) for choice in (0, 1) for position in range(20)]
+    batched = uniforms(triples)
     assert batched.dtype == np.float64
-    assert batched.tolist() == [uniform(*place) for place in places]
+    assert batched.tolist() == [uniform(*triple) for triple in triples]
     assert uniforms([]).shape == (0,)
 
 
 def test_draws_are_uniform_along_each_argument() -> None:
-    for places in (
+    for triples in (
         [(i, 0, 0) for i in range(2000)],
         [(0, i, 0) for i in range(2000)],
         [(0, 0, i) for i in range(2000)],
     ):
-        draws = uniforms(places)
+        draws = uniforms(triples)
         assert draws.min() >= 0.0
         assert draws.max() < 1.0
         counts, _ = np.histogram(draws, bins=10, range=(0.0, 1.0))

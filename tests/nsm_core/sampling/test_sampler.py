@@ -69,9 +69,9 @@ def reference(logits: list[float], row: SamplingRow) -> int:
     order = order[: params.top_k or None]
     mass = np.cumsum(weights[order])
     order = order[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
-    kept = sorted(i for i in order if weights[i] >= params.min_p)
-    target = uniform(params.seed, params.choice_index, row.position) * weights[kept].sum()
-    return kept[int(np.searchsorted(np.cumsum(weights[kept]), target, side="right"))]
+    remaining = sorted(i for i in order if weights[i] >= params.min_p)
+    target = uniform(params.seed, params.choice_index, row.position) * weights[remaining].sum()
+    return remaining[int(np.searchsorted(np.cumsum(weights[remaining]), target, side="right"))]
 
 
 @pytest.mark.parametrize("vocab_size", [33, 300, 8191])

@@ -15,16 +15,16 @@ LAYOUT = (
 )
 
 
-def state_with(place: int, value: float) -> bytes:
+def state_with(offset: int, value: float) -> bytes:
     values = np.zeros(10, "<f4")
-    values[place] = value
+    values[offset] = value
     return (-1).to_bytes(8, "little", signed=True) + values.tobytes()  # a whole number is no float: NaN as bits
 
 
-@pytest.mark.parametrize(("place", "tensor"), [(0, "slots"), (5, "slots"), (6, "kv"), (9, "kv")])
+@pytest.mark.parametrize(("offset", "tensor"), [(0, "slots"), (5, "slots"), (6, "kv"), (9, "kv")])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -3e38, 1.1 * MAX_MAGNITUDE])
-def test_the_tensor_is_named_wherever_the_number_is(place: int, tensor: str, value: float) -> None:
-    assert implausible_tensor(LAYOUT, state_with(place, value)) == tensor
+def test_the_tensor_is_named_wherever_the_number_is(offset: int, tensor: str, value: float) -> None:
+    assert implausible_tensor(LAYOUT, state_with(offset, value)) == tensor
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, -65_504.0, MAX_MAGNITUDE, -MAX_MAGNITUDE])

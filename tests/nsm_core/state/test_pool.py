@@ -44,10 +44,10 @@ def test_write_and_scatter_copy_in() -> None:
 def test_copy_has_memory_of_its_own() -> None:
     pool = make_pool(leased=(1,))
     pool.write(1, make_state(5))
-    kept = pool.copy(1)
+    copied = pool.copy(1)
     pool.write(1, make_state(6))
-    assert kept["position"].tolist() == [5]
-    assert kept["slots"].unique().tolist() == [5]
+    assert copied["position"].tolist() == [5]
+    assert copied["slots"].unique().tolist() == [5]
 
 
 @pytest.mark.parametrize("rows", [(1, 2), (3, 0)], ids=str)

@@ -142,11 +142,11 @@ def test_T4_a_cancel_is_looked_for_after_each_step(
     """The clock never brings it here: it takes the end of the step that runs, and no more than one further."""
     steps, cancelled, cancel = StepByStep(monkeypatch), threading.Event(), GenerationHandle.cancel
 
-    def cancel_and_tell(handle: GenerationHandle) -> None:
+    def cancel_and_count(handle: GenerationHandle) -> None:
         cancel(handle)
         cancelled.set()
 
-    monkeypatch.setattr(GenerationHandle, "cancel", cancel_and_tell)
+    monkeypatch.setattr(GenerationHandle, "cancel", cancel_and_count)
     monkeypatch.setattr(backend_module, "WATCH_S", 60.0)
     backend = Backend(make_worker(tiny_tokenizer), triton, labels={"model": "nsm"})
     leaves, stays = generate(ENDLESS), generate(12)

@@ -21,7 +21,7 @@ class Handle:
         self.batches = self.queue.batches
 
 
-def settled(num_streams: int) -> tuple[Pacing, contextlib.ExitStack]:
+def steady_streams(num_streams: int) -> tuple[Pacing, contextlib.ExitStack]:
     """After many answers of SEND_S; the streams end with the stack."""
     pacing, stack = Pacing(), contextlib.ExitStack()
     for _ in range(num_streams):
@@ -33,7 +33,7 @@ def settled(num_streams: int) -> tuple[Pacing, contextlib.ExitStack]:
 
 def test_tokens_wait_for_so_long_that_sending_takes_a_tenth_of_the_time() -> None:
     for num_streams in (1, 2, 16):
-        pacing, stack = settled(num_streams)
+        pacing, stack = steady_streams(num_streams)
         with stack:
             sending_s = num_streams * SEND_S
             assert abs(sending_s / (sending_s + pacing.hold_s()) - 1 / (1 + HOLD_TO_SENDING)) < 1e-3
@@ -41,13 +41,13 @@ def test_tokens_wait_for_so_long_that_sending_takes_a_tenth_of_the_time() -> Non
 
 
 def test_holding_has_a_bound() -> None:
-    pacing, stack = settled(1000)
+    pacing, stack = steady_streams(1000)
     with stack:
         assert pacing.hold_s() == MAX_HOLD_S
 
 
 async def test_a_stream_that_is_held_has_all_its_tokens() -> None:
-    handle, responder, (pacing, stack) = Handle(), FakeResponder(), settled(1000)
+    handle, responder, (pacing, stack) = Handle(), FakeResponder(), steady_streams(1000)
     tokens = [TokenEvent(index=index, token_id=index, text=f"{index} ") for index in range(1, 6)]
     for event in (*tokens, Finished(reason=FinishReason.LENGTH)):
         handle.queue.put(event)

@@ -57,7 +57,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def told(process: subprocess.Popen[str]) -> str:
+def message_of(process: subprocess.Popen[str]) -> str:
     """All that it said until it ended."""
     return process.communicate(timeout=20)[1]
 
@@ -67,7 +67,8 @@ def test_T2_a_dead_stub_ends_the_server_and_that_is_said(process: subprocess.Pop
     (stub,) = stubs_of(server)[0]
     os.kill(stub, signal.SIGKILL)
     assert (
-        told(process) == "nsm triton: the process that runs the model died, or hung and was ended: ending the server\n"
+        message_of(process)
+        == "nsm triton: the process that runs the model died, or hung and was ended: ending the server\n"
     )
     assert process.returncode == EXIT_KILLED
     assert not Path(f"/proc/{server}").exists()
@@ -87,7 +88,7 @@ def test_T2_the_signal_that_ended_a_server_is_said(
     (stub,) = stubs_of(server)[0]
     os.kill(server, number)
     os.kill(stub, signal.SIGKILL)  # it holds the pipe, and would end itself if it were a real one
-    assert f"nsm triton: {words}" in told(process)
+    assert f"nsm triton: {words}" in message_of(process)
     assert process.returncode == status
 
 
@@ -97,7 +98,7 @@ def test_a_second_server_of_the_same_prefix_frees_nothing_of_the_first(
     region = SHARED_MEMORY / f"nsm_test_{os.getpid()}_region"
     region.touch()
     with supervised(tmp_path) as second:
-        assert "another server runs, or loads its model, with the shared memory nsm_test_" in told(second)
+        assert "another server runs, or loads its model, with the shared memory nsm_test_" in message_of(second)
     assert second.returncode == 1
     assert process.poll() is None
     assert region.exists()

@@ -59,7 +59,7 @@ def test_the_unit_decides_nothing(rates: list[float], scale: float) -> None:
 @given(st.permutations(range(ROUNDS)))
 def test_the_order_of_the_rounds_decides_nothing(order: list[int]) -> None:
     base, new = [100.0] * ROUNDS, [99.0, 80.0, 85.0, 110.0, 90.0, 91.0, 92.0]
-    assert verdict(base, [new[place] for place in order]).bound == verdict(base, new).bound
+    assert verdict(base, [new[index] for index in order]).bound == verdict(base, new).bound
 
 
 def test_one_round_that_went_well_saves_a_build_that_may_be_as_good() -> None:

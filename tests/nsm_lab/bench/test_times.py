@@ -33,6 +33,6 @@ def test_without_any_text_the_first_piece_is_the_end() -> None:
 
 @given(st.lists(st.floats(min_value=0.001, max_value=100.0), min_size=2, max_size=50))
 def test_gaps_join_to_the_time_between_first_and_last(gaps: list[float]) -> None:
-    pieces = [sum(gaps[:place]) for place in range(len(gaps) + 1)]
+    pieces = [sum(gaps[:end]) for end in range(len(gaps) + 1)]
     times = RequestTimes(started=0.0, pieces=pieces, ended=pieces[-1])
     assert sum(times.gaps_s) == pytest.approx(pieces[-1] - pieces[0])

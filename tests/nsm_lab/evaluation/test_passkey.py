@@ -41,10 +41,10 @@ class KeyReader(torch.nn.Module):
         position, text = state["position"].clone(), state["text"].clone()
         hidden = torch.zeros(*ids.shape, self.tokenizer.vocab_size)
         for row in range(len(ids)):
-            for place in range(ids.shape[1] if lengths is None else int(lengths[row])):
-                text[row, position[row]] = ids[row, place]
+            for index in range(ids.shape[1] if lengths is None else int(lengths[row])):
+                text[row, position[row]] = ids[row, index]
                 position[row] += 1
-                hidden[row, place, self._next(text[row, : position[row]].long().tolist())] = 20.0
+                hidden[row, index, self._next(text[row, : position[row]].long().tolist())] = 20.0
         return hidden, {"position": position, "text": text}
 
     def _next(self, read: list[int]) -> int:

@@ -232,9 +232,9 @@ def test_bad_options_are_one_clear_line(
     ]
     assert main([*base, "--device", "cpu", *flags]) == 1
     message = capsys.readouterr().err
-    told = [line for line in message.splitlines() if not line.startswith("token ids of the ")]  # what it had begun
+    reported = [line for line in message.splitlines() if not line.startswith("token ids of the ")]  # what it had begun
     assert words in message
-    assert [line.startswith("nsm train: ") for line in told] == [True]
+    assert [line.startswith("nsm train: ") for line in reported] == [True]
 
 
 def test_a_missing_corpus_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,10 +251,10 @@ def test_resuming_with_another_model_is_refused(config: TrainConfig) -> None:
 
 def test_an_earlier_run_is_not_written_over(config: TrainConfig) -> None:
     out = train(dataclasses.replace(config, steps=1))
-    kept = (out / "weights.safetensors").read_bytes()
+    original = (out / "weights.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="holds an earlier run"):
         train(dataclasses.replace(config, steps=2))
-    assert (out / "weights.safetensors").read_bytes() == kept
+    assert (out / "weights.safetensors").read_bytes() == original
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(config: TrainConfig) -> None:

@@ -45,13 +45,13 @@ def test_json_is_the_result_itself(nsm: Nsm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [(("--batches", "1,x"), "--batches"), (("--lengths", "0"), "--lengths"), (("--batches", ""), "--batches")],
 )
-def test_sizes_that_are_none_are_refused(nsm: Nsm, options: tuple[str, ...], told: str) -> None:
+def test_sizes_that_are_none_are_refused(nsm: Nsm, options: tuple[str, ...], message: str) -> None:
     done = nsm("bench", "engine", *options)
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_a_server_that_is_not_there_is_one_line(nsm: Nsm) -> None:

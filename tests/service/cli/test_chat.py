@@ -84,8 +84,8 @@ def test_standard_output_holds_the_answers_alone(nsm: Nsm) -> None:
     assert result.stdout == quiet.stdout
     head = head_of(nsm, id_of(result.stderr))
     assert head["version"] == 1
-    place = f"version 1, position {head['position']}, {head['snapshot_bytes']} bytes"
-    assert f"session {head['id']}: {place}\n" in result.stderr
+    summary = f"version 1, position {head['position']}, {head['snapshot_bytes']} bytes"
+    assert f"session {head['id']}: {summary}\n" in result.stderr
     assert "no such command: /what" in result.stderr
 
 

@@ -19,9 +19,9 @@ from tests.service.cli.conftest import NSM, Nsm, assert_one_line
 PROMPT = "It was the best of times,"
 
 
-def by_the_engine(model_dir: Path, prompt: str, **wishes: Any) -> str:
+def by_the_engine(model_dir: Path, prompt: str, **options: Any) -> str:
     """What the engine writes when it is asked directly."""
-    sampling = SamplingParams(**{"temperature": 0.8, "top_p": 0.95, **wishes})
+    sampling = SamplingParams(**{"temperature": 0.8, "top_p": 0.95, **options})
     loaded = load_checkpoint(model_dir)
     engine = Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
     ids = (loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(prompt))

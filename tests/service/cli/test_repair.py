@@ -82,8 +82,8 @@ def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Pat
     session_id = talk(nsm, "Hello\nAgain")
     old = nsm("sessions", "log", session_id, "--ids").stdout
     other = ("--model", other_model_dir)
-    told = nsm("sessions", "verify", *other)
-    assert (told.exit_code, told.stdout.splitlines()[-1]) == (0, "verify: 1 of another model")
+    done = nsm("sessions", "verify", *other)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "verify: 1 of another model")
     assert nsm("sessions", "migrate", "--dry-run", *other).stdout == "would migrate: 1 migrated\n"
     assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 migrated\n"
     assert nsm("sessions", "migrate", *other).stdout == "migrate: 1 left as they are\n"
@@ -107,9 +107,9 @@ def test_R3_damage_is_reported_and_repaired(nsm: Nsm, data_dir: Path) -> None:
     with sqlite3.connect(data_dir / "sessions.db") as connection:
         connection.execute("UPDATE snapshots SET snapshot = zeroblob(100)")
     connection.close()
-    told = nsm("sessions", "verify")
-    assert told.exit_code == 1
-    assert told.stdout.startswith(f"default/{session_id}: damaged: ")
+    done = nsm("sessions", "verify")
+    assert done.exit_code == 1
+    assert done.stdout.startswith(f"default/{session_id}: damaged: ")
     assert nsm("sessions", "migrate", "--damaged").stdout == "migrate: 1 repaired\n"
     assert nsm("sessions", "verify").exit_code == 0
 

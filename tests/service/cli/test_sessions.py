@@ -74,9 +74,9 @@ def test_a_log_is_not_read_with_another_models_tokenizer(nsm: Nsm, other_model_d
 
 
 def test_delete_leaves_the_others(nsm: Nsm) -> None:
-    gone, kept = talk(nsm), talk(nsm)
+    gone, remaining = talk(nsm), talk(nsm)
     assert nsm("sessions", "delete", gone).stdout == f"deleted {gone}\n"
-    assert [session["id"] for session in json.loads(nsm("sessions", "list", "--json").stdout)] == [kept]
+    assert [session["id"] for session in json.loads(nsm("sessions", "list", "--json").stdout)] == [remaining]
     for command in (("show",), ("log",), ("log", "--ids"), ("delete",)):
         assert_one_line(nsm("sessions", *command, gone), f"session '{gone}' does not exist")
 

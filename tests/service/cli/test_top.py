@@ -109,9 +109,9 @@ def test_frame_shows_the_interval_and_needs_a_key_for_metrics(
 
     other = tmp_path / "other"
     other.write_text(KEY.text)
-    wish = f"{url} wants an API key that may read metrics: --key-file (nsm keys new --metrics makes one)"
-    assert_one_line(nsm("top", "--url", url, "--once"), wish)
-    assert_one_line(nsm("top", "--url", url, "--once", "--key-file", other), wish)
+    message = f"{url} wants an API key that may read metrics: --key-file (nsm keys new --metrics makes one)"
+    assert_one_line(nsm("top", "--url", url, "--once"), message)
+    assert_one_line(nsm("top", "--url", url, "--once", "--key-file", other), message)
 
 
 def test_on_a_terminal_the_screen_changes_until_ctrl_c(url: str, key_file: Path) -> None:

@@ -129,7 +129,7 @@ def test_documents_are_counted_by_themselves(nsm: Nsm, data_dir: Path, tmp_path:
     asyncio.run(add_documents())
     file, other = tmp_path / "all.nsm", f"sqlite:///{tmp_path / 'other.db'}"
     assert nsm("sessions", "backup", file).stdout == f"backup {file}: 1 written; documents: 3 written\n"
-    told = nsm("sessions", "restore", file, "--store", other).stdout
-    assert told == f"restore {file}: 1 written; documents: 3 written\n"
-    told = nsm("sessions", "copy", "--to", other).stdout
-    assert told == f"copy to {tmp_path / 'other.db'}: 1 there already; documents: 3 there already\n"
+    output = nsm("sessions", "restore", file, "--store", other).stdout
+    assert output == f"restore {file}: 1 written; documents: 3 written\n"
+    output = nsm("sessions", "copy", "--to", other).stdout
+    assert output == f"copy to {tmp_path / 'other.db'}: 1 there already; documents: 3 there already\n"

@@ -121,10 +121,10 @@ def test_S2_every_kept_token_appears_once_in_order_and_never_before_its_text(ids
     end = events[-1]
     assert isinstance(end, Finished)
     sampled = [event.token_id for event in events if isinstance(event, TokenEvent)]
-    kept = sampled[: len(sampled) - end.num_dropped_tokens]
+    visible_ids = sampled[: len(sampled) - end.num_dropped_tokens]
     deltas = feed_all(events)
-    cut = sampled[len(kept) :][:1] if end.tail else []
-    assert [scored.token_id for delta in deltas for scored in delta.tokens] == [*kept, *cut]
+    cut = sampled[len(visible_ids) :][:1] if end.tail else []
+    assert [scored.token_id for delta in deltas for scored in delta.tokens] == [*visible_ids, *cut]
     text, raw = "", b""
     for delta in deltas:
         text += delta.text
@@ -138,14 +138,14 @@ def test_X10_the_log_probabilities_of_completions_join_to_the_text(ids: list[int
     choice = ChoiceText(tiny_tokenizer(), has_logprobs=True)
     pieces = [piece for delta in feed_all(list(engine_events(ids, tuple(stop)))) for piece in choice.pieces(delta)]
     whole = choice.join(pieces)
-    text, told = whole["text"], whole["logprobs"]
+    text, logprobs = whole["text"], whole["logprobs"]
     assert text == "".join(piece["text"] for piece in pieces)
-    raw = b"".join(map(bytes_of, told["tokens"]))
+    raw = b"".join(map(bytes_of, logprobs["tokens"]))
     assert raw.decode(errors="replace") == text
-    assert all(name in top for name, top in zip(told["tokens"], told["top_logprobs"], strict=True))
-    starts = itertools.accumulate((bytes_of(name) for name in told["tokens"]), initial=b"")
+    assert all(name in top for name, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+    starts = itertools.accumulate((bytes_of(name) for name in logprobs["tokens"]), initial=b"")
     utf8 = codecs.getincrementaldecoder("utf-8")
-    assert told["text_offset"] == [len(utf8("replace").decode(start)) for start in starts][:-1]
+    assert logprobs["text_offset"] == [len(utf8("replace").decode(start)) for start in starts][:-1]
 
 
 @given(some_ids, some_stops, st.sampled_from(["", " "]))

@@ -185,8 +185,8 @@ async def test_keys_are_asked_for_and_stay_in_the_tab(browser: Browser, tmp_path
 
         await tab.page.reload()
         await tab.turns_end(1)
-        kept = await tab.page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
-        assert good.text not in "".join(kept)
+        stored = await tab.page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
+        assert good.text not in "".join(stored)
         assert good.text in await tab.page.evaluate("JSON.stringify(sessionStorage)")
         assert good.text not in await tab.page.content()
 

@@ -200,7 +200,7 @@ async def test_fork_beside_and_compare(browser: Browser) -> None:
         await expect(tab.page.locator("#branches")).to_have_text("The same for 2 turns.")
         await expect(tab.pane("right").locator(".pane-head")).to_contain_text("forked from")
         for part in (".pane-head", ".composer", "[aria-label=Token]", "[aria-label=Routing]"):
-            assert await place(tab, "left", part) == await place(tab, "right", part), part
+            assert await top_left(tab, "left", part) == await top_left(tab, "right", part), part
         await tab.send("Otherwise", pane="right")
         await tab.turns_end(3, pane="right")
         await expect(tab.page.locator("#branches")).to_have_text(
@@ -213,7 +213,7 @@ async def test_fork_beside_and_compare(browser: Browser) -> None:
         assert [head["version"] for head in await heads(server)] == [3, 3]
 
 
-async def place(tab: Playground, pane: str, part: str) -> tuple[float, float]:
+async def top_left(tab: Playground, pane: str, part: str) -> tuple[float, float]:
     """Top and height, in pixels."""
     box = await tab.pane(pane).locator(part).bounding_box()
     assert box is not None
@@ -228,9 +228,9 @@ async def test_where_two_answers_part_is_marked(browser: Browser, tiny_tokenizer
         await tab.turns_end(1)
         await tab.turns_end(1, pane="right")
         await expect(tab.page.locator("#branches")).to_contain_text("They part in the answer of turn 1, after")
-        places = tab.page.locator(".answer .parting")
-        await expect(places).to_have_count(2)
-        left, right = await places.all_text_contents()
+        partings = tab.page.locator(".answer .parting")
+        await expect(partings).to_have_count(2)
+        left, right = await partings.all_text_contents()
         assert left != right
 
 

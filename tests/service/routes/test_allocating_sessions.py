@@ -23,16 +23,16 @@ STORY = "The night was long and dark. " * 6  # past a boundary
 SESSIONS = ("whole", "rewound")
 
 
-async def say(house: Gateway, session_id: str, text: str) -> str:
+async def say(server: Gateway, session_id: str, text: str) -> str:
     body = {"input": text, "max_tokens": 7, "temperature": 1.0, "seed": 3}
-    response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=body)
+    response = await server.client.post(f"/v1/sessions/{session_id}/generate", json=body)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
 
-async def active_slots(house: Gateway, model: RandomModel, session_id: str) -> list[int]:
+async def active_slots(server: Gateway, model: RandomModel, session_id: str) -> list[int]:
     """Of each layer, in all heads together."""
-    stored = await house.store.load(SessionKey("default", session_id))
+    stored = await server.store.load(SessionKey("default", session_id))
     assert stored.snapshot is not None
     state = model.state_spec.unpack(Snapshot.decode(stored.snapshot).state)
     return [int(state[f"layers.{layer}.active"].sum()) for layer in range(2)]
@@ -41,21 +41,21 @@ async def active_slots(house: Gateway, model: RandomModel, session_id: str) -> l
 async def test_turns_restarts_and_rewinds_leave_the_slots_of_one_run(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = RandomModel(tiny_tokenizer.vocab_size, layer_pattern="NC", **ALLOCATING).eval()
 
-    def server() -> Any:
+    def start_gateway() -> Any:
         backend = LocalBackend(as_loaded(model, tiny_tokenizer), EngineConfig(max_slots=3, token_budget=40))
         return gateway(backend, store=SqliteSessionStore(tmp_path / "sessions.db"))
 
-    async with server() as house:
+    async with start_gateway() as server:
         for name in SESSIONS:
-            await house.client.post("/v1/sessions", json={"id": name})
+            await server.client.post("/v1/sessions", json={"id": name})
             for text in (STORY, "", STORY):
-                await say(house, name, text)
-        wanted = await say(house, "rewound", STORY)
-    async with server() as house:
-        await house.client.post("/v1/sessions/rewound/rewind", json={"to_version": 3})
-        assert await say(house, "rewound", STORY) == wanted
-        await say(house, "whole", STORY)
+                await say(server, name, text)
+        wanted = await say(server, "rewound", STORY)
+    async with start_gateway() as server:
+        await server.client.post("/v1/sessions/rewound/rewind", json={"to_version": 3})
+        assert await say(server, "rewound", STORY) == wanted
+        await say(server, "whole", STORY)
         names = [SessionKey("default", name) for name in SESSIONS]
-        results = [result async for result in verify(house.store, house.services.backend, names)]
+        results = [result async for result in verify(server.store, server.services.backend, names)]
         assert [result.verdict for result in results] == ["same"] * 2
-        assert await active_slots(house, model, "whole") != [12, 12]
+        assert await active_slots(server, model, "whole") != [12, 12]

@@ -224,7 +224,7 @@ async def test_routes_and_methods_that_do_not_exist(server: Gateway) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_harmless_fields_and_nulls_change_nothing(server: Gateway, path: str) -> None:
     start = {"prompt": "hello"} if path == COMPLETIONS else {"messages": HELLO}
-    harmless = {
+    ignored = {
         "user": "me",
         "metadata": {"a": "b"},
         "service_tier": "auto",
@@ -240,7 +240,7 @@ async def test_harmless_fields_and_nulls_change_nothing(server: Gateway, path: s
         "stream_options": None,
         "functions": None,
     }
-    response = await server.client.post(path, json={**start, **harmless})
+    response = await server.client.post(path, json={**start, **ignored})
     assert response.status_code == 200, response.text
 
 

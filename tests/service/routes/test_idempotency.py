@@ -19,7 +19,7 @@ BODY: dict[str, Any] = {"input": "x", "max_tokens": 6}
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[Gateway]:
+async def server() -> AsyncIterator[Gateway]:
     async with gateway(FakeBackend()) as made:
         await made.client.post("/v1/sessions", json={"id": "s1"})
         yield made
@@ -32,62 +32,62 @@ async def held() -> AsyncIterator[Gateway]:
         yield made
 
 
-def backend_of(house: Gateway) -> FakeBackend:
-    assert isinstance(house.services.backend, FakeBackend)
-    return house.services.backend
+def backend_of(server: Gateway) -> FakeBackend:
+    assert isinstance(server.services.backend, FakeBackend)
+    return server.services.backend
 
 
-async def say(house: Gateway, headers: dict[str, str] = KEY, **body: Any) -> httpx.Response:
-    return await house.client.post(PATH, json={**BODY, **body}, headers=headers)
+async def say(server: Gateway, headers: dict[str, str] = KEY, **body: Any) -> httpx.Response:
+    return await server.client.post(PATH, json={**BODY, **body}, headers=headers)
 
 
-async def version_of(house: Gateway) -> int:
-    return int((await house.client.get("/v1/sessions/s1")).json()["version"])
+async def version_of(server: Gateway) -> int:
+    return int((await server.client.get("/v1/sessions/s1")).json()["version"])
 
 
-async def test_D9_a_retry_after_the_commit_gets_the_stored_result(house: Gateway) -> None:
-    first = await say(house, logprobs=1)
-    again = await say(house, logprobs=1)
+async def test_D9_a_retry_after_the_commit_gets_the_stored_result(server: Gateway) -> None:
+    first = await say(server, logprobs=1)
+    again = await say(server, logprobs=1)
     assert (first.status_code, again.status_code) == (200, 200)
     assert again.json() == first.json()
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
-    assert await version_of(house) == 1
-    assert len(backend_of(house).requests) == 1
-    assert house.metric("nsm_turn_replay_total") == 1
-    assert (await say(house, {"Idempotency-Key": "k2"})).json()["session"]["version"] == 2
-    assert (await say(house, logprobs=1)).json() == first.json()  # also when the session has moved on
+    assert await version_of(server) == 1
+    assert len(backend_of(server).requests) == 1
+    assert server.metric("nsm_turn_replay_total") == 1
+    assert (await say(server, {"Idempotency-Key": "k2"})).json()["session"]["version"] == 2
+    assert (await say(server, logprobs=1)).json() == first.json()  # also when the session has moved on
 
 
-async def test_D9_a_retry_is_framed_as_it_asks(house: Gateway) -> None:
-    whole = (await say(house)).json()
+async def test_D9_a_retry_is_framed_as_it_asks(server: Gateway) -> None:
+    whole = (await say(server)).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    response = await say(house, **options)
+    response = await say(server, **options)
     assert response.headers["idempotent-replayed"] == "true"
     frames = frames_of(response.text)
     assert "".join(frame["choices"][0]["text"] for frame in frames[:-1]) == whole["choices"][0]["text"]
     assert (frames[-2]["session"], frames[-1]["usage"]) == (whole["session"], whole["usage"])
     assert {frame["id"] for frame in frames} == {whole["id"]}
-    again = await say(house, **options)
+    again = await say(server, **options)
     assert again.text == response.text
 
 
-async def test_D9_the_same_key_with_another_body_is_422_and_names_the_header(house: Gateway) -> None:
-    assert (await say(house)).status_code == 200
+async def test_D9_the_same_key_with_another_body_is_422_and_names_the_header(server: Gateway) -> None:
+    assert (await say(server)).status_code == 200
     for change in ({"input": "y"}, {"temperature": 0.5}, {"max_tokens": 7}, {"expected_version": 1}):
-        response = await say(house, **change)
+        response = await say(server, **change)
         error = error_of(response)
         assert (response.status_code, error["code"]) == (422, "idempotency_key_reused")
         assert "Idempotency-Key" in error["message"]
         assert response.headers["x-should-retry"] == "false"
-    assert await version_of(house) == 1
+    assert await version_of(server) == 1
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "x" * 256])
-async def test_a_key_that_cannot_be_is_refused(house: Gateway, key: str) -> None:
-    response = await house.client.post(PATH, json=BODY, headers={b"Idempotency-Key": key.encode()})
+async def test_a_key_that_cannot_be_is_refused(server: Gateway, key: str) -> None:
+    response = await server.client.post(PATH, json=BODY, headers={b"Idempotency-Key": key.encode()})
     assert (response.status_code, error_of(response)["param"]) == (400, "Idempotency-Key")
-    assert await version_of(house) == 0
+    assert await version_of(server) == 0
 
 
 async def test_D9_retries_at_once_run_the_turn_once(held: Gateway) -> None:
@@ -104,16 +104,16 @@ async def test_D9_retries_at_once_run_the_turn_once(held: Gateway) -> None:
     assert len(backend_of(held).requests) == 1
 
 
-async def test_D9_without_a_key_session_and_version_tell_a_retry(house: Gateway) -> None:
-    first = await say(house, {}, expected_version=0)
-    again = await say(house, {}, expected_version=0)
+async def test_D9_without_a_key_session_and_version_tell_a_retry(server: Gateway) -> None:
+    first = await say(server, {}, expected_version=0)
+    again = await say(server, {}, expected_version=0)
     assert again.json() == first.json()
     assert again.headers["idempotent-replayed"] == "true"
-    other = await say(house, {}, expected_version=0, input="y")
+    other = await say(server, {}, expected_version=0, input="y")
     assert error_of(other)["code"] == "version_conflict"
-    assert (await say(house, {})).json()["session"]["version"] == 2  # neither key nor version: a turn of its own
-    assert (await say(house, {})).json()["session"]["version"] == 3
-    assert len(backend_of(house).requests) == 3
+    assert (await say(server, {})).json()["session"]["version"] == 2  # neither key nor version: a turn of its own
+    assert (await say(server, {})).json()["session"]["version"] == 3
+    assert len(backend_of(server).requests) == 3
 
 
 async def test_a_turn_that_was_cancelled_runs_again_for_its_retry(held: Gateway) -> None:
@@ -133,24 +133,24 @@ async def test_a_turn_that_was_cancelled_runs_again_for_its_retry(held: Gateway)
 async def test_D9_a_key_stays_with_its_body_however_the_turn_ended(error: NsmError | None, status: int) -> None:
     """As for /v1/responses: the retry runs again, another body is 422 and does not take the key."""
     backend = FakeBackend(hold=True) if error is None else FakeBackend(fail_after=1, error=error)
-    async with gateway(backend) as house:
-        await house.client.post("/v1/sessions", json={"id": "s1"})
-        first = asyncio.create_task(say(house))
+    async with gateway(backend) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        first = asyncio.create_task(say(server))
         if error is None:
             await backend.held.wait()
-            await house.client.post("/v1/sessions/s1/cancel")
+            await server.client.post("/v1/sessions/s1/cancel")
         assert (await first).status_code == status
-        other = await say(house, input="y")
+        other = await say(server, input="y")
         assert (other.status_code, error_of(other)["code"]) == (422, "idempotency_key_reused")
         backend.fail_after = None
         backend.release_all()
-        again = await say(house)
+        again = await say(server)
         assert again.json()["session"]["version"] == 1
-        assert (await say(house, input="y")).status_code == 422
+        assert (await say(server, input="y")).status_code == 422
 
 
-async def test_what_was_refused_leaves_the_key_free(house: Gateway) -> None:
-    response = await say(house, input="")
+async def test_what_was_refused_leaves_the_key_free(server: Gateway) -> None:
+    response = await say(server, input="")
     assert response.status_code == 400
-    assert (await say(house, input="")).status_code == 400
-    assert (await say(house)).status_code == 200
+    assert (await say(server, input="")).status_code == 400
+    assert (await say(server)).status_code == 200

@@ -32,25 +32,25 @@ async def test_the_model_object_tells_what_is_special_here() -> None:
 
 
 async def test_R16_states_are_exact_unless_the_operator_says_so_and_the_fingerprint_tells() -> None:
-    told = {}
+    fingerprints = {}
     for changes in ({}, {"state_dtype": "fp16"}, {"state_dtype": "int8"}):
         async with gateway(FakeBackend(), **changes) as server:
             model = (await server.client.get("/v1/models/fake-nsm")).json()
             answer = (await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()
             assert answer["system_fingerprint"] == model["system_fingerprint"]
-            told[model["state_dtype"]] = model["system_fingerprint"]
-    exact = told["fp32"]
-    assert told == {"fp32": exact, "fp16": f"{exact}_fp16", "int8": f"{exact}_int8"}
+            fingerprints[model["state_dtype"]] = model["system_fingerprint"]
+    exact = fingerprints["fp32"]
+    assert fingerprints == {"fp32": exact, "fp16": f"{exact}_fp16", "int8": f"{exact}_int8"}
 
 
 async def test_R18_what_is_switched_off_says_so(tmp_path: Path) -> None:
     async with gateway(FakeBackend()) as server:
-        told = await told_of(server)
-        assert (told["prefix_cache"], told["retained_snapshots"]) == (True, 2)
+        model = await model_of(server)
+        assert (model["prefix_cache"], model["retained_snapshots"]) == (True, 2)
         assert 'nsm_prefix_resume_total{outcome="off"} 0.0' in (await server.client.get("/metrics")).text
     async with gateway(FakeBackend(), prefix_cache_mb=0, retained_snapshots=0) as server:
-        told = await told_of(server)
-        assert (told["prefix_cache"], told["retained_snapshots"]) == (False, 0)
+        model = await model_of(server)
+        assert (model["prefix_cache"], model["retained_snapshots"]) == (False, 0)
         await server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
         text = (await server.client.get("/metrics")).text
         assert 'nsm_prefix_resume_total{outcome="off"} 1.0' in text
@@ -58,11 +58,11 @@ async def test_R18_what_is_switched_off_says_so(tmp_path: Path) -> None:
     acme, other = make_key("acme"), make_key("other")
     write_keys(tmp_path / "keys.toml", acme, other, acme="prefix_cache = false", other="")
     async with gateway(FakeBackend(), api_keys_file=tmp_path / "keys.toml") as server:
-        assert (await told_of(server, headers=acme.headers))["prefix_cache"] is False
-        assert (await told_of(server, headers=other.headers))["prefix_cache"] is True
+        assert (await model_of(server, headers=acme.headers))["prefix_cache"] is False
+        assert (await model_of(server, headers=other.headers))["prefix_cache"] is True
 
 
-async def told_of(server: Gateway, **request: Any) -> dict[str, Any]:
+async def model_of(server: Gateway, **request: Any) -> dict[str, Any]:
     return dict((await server.client.get("/v1/models/fake-nsm", **request)).json())
 
 

@@ -61,15 +61,15 @@ async def test_P12_a_fork_of_an_older_response_begins_at_the_snapshot_before_it(
     for _ in range(5):
         chain.append(await respond(server, "long " * 200, previous_response_id=chain[-1]["id"]))
     (session_id,) = await session_ids(server)
-    kept = {one.version for one in await server.services.store.list_retained(SessionKey("default", session_id))}
-    assert kept
+    retained = {one.version for one in await server.services.store.list_retained(SessionKey("default", session_id))}
+    assert retained
     for version, response in enumerate(chain[:-1], start=1):
         num_requests = len(backend.requests)
         branch = await respond(server, "branch", previous_response_id=response["id"])
         num_read = sum(len(request.prompt_ids) for request in backend.requests[num_requests:-1])
         assert counts_of(branch)[1] >= counts_of(response)[0]
-        num_before = [counts_of(chain[one - 1])[0] for one in kept if one <= version]
-        assert num_read == 0 if version in kept else num_read <= counts_of(branch)[1] - max(num_before, default=0)
+        num_before = [counts_of(chain[one - 1])[0] for one in retained if one <= version]
+        assert num_read == 0 if version in retained else num_read <= counts_of(branch)[1] - max(num_before, default=0)
 
 
 async def test_P5_two_at_once_on_one_parent_are_two_branches() -> None:

@@ -134,8 +134,8 @@ async def test_a_retry_with_the_same_key_gets_the_same_response() -> None:
         backend.release_all()
         first, second = [answer.json() for answer in await asyncio.gather(*posts)]
         assert first == second
-        framing = {"stream": True, "stream_options": {"include_obfuscation": False}}
-        third = await server.client.post(PATH, json={**body, **framing}, headers=headers)
+        rendering = {"stream": True, "stream_options": {"include_obfuscation": False}}
+        third = await server.client.post(PATH, json={**body, **rendering}, headers=headers)
         assert events_of(third)[-1]["response"] == first
         assert len(await session_ids(server)) == 1
         other = await server.client.post(PATH, json={"input": "y"}, headers=headers)

@@ -23,7 +23,7 @@ PREFIX = struct.Struct("<8sIIQQ")
 
 
 @contextlib.asynccontextmanager
-async def two_houses(there: FakeBackend | None = None) -> AsyncIterator[tuple[Gateway, Gateway]]:
+async def two_servers(there: FakeBackend | None = None) -> AsyncIterator[tuple[Gateway, Gateway]]:
     """A session "s1" of two turns in the first."""
     async with gateway(FakeBackend()) as one, gateway(there or FakeBackend()) as two:
         body = {"id": "s1", "metadata": {"k": "v"}, "ttl_s": 60}
@@ -38,31 +38,31 @@ def ok(response: httpx.Response) -> dict[str, Any]:
     return dict(response.json())
 
 
-async def say(house: Gateway, text: str, session_id: str = "s1") -> dict[str, Any]:
+async def say(server: Gateway, text: str, session_id: str = "s1") -> dict[str, Any]:
     body = {"input": text, "max_tokens": 4}
-    return ok(await house.client.post(f"/v1/sessions/{session_id}/generate", json=body))
+    return ok(await server.client.post(f"/v1/sessions/{session_id}/generate", json=body))
 
 
-async def export(house: Gateway) -> bytes:
-    response = await house.client.get("/v1/sessions/s1/export")
+async def export(server: Gateway) -> bytes:
+    response = await server.client.get("/v1/sessions/s1/export")
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/octet-stream"
     assert response.headers["content-disposition"] == 'attachment; filename="s1.nsm-session"'
     return response.content
 
 
-async def import_(house: Gateway, raw: bytes, **query: Any) -> httpx.Response:
-    return await house.client.post("/v1/sessions/import", content=raw, params=query, headers=FILE_HEADERS)
+async def import_(server: Gateway, raw: bytes, **query: Any) -> httpx.Response:
+    return await server.client.post("/v1/sessions/import", content=raw, params=query, headers=FILE_HEADERS)
 
 
-async def head_of(house: Gateway) -> dict[str, Any]:
-    return ok(await house.client.get("/v1/sessions/s1"))
+async def head_of(server: Gateway) -> dict[str, Any]:
+    return ok(await server.client.get("/v1/sessions/s1"))
 
 
-async def state_of(house: Gateway) -> tuple[Snapshot, tuple[int, ...]]:
-    stored = await house.services.store.load(KEY)
+async def state_of(server: Gateway) -> tuple[Snapshot, tuple[int, ...]]:
+    stored = await server.services.store.load(KEY)
     assert stored.snapshot is not None
-    return Snapshot.decode(stored.snapshot), await house.services.store.read_log(KEY)
+    return Snapshot.decode(stored.snapshot), await server.services.store.read_log(KEY)
 
 
 def altered(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -76,25 +76,25 @@ def altered(raw: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 async def test_P4_an_imported_session_goes_on_as_the_original_would() -> None:
-    async with two_houses() as (one, two):
+    async with two_servers() as (one, two):
         imported = ok(await import_(two, await export(one)))
         original = await head_of(one)
         same = set(original) - {"created_at", "updated_at", "expires_at"}
         assert {name: imported[name] for name in same} == {name: original[name] for name in same}
         assert "rebuilt" not in imported
-        answers = [await say(house, "three") for house in (one, two)]
+        answers = [await say(server, "three") for server in (one, two)]
         assert answers[0]["usage"] == answers[1]["usage"]
         assert answers[0]["session"] == answers[1]["session"]
-        snapshots, logs = zip(*[await state_of(house) for house in (one, two)], strict=True)
+        snapshots, logs = zip(*[await state_of(server) for server in (one, two)], strict=True)
         assert logs[0] == logs[1]
         assert snapshots[0].state == snapshots[1].state == state_after(logs[0][:-1])
         assert snapshots[0].header.sampler == snapshots[1].header.sampler
-        marks = [await house.services.store.log_marks(KEY) for house in (one, two)]
+        marks = [await server.services.store.log_marks(KEY) for server in (one, two)]
         assert marks[0] == marks[1]
 
 
 async def test_a_file_may_be_imported_under_another_id_and_not_over_a_session() -> None:
-    async with two_houses() as (one, _):
+    async with two_servers() as (one, _):
         raw = await export(one)
         response = await import_(one, raw)
         assert (response.status_code, error_of(response)["code"]) == (409, "version_conflict")
@@ -112,7 +112,7 @@ async def test_an_empty_session_may_travel() -> None:
 
 
 async def test_a_file_of_another_model_is_refused_and_both_are_named() -> None:
-    async with two_houses(FakeBackend(fingerprint="a newer model")) as (one, two):
+    async with two_servers(FakeBackend(fingerprint="a newer model")) as (one, two):
         response = await import_(two, await export(one))
         error = error_of(response)
         assert (response.status_code, error["code"]) == (409, "state_mismatch")
@@ -124,7 +124,7 @@ async def test_a_file_of_another_model_is_refused_and_both_are_named() -> None:
 
 async def test_a_file_of_another_model_is_read_again_where_that_is_wished() -> None:
     backend = FakeBackend(fingerprint="a newer model")
-    async with two_houses(backend) as (one, two):
+    async with two_servers(backend) as (one, two):
         imported = ok(await import_(two, await export(one), rebuild="true"))
         original = await head_of(one)
         assert (imported["rebuilt"], imported["model_fingerprint"]) == ("fingerprint_mismatch", "a newer model")
@@ -139,7 +139,7 @@ async def test_a_file_of_another_model_is_read_again_where_that_is_wished() -> N
 
 async def test_a_rebuild_that_fails_makes_no_session() -> None:
     backend = FakeBackend(fingerprint="a newer model", fail_after=0)
-    async with two_houses(backend) as (one, two):
+    async with two_servers(backend) as (one, two):
         response = await import_(two, await export(one), rebuild="true")
         assert (response.status_code, error_of(response)["message"]) == (500, "the fake was told to fail")
         assert (await two.client.get("/v1/sessions/s1")).status_code == 404
@@ -147,7 +147,7 @@ async def test_a_rebuild_that_fails_makes_no_session() -> None:
 
 async def test_a_file_of_another_tokenizer_is_refused_in_any_case() -> None:
     tokenizer = Tokenizer.train(["something else entirely"] * 4, vocab_size=300)
-    async with two_houses(FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)) as (one, two):
+    async with two_servers(FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)) as (one, two):
         raw = await export(one)
         for rebuild in ("false", "true"):
             response = await import_(two, raw, rebuild=rebuild)
@@ -156,10 +156,10 @@ async def test_a_file_of_another_tokenizer_is_refused_in_any_case() -> None:
 
 
 async def test_a_damaged_file_is_refused_wherever_the_damage_is() -> None:
-    async with two_houses() as (one, two):
+    async with two_servers() as (one, two):
         raw = await export(one)
         damaged = [b"", b"no file", raw[:-1], raw + b"\0", b"X" + raw[1:], raw[:8] + b"\x02" + raw[9:]]
-        damaged += [raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :] for place in range(9, len(raw), 37)]
+        damaged += [raw[:offset] + bytes([raw[offset] ^ 1]) + raw[offset + 1 :] for offset in range(9, len(raw), 37)]
         for bad in damaged:
             response = await import_(two, bad)
             assert (response.status_code, error_of(response)["code"]) == (400, "invalid_session_file")
@@ -189,7 +189,7 @@ async def test_a_damaged_file_is_refused_wherever_the_damage_is() -> None:
     ids=str,
 )
 async def test_a_file_that_lies_is_refused(change: dict[str, Any], says: str) -> None:
-    async with two_houses() as (one, two):
+    async with two_servers() as (one, two):
         response = await import_(two, altered(await export(one), lambda fields: fields.update(change)))
         assert response.status_code == 400, response.text
         assert says in error_of(response)["message"]
@@ -197,12 +197,12 @@ async def test_a_file_that_lies_is_refused(change: dict[str, Any], says: str) ->
 
 
 async def test_an_unknown_session_cannot_be_exported() -> None:
-    async with gateway(FakeBackend()) as house:
-        response = await house.client.get("/v1/sessions/s1/export")
+    async with gateway(FakeBackend()) as server:
+        response = await server.client.get("/v1/sessions/s1/export")
         assert (response.status_code, error_of(response)["code"]) == (404, "session_not_found")
 
 
 async def test_a_file_over_the_body_limit_is_413() -> None:
-    async with gateway(FakeBackend(), max_body_bytes=1_000) as house:
-        response = await import_(house, b"x" * 1_001)
+    async with gateway(FakeBackend(), max_body_bytes=1_000) as server:
+        response = await import_(server, b"x" * 1_001)
         assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")

@@ -17,7 +17,7 @@ from tests.support.stored_sessions import Clock
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[Gateway]:
+async def server() -> AsyncIterator[Gateway]:
     async with gateway(FakeBackend()) as made:
         yield made
 
@@ -27,145 +27,145 @@ def ok(response: httpx.Response) -> dict[str, Any]:
     return dict(response.json())
 
 
-async def create(house: Gateway, session_id: str = "s1", **body: Any) -> dict[str, Any]:
-    return ok(await house.client.post("/v1/sessions", json={"id": session_id, **body}))
+async def create(server: Gateway, session_id: str = "s1", **body: Any) -> dict[str, Any]:
+    return ok(await server.client.post("/v1/sessions", json={"id": session_id, **body}))
 
 
-async def say(house: Gateway, session_id: str, text: str | list[int], max_tokens: int = 4) -> dict[str, Any]:
+async def say(server: Gateway, session_id: str, text: str | list[int], max_tokens: int = 4) -> dict[str, Any]:
     body = {"input": text, "max_tokens": max_tokens}
-    return ok(await house.client.post(f"/v1/sessions/{session_id}/generate", json=body))
+    return ok(await server.client.post(f"/v1/sessions/{session_id}/generate", json=body))
 
 
-async def fork(house: Gateway, session_id: str = "s1", **body: Any) -> dict[str, Any]:
-    return ok(await house.client.post(f"/v1/sessions/{session_id}/fork", json=body))
+async def fork(server: Gateway, session_id: str = "s1", **body: Any) -> dict[str, Any]:
+    return ok(await server.client.post(f"/v1/sessions/{session_id}/fork", json=body))
 
 
-async def patch(house: Gateway, **body: Any) -> httpx.Response:
-    return await house.client.patch("/v1/sessions/s1", json=body)
+async def patch(server: Gateway, **body: Any) -> httpx.Response:
+    return await server.client.patch("/v1/sessions/s1", json=body)
 
 
-async def log_of(house: Gateway, session_id: str) -> tuple[int, ...]:
-    return await house.services.store.read_log(SessionKey("default", session_id))
+async def log_of(server: Gateway, session_id: str) -> tuple[int, ...]:
+    return await server.services.store.read_log(SessionKey("default", session_id))
 
 
-async def test_metadata_and_ttl_are_changed_and_what_is_absent_stays(house: Gateway) -> None:
-    await create(house, metadata={"a": "1"}, ttl_s=60)
-    session = ok(await patch(house, metadata={"b": "2"}))
+async def test_metadata_and_ttl_are_changed_and_what_is_absent_stays(server: Gateway) -> None:
+    await create(server, metadata={"a": "1"}, ttl_s=60)
+    session = ok(await patch(server, metadata={"b": "2"}))
     assert (session["metadata"], session["ttl_s"], session["version"]) == ({"b": "2"}, 60, 0)
-    session = ok(await patch(house, ttl_s=0.5))
+    session = ok(await patch(server, ttl_s=0.5))
     assert (session["metadata"], session["ttl_s"]) == ({"b": "2"}, 0.5)
-    session = ok(await patch(house, ttl_s=None))
+    session = ok(await patch(server, ttl_s=None))
     assert (session["metadata"], session["ttl_s"], session["expires_at"]) == ({"b": "2"}, None, None)
-    session = ok(await patch(house, metadata={}))
+    session = ok(await patch(server, metadata={}))
     assert session["metadata"] == {}
-    assert ok(await house.client.get("/v1/sessions/s1")) == session
+    assert ok(await server.client.get("/v1/sessions/s1")) == session
 
 
 async def test_X16_a_session_whose_ttl_has_run_out_is_session_expired_and_not_session_not_found() -> None:
     clock = Clock()
-    async with gateway(FakeBackend(), store=SqliteSessionStore(None, clock=clock)) as house:
-        session = await create(house, ttl_s=60)
+    async with gateway(FakeBackend(), store=SqliteSessionStore(None, clock=clock)) as server:
+        session = await create(server, ttl_s=60)
         assert session["expires_at"] == 1_060
         clock.advance(50)
-        await say(house, "s1", "x")  # a turn moves the expiry on
+        await say(server, "s1", "x")  # a turn moves the expiry on
         clock.advance(50)
-        assert ok(await house.client.get("/v1/sessions/s1"))["version"] == 1
+        assert ok(await server.client.get("/v1/sessions/s1"))["version"] == 1
         clock.advance(11)
         for is_removed in (False, True):
             if is_removed:
-                await house.store.remove_expired()
+                await server.store.remove_expired()
             for call in (
-                house.client.get("/v1/sessions/s1"),
-                house.client.delete("/v1/sessions/s1"),
-                house.client.post("/v1/sessions/s1/generate", json={"input": "x"}),
-                house.client.post("/v1/sessions/s1/fork", json={}),
-                patch(house, ttl_s=5),
+                server.client.get("/v1/sessions/s1"),
+                server.client.delete("/v1/sessions/s1"),
+                server.client.post("/v1/sessions/s1/generate", json={"input": "x"}),
+                server.client.post("/v1/sessions/s1/fork", json={}),
+                patch(server, ttl_s=5),
             ):
                 response = await call
                 assert (response.status_code, error_of(response)["code"]) == (404, "session_expired")
-        assert ok(await house.client.get("/v1/sessions"))["data"] == []
-        never = await house.client.get("/v1/sessions/s2")
+        assert ok(await server.client.get("/v1/sessions"))["data"] == []
+        never = await server.client.get("/v1/sessions/s2")
         assert (never.status_code, error_of(never)["code"]) == (404, "session_not_found")
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, "60", 1e12, True])
 @pytest.mark.parametrize("call", ["create", "patch", "fork"])
-async def test_a_ttl_that_cannot_be_is_refused_by_name_limit_and_value(house: Gateway, call: str, ttl_s: Any) -> None:
-    await create(house)
+async def test_a_ttl_that_cannot_be_is_refused_by_name_limit_and_value(server: Gateway, call: str, ttl_s: Any) -> None:
+    await create(server)
     path = {"create": "/v1/sessions", "patch": "/v1/sessions/s1", "fork": "/v1/sessions/s1/fork"}[call]
     method = "PATCH" if call == "patch" else "POST"
-    response = await house.client.request(method, path, json={"ttl_s": ttl_s})
+    response = await server.client.request(method, path, json={"ttl_s": ttl_s})
     assert (response.status_code, error_of(response)["param"]) == (400, "ttl_s")
     assert "ttl_s must be" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("body", [{"metadata": {"k": 1}}, {"version": 3}, {"metadata": {"k": "v" * 513}}])
-async def test_a_change_that_cannot_be_is_refused(house: Gateway, body: dict[str, Any]) -> None:
-    before = await create(house)
-    response = await patch(house, **body)
+async def test_a_change_that_cannot_be_is_refused(server: Gateway, body: dict[str, Any]) -> None:
+    before = await create(server)
+    response = await patch(server, **body)
     assert response.status_code == 400, response.text
-    assert ok(await house.client.get("/v1/sessions/s1")) == before
+    assert ok(await server.client.get("/v1/sessions/s1")) == before
 
 
-async def test_a_fork_goes_on_as_the_original_would(house: Gateway) -> None:
-    await create(house, metadata={"k": "v"}, ttl_s=60)
-    await say(house, "s1", "one")
-    await say(house, "s1", "two")
-    original = ok(await house.client.get("/v1/sessions/s1"))
-    forked = await fork(house, id="s2")
+async def test_a_fork_goes_on_as_the_original_would(server: Gateway) -> None:
+    await create(server, metadata={"k": "v"}, ttl_s=60)
+    await say(server, "s1", "one")
+    await say(server, "s1", "two")
+    original = ok(await server.client.get("/v1/sessions/s1"))
+    forked = await fork(server, id="s2")
     assert forked["forked_from"] == f"s1@{original['position']}"
     same = ("version", "position", "metadata", "ttl_s", "model_fingerprint")
     assert {name: forked[name] for name in same} == {name: original[name] for name in same}
-    assert await log_of(house, "s2") == await log_of(house, "s1")
-    answers = [await say(house, session_id, "three") for session_id in ("s1", "s2")]
+    assert await log_of(server, "s2") == await log_of(server, "s1")
+    answers = [await say(server, session_id, "three") for session_id in ("s1", "s2")]
     assert answers[0]["usage"] == answers[1]["usage"]
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == original["position"]
-    assert await log_of(house, "s2") == await log_of(house, "s1")
-    stored = await house.services.store.load(SessionKey("default", "s2"))
+    assert await log_of(server, "s2") == await log_of(server, "s1")
+    stored = await server.services.store.load(SessionKey("default", "s2"))
     assert stored.snapshot is not None
-    assert Snapshot.decode(stored.snapshot).state == state_after((await log_of(house, "s2"))[:-1])
+    assert Snapshot.decode(stored.snapshot).state == state_after((await log_of(server, "s2"))[:-1])
 
 
-async def test_a_fork_and_its_original_leave_each_other_alone(house: Gateway) -> None:
-    await create(house)
-    await say(house, "s1", "one")
-    forked = await fork(house)
+async def test_a_fork_and_its_original_leave_each_other_alone(server: Gateway) -> None:
+    await create(server)
+    await say(server, "s1", "one")
+    forked = await fork(server)
     assert forked["id"].startswith("sess_")
-    before = await log_of(house, forked["id"])
-    await say(house, "s1", "two")
-    assert await log_of(house, forked["id"]) == before
-    await house.client.delete("/v1/sessions/s1")
-    assert (await say(house, forked["id"], "three"))["session"]["version"] == 2
+    before = await log_of(server, forked["id"])
+    await say(server, "s1", "two")
+    assert await log_of(server, forked["id"]) == before
+    await server.client.delete("/v1/sessions/s1")
+    assert (await say(server, forked["id"], "three"))["session"]["version"] == 2
 
 
-async def test_a_fork_may_have_its_own_name_metadata_and_ttl(house: Gateway) -> None:
-    await create(house, metadata={"k": "v"}, ttl_s=60)
-    forked = await fork(house, id="s2", metadata={"mine": "x"}, ttl_s=None)
+async def test_a_fork_may_have_its_own_name_metadata_and_ttl(server: Gateway) -> None:
+    await create(server, metadata={"k": "v"}, ttl_s=60)
+    forked = await fork(server, id="s2", metadata={"mine": "x"}, ttl_s=None)
     assert (forked["id"], forked["metadata"], forked["ttl_s"]) == ("s2", {"mine": "x"}, None)
-    response = await house.client.post("/v1/sessions/s1/fork", json={"id": "s2"})
+    response = await server.client.post("/v1/sessions/s1/fork", json={"id": "s2"})
     assert (response.status_code, error_of(response)["code"]) == (409, "version_conflict")
-    response = await house.client.post("/v1/sessions/nobody/fork")
+    response = await server.client.post("/v1/sessions/nobody/fork")
     assert (response.status_code, error_of(response)["code"]) == (404, "session_not_found")
 
 
-async def test_an_empty_session_may_be_forked(house: Gateway) -> None:
-    await create(house)
-    forked = ok(await house.client.post("/v1/sessions/s1/fork"))
+async def test_an_empty_session_may_be_forked(server: Gateway) -> None:
+    await create(server)
+    forked = ok(await server.client.post("/v1/sessions/s1/fork"))
     assert (forked["version"], forked["forked_from"]) == (0, "s1@0")
-    assert (await say(house, forked["id"], "one"))["session"]["version"] == 1
+    assert (await say(server, forked["id"], "one"))["session"]["version"] == 1
 
 
 async def test_a_running_turn_does_not_prevent_a_fork_and_is_not_part_of_it() -> None:
-    async with gateway(FakeBackend(hold=True), is_live=True) as house:
-        backend = house.services.backend
+    async with gateway(FakeBackend(hold=True), is_live=True) as server:
+        backend = server.services.backend
         assert isinstance(backend, FakeBackend)
-        await create(house)
-        async with house.client.stream(
+        await create(server)
+        async with server.client.stream(
             "POST", "/v1/sessions/s1/generate", json={"input": "one", "stream": True}
         ) as stream:
             await backend.held.wait()
-            forked = await fork(house)
+            forked = await fork(server)
             assert (forked["version"], forked["forked_from"]) == (0, "s1@0")
             backend.release_all()
             await stream.aread()
-        assert ok(await house.client.get("/v1/sessions/s1"))["version"] == 1
+        assert ok(await server.client.get("/v1/sessions/s1"))["version"] == 1

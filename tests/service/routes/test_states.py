@@ -71,14 +71,14 @@ async def test_another_models_state_is_a_mismatch() -> None:
 
 async def test_a_damaged_state_is_told_until_a_turn_has_made_it_again() -> None:
     store, turn = SqliteSessionStore(None), {"input": "Hello", "max_tokens": 2}
-    async with gateway(FakeBackend(), store=store) as house:
-        await house.client.post("/v1/sessions", json={"id": "s1"})
-        await house.client.post("/v1/sessions/s1/generate", json=turn)
+    async with gateway(FakeBackend(), store=store) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        await server.client.post("/v1/sessions/s1/generate", json=turn)
         await damage_snapshot(store)
-        damaged = await house.client.get("/v1/sessions/s1/states")
+        damaged = await server.client.get("/v1/sessions/s1/states")
         assert (damaged.status_code, error_of(damaged)["code"]) == (500, "snapshot_corrupt")
-        assert (await house.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
-        assert (await house.client.get("/v1/sessions/s1/states")).status_code == 200
+        assert (await server.client.post("/v1/sessions/s1/generate", json=turn)).status_code == 200
+        assert (await server.client.get("/v1/sessions/s1/states")).status_code == 200
 
 
 async def test_the_last_tokens_tell_what_the_states_did(served: Gateway) -> None:

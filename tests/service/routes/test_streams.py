@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[Gateway]:
+async def server() -> AsyncIterator[Gateway]:
     async with gateway(FakeBackend(SCRIPT)) as made:
         await made.client.post("/v1/sessions", json={"id": "s1"})
         yield made
@@ -40,9 +40,9 @@ async def held() -> AsyncIterator[Gateway]:
         yield made
 
 
-def backend_of(house: Gateway) -> FakeBackend:
-    assert isinstance(house.services.backend, FakeBackend)
-    return house.services.backend
+def backend_of(server: Gateway) -> FakeBackend:
+    assert isinstance(server.services.backend, FakeBackend)
+    return server.services.backend
 
 
 def parts_of(text: str) -> list[str]:
@@ -60,41 +60,44 @@ def id_of(text: str) -> str:
     return str(frames_of(text)[0]["id"])
 
 
-async def read(house: Gateway, stream_id: str, after: int | None = None, **headers: str) -> httpx.Response:
+async def read(server: Gateway, stream_id: str, after: int | None = None, **headers: str) -> httpx.Response:
     params = {} if after is None else {"starting_after": after}
-    return await house.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
+    return await server.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
 
 
-async def test_S10_frames_are_numbered_by_their_last_token_and_closing_frames_go_on(house: Gateway) -> None:
-    response = await house.client.post(PATH, json=BODY)
+async def test_S10_frames_are_numbered_by_their_last_token_and_closing_frames_go_on(server: Gateway) -> None:
+    response = await server.client.post(PATH, json=BODY)
     parts = parts_of(response.text)
     numbers = [number_of(part) for part in parts]
-    num_tokens = len(backend_of(house).script_ids)
+    num_tokens = len(backend_of(server).script_ids)
     assert numbers == sorted(set(numbers))
     assert numbers[-2:] == [num_tokens + 2, num_tokens + 3]  # the reason, the usage
     assert max(numbers[:-2]) < num_tokens  # end of text shows nothing
     assert "".join(frame["choices"][0]["text"] for frame in frames_of(response.text)[:-1]) == SCRIPT
 
 
-async def test_S1_S10_whatever_was_received_the_rest_comes_once(house: Gateway) -> None:
-    whole = (await house.client.post(PATH, json=BODY)).text
+async def test_S1_S10_whatever_was_received_the_rest_comes_once(server: Gateway) -> None:
+    whole = (await server.client.post(PATH, json=BODY)).text
     parts, stream_id = parts_of(whole), id_of(whole)
     for after in range(number_of(parts[-1]) + 2):
         expected = [part for part in parts if number_of(part) > after]
         by_query, by_header = (
-            await read(house, stream_id, after),
-            await read(house, stream_id, **{"last-event-id": str(after)}),
+            await read(server, stream_id, after),
+            await read(server, stream_id, **{"last-event-id": str(after)}),
         )
         assert parts_of(by_query.text) == expected
         assert by_header.text == by_query.text
-    assert (await read(house, stream_id)).text == whole
-    assert house.metric("nsm_stream_resume_total") == 2 * (number_of(parts[-1]) + 2) + 1
+    assert (await read(server, stream_id)).text == whole
+    assert server.metric("nsm_stream_resume_total") == 2 * (number_of(parts[-1]) + 2) + 1
     for far in (99_999_999_999_999_999, 10**18 - 1):  # behind the end there is nothing
-        for answer in (await read(house, stream_id, far), await read(house, stream_id, **{"last-event-id": str(far)})):
+        for answer in (
+            await read(server, stream_id, far),
+            await read(server, stream_id, **{"last-event-id": str(far)}),
+        ):
             assert (answer.status_code, answer.text) == (200, "data: [DONE]\n\n")
-    assert (await read(house, stream_id, 10**18)).status_code == 400
-    assert (await read(house, stream_id, **{"last-event-id": str(10**18)})).status_code == 400
-    assert len(backend_of(house).requests) == 1
+    assert (await read(server, stream_id, 10**18)).status_code == 400
+    assert (await read(server, stream_id, **{"last-event-id": str(10**18)})).status_code == 400
+    assert len(backend_of(server).requests) == 1
 
 
 async def test_S10_a_running_stream_is_read_on_by_a_client_that_comes_back(held: Gateway) -> None:
@@ -114,9 +117,9 @@ async def test_S10_a_running_stream_is_read_on_by_a_client_that_comes_back(held:
     assert (await held.client.get("/v1/sessions/s1")).json()["version"] == 1
 
 
-async def test_a_turn_that_was_not_streamed_may_be_read_as_one(house: Gateway) -> None:
-    whole = (await house.client.post(PATH, json={"input": "x", "max_tokens": 6})).json()
-    frames = frames_of((await read(house, whole["id"])).text)
+async def test_a_turn_that_was_not_streamed_may_be_read_as_one(server: Gateway) -> None:
+    whole = (await server.client.post(PATH, json={"input": "x", "max_tokens": 6})).json()
+    frames = frames_of((await read(server, whole["id"])).text)
     assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
     assert frames[-1]["session"] == whole["session"]
     assert "usage" not in frames[-1]
@@ -147,30 +150,30 @@ async def test_S4_a_stream_that_failed_says_so_again(held: Gateway) -> None:
         "cmpl-" + "0" * 32 + "-%20",
     ],
 )
-async def test_what_is_no_stream_is_404(house: Gateway, stream_id: str) -> None:
-    response = await read(house, stream_id)
+async def test_what_is_no_stream_is_404(server: Gateway, stream_id: str) -> None:
+    response = await read(server, stream_id)
     assert (response.status_code, error_of(response)["code"]) == (404, "stream_not_found")
 
 
-async def test_P11_reading_a_state_has_a_metric_of_its_own_and_takes_no_time_to_speak_of(house: Gateway) -> None:
+async def test_P11_reading_a_state_has_a_metric_of_its_own_and_takes_no_time_to_speak_of(server: Gateway) -> None:
     for _ in range(3):
-        await house.client.post(PATH, json=BODY)
-    assert house.metric("nsm_state_fetch_seconds_count") == 3
-    assert house.metric("nsm_state_fetch_seconds_sum") / 3 < 0.05  # in memory; docs/redis.md has the stores' figures
+        await server.client.post(PATH, json=BODY)
+    assert server.metric("nsm_state_fetch_seconds_count") == 3
+    assert server.metric("nsm_state_fetch_seconds_sum") / 3 < 0.05  # in memory; docs/redis.md has the stores' figures
 
 
 async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end() -> None:
     clock = Clock()
-    async with gateway(FakeBackend(SCRIPT), store=SqliteSessionStore(None, clock=clock)) as house:
+    async with gateway(FakeBackend(SCRIPT), store=SqliteSessionStore(None, clock=clock)) as server:
         ids = []
         for session_id in ("s1", "s2"):
-            await house.client.post("/v1/sessions", json={"id": session_id})
-            response = await house.client.post(f"/v1/sessions/{session_id}/generate", json=BODY)
+            await server.client.post("/v1/sessions", json={"id": session_id})
+            response = await server.client.post(f"/v1/sessions/{session_id}/generate", json=BODY)
             ids.append(id_of(response.text))
-        await house.client.delete("/v1/sessions/s1")
-        assert [(await read(house, stream_id)).status_code for stream_id in ids] == [404, 200]
-        clock.advance(house.services.settings.turn_ttl_s + 1)
-        assert (await read(house, ids[1])).status_code == 404
+        await server.client.delete("/v1/sessions/s1")
+        assert [(await read(server, stream_id)).status_code for stream_id in ids] == [404, 200]
+        clock.advance(server.services.settings.turn_ttl_s + 1)
+        assert (await read(server, ids[1])).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -184,8 +187,8 @@ async def test_P11_any_stream_is_read_on_until_its_ttl_or_its_sessions_end() -> 
     ],
 )
 async def test_a_place_that_cannot_be_is_refused(
-    house: Gateway, params: dict[str, str], headers: dict[str, str], param: str
+    server: Gateway, params: dict[str, str], headers: dict[str, str], param: str
 ) -> None:
-    stream_id = id_of((await house.client.post(PATH, json=BODY)).text)
-    response = await house.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
+    stream_id = id_of((await server.client.post(PATH, json=BODY)).text)
+    response = await server.client.get(f"/v1/streams/{stream_id}", params=params, headers=headers)
     assert (response.status_code, error_of(response)["param"]) == (400, param)

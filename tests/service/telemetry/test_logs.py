@@ -118,7 +118,7 @@ async def say(server: Gateway) -> None:
     await post("/tokenize", json={"prompt": SECRET})
 
 
-def is_told(lines: Lines) -> bool:
+def is_logged(lines: Lines) -> bool:
     return any("canary" in line or "midnight" in line for line in lines.texts)
 
 
@@ -126,7 +126,7 @@ async def test_no_log_line_holds_text_of_a_client(lines: Lines) -> None:
     async with gateway(FakeBackend(SECRET)) as server:
         await say(server)
     assert len(lines.texts) >= 8
-    assert not is_told(lines)
+    assert not is_logged(lines)
 
 
 async def test_prompts_are_there_when_they_are_asked_for(lines: Lines) -> None:

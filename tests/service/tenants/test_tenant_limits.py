@@ -139,12 +139,12 @@ async def test_D3_no_more_sessions_than_the_tenant_may_keep(keys_file: Path, acm
         assert refused.headers["x-should-retry"] == "false"
         assert server.metric("nsm_rejected_total", reason="session_quota") == 4
         assert (await create(rival)).status_code == 200
-        kept = next(response.json()["id"] for response in at_once if response.status_code == 200)
+        created = next(response.json()["id"] for response in at_once if response.status_code == 200)
         turn = await server.client.post(
-            f"/v1/sessions/{kept}/generate", json={"input": "x", "max_tokens": 1}, headers=acme.headers
+            f"/v1/sessions/{created}/generate", json={"input": "x", "max_tokens": 1}, headers=acme.headers
         )
         assert turn.status_code == 200  # what exists goes on
-        await server.client.delete(f"/v1/sessions/{kept}", headers=acme.headers)
+        await server.client.delete(f"/v1/sessions/{created}", headers=acme.headers)
         assert (await create(acme)).status_code == 200
 
 

@@ -87,12 +87,12 @@ async def contents(store: SessionStore) -> list[tuple[Any, ...]]:
     return [(dataclasses.replace(copy.head, **times), copy.snapshot, copy.log_ids, copy.marks) for copy in copies]
 
 
-async def outcomes(steps: AsyncIterator[TransferResult]) -> list[tuple[str, str, str]]:
-    return [(moved.name.tenant, moved.name.session_id, moved.outcome) async for moved in steps]
+async def outcomes_of(steps: AsyncIterator[TransferResult]) -> list[tuple[str, str, str]]:
+    return [(result.name.tenant, result.name.session_id, result.outcome) async for result in steps]
 
 
 async def write_backup(store: SessionStore, path: Path) -> bytes:
-    assert {outcome for *_, outcome in await outcomes(backup(store, await all_sessions(store), path))} == {"written"}
+    assert {outcome for *_, outcome in await outcomes_of(backup(store, await all_sessions(store), path))} == {"written"}
     return path.read_bytes()
 
 
@@ -102,18 +102,18 @@ async def test_a_backup_brings_every_session_into_any_store(
     await fill(source)
     raw = await write_backup(source, tmp_path / "b")
     written = [("a", "s1", "written"), ("a", "s2", "written"), ("a", "s3", "written"), ("b", "s1", "written")]
-    assert await outcomes(restore(target, io.BytesIO(raw))) == written
+    assert await outcomes_of(restore(target, io.BytesIO(raw))) == written
     assert await contents(target) == await contents(source)
-    again = await outcomes(restore(target, io.BytesIO(raw)))
+    again = await outcomes_of(restore(target, io.BytesIO(raw)))
     assert again == [(tenant, session_id, "same") for tenant, session_id, _ in written]
 
 
 async def test_a_copy_brings_every_session_into_any_store(source: SessionStore, target: SessionStore) -> None:
     await fill(source)
     names = await all_sessions(source)
-    assert {outcome for *_, outcome in await outcomes(copy_sessions(source, target, names))} == {"written"}
+    assert {outcome for *_, outcome in await outcomes_of(copy_sessions(source, target, names))} == {"written"}
     assert await contents(target) == await contents(source)
-    assert {outcome for *_, outcome in await outcomes(copy_sessions(source, target, names))} == {"same"}
+    assert {outcome for *_, outcome in await outcomes_of(copy_sessions(source, target, names))} == {"same"}
     await turn(target, await target.get(SessionKey("a", "s3")))  # what was copied goes on
 
 
@@ -123,9 +123,9 @@ async def test_a_session_that_went_on_is_replaced_only_on_request(tmp_path: Path
     before, raw = await contents(store), await write_backup(store, tmp_path / "b")
     await turn(store, await store.get(SessionKey("a", "s3")))
     after = await contents(store)
-    assert ("a", "s3", "exists") in await outcomes(restore(store, io.BytesIO(raw)))
+    assert ("a", "s3", "exists") in await outcomes_of(restore(store, io.BytesIO(raw)))
     assert await contents(store) == after
-    found = await outcomes(restore(store, io.BytesIO(raw), is_overwriting=True))
+    found = await outcomes_of(restore(store, io.BytesIO(raw), is_overwriting=True))
     assert [outcome for *_, outcome in found] == ["same", "same", "replaced", "same"]
     assert sorted(await contents(store), key=str) == sorted(before, key=str)
 
@@ -134,7 +134,7 @@ async def test_one_tenants_sessions_alone(tmp_path: Path) -> None:
     source, target = SqliteSessionStore(None, clock=Clock()), SqliteSessionStore(None, clock=Clock())
     await fill(source)
     raw = await write_backup(source, tmp_path / "b")
-    assert await outcomes(restore(target, io.BytesIO(raw), tenant="b")) == [("b", "s1", "written")]
+    assert await outcomes_of(restore(target, io.BytesIO(raw), tenant="b")) == [("b", "s1", "written")]
     assert await target.list_tenants() == ("b",)
     assert [name.session_id for name in await all_sessions(source, tenant="a")] == ["s1", "s2", "s3"]
 
@@ -143,13 +143,13 @@ async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_re
     source = SqliteSessionStore(None, clock=Clock())
     await fill(source)
     raw, whole = await write_backup(source, tmp_path / "b"), await contents(source)
-    for place_of_damage in range(0, len(raw), 7):
+    for offset in range(0, len(raw), 7):
         changed = bytearray(raw)
-        changed[place_of_damage] ^= 0x20
-        for damaged in (bytes(changed), raw[:place_of_damage]):
+        changed[offset] ^= 0x20
+        for damaged in (bytes(changed), raw[:offset]):
             target = SqliteSessionStore(None, clock=Clock())
             with pytest.raises(ArchiveDamaged, match="no backup that can be used") as caught:
-                await outcomes(restore(target, io.BytesIO(damaged)))
+                await outcomes_of(restore(target, io.BytesIO(damaged)))
             restored = await contents(target)
             assert restored == whole[: len(restored)]
             assert caught.value.num_sessions == len(restored)
@@ -158,11 +158,11 @@ async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_re
 async def test_what_follows_the_end_of_a_backup_is_noticed(tmp_path: Path) -> None:
     raw = await write_backup_of_nothing(tmp_path / "b")
     with pytest.raises(ArchiveDamaged, match="goes on after its end"):
-        await outcomes(restore(SqliteSessionStore(None), io.BytesIO(raw + b"x")))
+        await outcomes_of(restore(SqliteSessionStore(None), io.BytesIO(raw + b"x")))
 
 
 async def write_backup_of_nothing(path: Path) -> bytes:
-    assert await outcomes(backup(SqliteSessionStore(None), [], path)) == []
+    assert await outcomes_of(backup(SqliteSessionStore(None), [], path)) == []
     return path.read_bytes()
 
 
@@ -181,9 +181,9 @@ async def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path) -> None
     names, path = await all_sessions(source), tmp_path / "b"
     await source.delete(SessionKey("a", "s3"))
     expected = [("a", "s1", "written"), ("a", "s2", "failed"), ("a", "s3", "gone"), ("b", "s1", "written")]
-    assert await outcomes(backup(source, names, path)) == expected
-    assert await outcomes(copy_sessions(source, target, names)) == expected
-    restored = await outcomes(restore(target, io.BytesIO(path.read_bytes())))
+    assert await outcomes_of(backup(source, names, path)) == expected
+    assert await outcomes_of(copy_sessions(source, target, names)) == expected
+    restored = await outcomes_of(restore(target, io.BytesIO(path.read_bytes())))
     assert restored == [("a", "s1", "same"), ("b", "s1", "same")]
 
 
@@ -250,18 +250,18 @@ async def test_responses_and_conversations_go_along(tmp_path: Path) -> None:
     await source.open()
     await target.open()
     raw = await write_backup(source, tmp_path / "b")
-    restored = await outcomes(restore(target, io.BytesIO(raw)))
+    restored = await outcomes_of(restore(target, io.BytesIO(raw)))
     assert {outcome for *_, outcome in restored} == {"written"}
-    assert {outcome for *_, outcome in await outcomes(restore(target, io.BytesIO(raw)))} == {"same"}
-    copied = await outcomes(copy_sessions(source, target, await all_sessions(source)))
+    assert {outcome for *_, outcome in await outcomes_of(restore(target, io.BytesIO(raw)))} == {"same"}
+    copied = await outcomes_of(copy_sessions(source, target, await all_sessions(source)))
     assert copied == [(tenant, session_id, "same") for tenant, session_id, _ in restored]
     await records_beside(target).put(
         tenant="default", kind="response", record_id=one["id"], document={}, expected_version=1
     )
     key = ("default", f"response {one['id']}")
-    assert (*key, "exists") in await outcomes(restore(target, io.BytesIO(raw)))
-    assert (*key, "replaced") in await outcomes(restore(target, io.BytesIO(raw), is_overwriting=True))
-    assert await outcomes(restore(target, io.BytesIO(raw), tenant="other")) == []
+    assert (*key, "exists") in await outcomes_of(restore(target, io.BytesIO(raw)))
+    assert (*key, "replaced") in await outcomes_of(restore(target, io.BytesIO(raw), is_overwriting=True))
+    assert await outcomes_of(restore(target, io.BytesIO(raw), tenant="other")) == []
     await source.close()
     await target.close()
     async with gateway(FakeBackend(" It was"), store=target) as server:

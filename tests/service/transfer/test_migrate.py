@@ -16,10 +16,10 @@ from service.transfer.backup import all_sessions
 from service.transfer.migrate import Migrated, Migrator
 from service.transfer.verify import verify
 from service.turns.lease import Leases
+from tests.support.committed_sessions import SEED, commit_turns, snapshot_of_log
 from tests.support.fakes import FakeBackend
 from tests.support.stored_rows import get_chunk, put_chunk, put_snapshot
 from tests.support.stored_sessions import acquire, create
-from tests.support.told_sessions import SEED, tell, told_snapshot
 
 
 async def migrate(store: SessionStore, backend: FakeBackend, **options: Any) -> list[Migrated]:
@@ -28,7 +28,7 @@ async def migrate(store: SessionStore, backend: FakeBackend, **options: Any) -> 
     return [found async for found in migrator.run(await all_sessions(store))]
 
 
-async def outcomes(store: SessionStore, backend: FakeBackend, **options: Any) -> dict[str, str]:
+async def outcomes_of(store: SessionStore, backend: FakeBackend, **options: Any) -> dict[str, str]:
     return {found.name.session_id: found.outcome for found in await migrate(store, backend, **options)}
 
 
@@ -40,12 +40,12 @@ async def snapshot_of(store: SessionStore, session_id: str = "s1") -> Snapshot:
 
 async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    head = await tell(store, FakeBackend())
+    head = await commit_turns(store, FakeBackend())
     before = await snapshot_of(store)
     assert [(found.outcome, found.num_log_tokens) for found in await migrate(store, new)] == [("migrated", 15)]
-    moved, after = await store.get(SessionKey("a", "s1")), await snapshot_of(store)
-    assert (moved.version, moved.position, moved.num_log_tokens) == (head.version + 1, head.position, 15)
-    assert (moved.model_fingerprint, dict(moved.metadata)) == ("new", dict(head.metadata))
+    migrated, after = await store.get(SessionKey("a", "s1")), await snapshot_of(store)
+    assert (migrated.version, migrated.position, migrated.num_log_tokens) == (head.version + 1, head.position, 15)
+    assert (migrated.model_fingerprint, dict(migrated.metadata)) == ("new", dict(head.metadata))
     assert (after.header.sampler, after.header.pending_id) == (before.header.sampler, before.header.pending_id)
     assert (after.header.model_fingerprint, after.header.parent, after.state) == ("new", head.version, before.state)
     assert [found.verdict async for found in verify(store, new, await all_sessions(store))] == ["same"]
@@ -54,12 +54,12 @@ async def test_a_session_comes_to_the_running_model_with_all_it_had() -> None:
 
 async def test_done_once_there_is_nothing_left_to_do() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    await tell(store, FakeBackend(), "s1")
-    await tell(store, new, "s2")
+    await commit_turns(store, FakeBackend(), "s1")
+    await commit_turns(store, new, "s2")
     await create(store, "s3")
-    assert await outcomes(store, new) == {"s1": "migrated", "s2": "current", "s3": "current"}
+    assert await outcomes_of(store, new) == {"s1": "migrated", "s2": "current", "s3": "current"}
     heads = [await store.get(SessionKey("a", name)) for name in ("s1", "s2", "s3")]
-    assert await outcomes(store, new) == {"s1": "current", "s2": "current", "s3": "current"}
+    assert await outcomes_of(store, new) == {"s1": "current", "s2": "current", "s3": "current"}
     assert [await store.get(SessionKey("a", name)) for name in ("s1", "s2", "s3")] == heads
     assert len(new.requests) == 1
 
@@ -67,7 +67,7 @@ async def test_done_once_there_is_nothing_left_to_do() -> None:
 async def test_it_goes_on_where_it_was_stopped() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new", hold=True)
     for session_id in ("s1", "s2", "s3"):
-        await tell(store, FakeBackend(), session_id)
+        await commit_turns(store, FakeBackend(), session_id)
     new.release()
     running = asyncio.create_task(migrate(store, new))
     await new.held.wait()
@@ -75,13 +75,13 @@ async def test_it_goes_on_where_it_was_stopped() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     new.release_all()
-    assert await outcomes(store, new) == {"s1": "current", "s2": "migrated", "s3": "migrated"}
+    assert await outcomes_of(store, new) == {"s1": "current", "s2": "migrated", "s3": "migrated"}
 
 
 async def test_a_dry_run_tells_and_writes_nothing() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    head = await tell(store, FakeBackend())
-    assert await outcomes(store, new, is_dry_run=True) == {"s1": "migrated"}
+    head = await commit_turns(store, FakeBackend())
+    assert await outcomes_of(store, new, is_dry_run=True) == {"s1": "migrated"}
     assert await store.get(SessionKey("a", "s1")) == head
     assert new.requests == []
 
@@ -89,10 +89,10 @@ async def test_a_dry_run_tells_and_writes_nothing() -> None:
 async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
     stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
-    await tell(store, FakeBackend(), "s1")
-    strange = await tell(store, stranger, "s2")
+    await commit_turns(store, FakeBackend(), "s1")
+    strange = await commit_turns(store, stranger, "s2")
     await acquire(store, "s1")
-    assert await outcomes(store, new, is_repairing=True) == {"s1": "busy", "s2": "other_tokenizer"}
+    assert await outcomes_of(store, new, is_repairing=True) == {"s1": "busy", "s2": "other_tokenizer"}
     assert await store.get(SessionKey("a", "s2")) == strange
     migrator = Migrator(store, new, Leases(store, lease_s=10.0, metrics=Metrics(new)))
     assert [found.outcome async for found in migrator.run([SessionKey("a", "s9")])] == ["gone"]
@@ -100,31 +100,31 @@ async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
 
 async def test_R3_a_damaged_state_is_made_again_when_asked_for() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    await tell(store, backend)
+    await commit_turns(store, backend)
     before = await snapshot_of(store)
     await put_snapshot(store, b"\0" * 100, tenant="a")
-    assert await outcomes(store, backend) == {"s1": "current"}
-    assert await outcomes(store, backend, is_repairing=True, is_dry_run=True) == {"s1": "repaired"}
-    assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
+    assert await outcomes_of(store, backend) == {"s1": "current"}
+    assert await outcomes_of(store, backend, is_repairing=True, is_dry_run=True) == {"s1": "repaired"}
+    assert await outcomes_of(store, backend, is_repairing=True) == {"s1": "repaired"}
     after = await snapshot_of(store)
     assert (after.state, after.header.sampler) == (before.state, before.header.sampler)
     assert after.header.sampler.seed == SEED
-    assert await outcomes(store, backend, is_repairing=True) == {"s1": "current"}
+    assert await outcomes_of(store, backend, is_repairing=True) == {"s1": "current"}
 
 
 async def test_R2_another_sessions_state_is_replaced_and_nothing_of_it_used() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    head = await tell(store, backend)
+    head = await commit_turns(store, backend)
     before = await snapshot_of(store)
-    await put_snapshot(store, told_snapshot(backend, head, (9, 9, 9), session_id="s2").encode(), tenant="a")
-    assert await outcomes(store, backend, is_repairing=True) == {"s1": "repaired"}
+    await put_snapshot(store, snapshot_of_log(backend, head, (9, 9, 9), session_id="s2").encode(), tenant="a")
+    assert await outcomes_of(store, backend, is_repairing=True) == {"s1": "repaired"}
     after = await snapshot_of(store)
     assert (after.state, after.header.sampler) == (before.state, before.header.sampler)
 
 
 async def test_a_damaged_state_of_another_model_stays() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    await tell(store, FakeBackend())
+    await commit_turns(store, FakeBackend())
     await put_snapshot(store, b"\0" * 100, tenant="a")
     (found,) = await migrate(store, new, is_repairing=True)
     assert found.outcome == "other_damaged"
@@ -133,16 +133,16 @@ async def test_a_damaged_state_of_another_model_stays() -> None:
 
 async def test_a_log_that_is_not_the_heads_is_not_read() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    await tell(store, FakeBackend(), "s1")
-    await tell(store, FakeBackend(), "s2")
+    await commit_turns(store, FakeBackend(), "s1")
+    await commit_turns(store, FakeBackend(), "s2")
     version, ids = await get_chunk(store, tenant="a")
     await put_chunk(store, version, ids[:-12], tenant="a")
-    assert await outcomes(store, new) == {"s1": "failed", "s2": "migrated"}
+    assert await outcomes_of(store, new) == {"s1": "failed", "s2": "migrated"}
 
 
 async def test_an_engine_that_died_ends_it_and_frees_the_session() -> None:
     store = SqliteSessionStore(None)
-    await tell(store, FakeBackend())
+    await commit_turns(store, FakeBackend())
     with pytest.raises(EngineDead):
         await migrate(store, FakeBackend(fingerprint="new", fail_after=0, error=EngineDead("gone")))
     assert await acquire(store)

@@ -15,10 +15,10 @@ from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.transfer.backup import all_sessions
 from service.transfer.verify import Verified, compare_states, verify
+from tests.support.committed_sessions import SEED, commit_turns
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.stored_rows import damage_snapshot
 from tests.support.stored_sessions import acquire, create
-from tests.support.told_sessions import SEED, tell
 
 NAME = SessionKey("a", "s1")
 
@@ -39,7 +39,7 @@ async def verify_one(store: SqliteSessionStore, backend: FakeBackend) -> Verifie
 
 async def test_a_state_that_is_its_logs_is_the_same() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    before = await tell(store, backend)
+    before = await commit_turns(store, backend)
     verified = await verify_one(store, backend)
     assert (verified.verdict, verified.difference, verified.num_log_tokens) == ("same", 0.0, 15)
     assert (verified.divergences, verified.numerics, verified.damage) == ((), None, None)
@@ -64,7 +64,7 @@ async def test_a_state_that_is_its_logs_is_the_same() -> None:
 )
 async def test_R2_what_is_not_the_logs_is_told(changes: dict[str, Any], what: str) -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    await tell(store, backend, changes=changes)
+    await commit_turns(store, backend, changes=changes)
     verified = await verify_one(store, backend)
     assert verified.verdict == "diverged"
     assert what in [found.what for found in verified.divergences]
@@ -78,7 +78,7 @@ async def test_R2_what_is_not_the_logs_is_told(changes: dict[str, Any], what: st
 
 async def test_marks_that_do_not_fit_are_told() -> None:
     store, backend = FaultyStore(None), FakeBackend()
-    await tell(store, backend, turns=2)
+    await commit_turns(store, backend, turns=2)
     store.marks = (LogMark(version=1, num_log_tokens=5, num_sampled=2, seed=SEED),)
     verified = await verify_one(store, backend)
     assert verified.verdict == "diverged"
@@ -95,8 +95,8 @@ async def test_marks_that_do_not_fit_are_told() -> None:
 async def test_sessions_of_other_models_are_told_apart() -> None:
     store, other = SqliteSessionStore(None), FakeBackend(fingerprint="other")
     stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
-    await tell(store, FakeBackend(), "s1")
-    await tell(store, stranger, "s2")
+    await commit_turns(store, FakeBackend(), "s1")
+    await commit_turns(store, stranger, "s2")
     await create(store, "s3")
     names = [*await all_sessions(store), SessionKey("a", "s4")]
     verdicts = {found.name.session_id: found.verdict async for found in verify(store, other, names)}
@@ -105,14 +105,14 @@ async def test_sessions_of_other_models_are_told_apart() -> None:
 
 async def test_another_numerics_class_is_named() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    await tell(store, backend, changes={"numerics": "cuda/bf16"})
+    await commit_turns(store, backend, changes={"numerics": "cuda/bf16"})
     assert (await verify_one(store, backend)).numerics == "cuda/bf16"
 
 
 async def test_R3_what_cannot_be_read_is_damaged_and_the_rest_goes_on() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
-    await tell(store, backend, "s1")
-    await tell(store, backend, "s2")
+    await commit_turns(store, backend, "s1")
+    await commit_turns(store, backend, "s2")
     await damage_snapshot(store, tenant="a")
     found = [found async for found in verify(store, backend, await all_sessions(store))]
     assert [one.verdict for one in found] == ["damaged", "same"]
@@ -121,7 +121,7 @@ async def test_R3_what_cannot_be_read_is_damaged_and_the_rest_goes_on() -> None:
 
 async def test_an_engine_that_fails_ends_it() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend(fail_after=0, error=EngineDead("gone"))
-    await tell(store, backend)
+    await commit_turns(store, backend)
     with pytest.raises(EngineDead):
         await verify_one(store, backend)
 
@@ -153,6 +153,6 @@ def test_of_a_rounded_state_each_tensor_is_compared_as_a_whole_and_counts_have_t
 async def test_the_tolerance_is_the_callers() -> None:
     store, backend = SqliteSessionStore(None), FakeBackend()
     tolerances = dict.fromkeys(StateFormat, float("inf"))
-    await tell(store, backend, changes={"state": state_after(tuple(range(14)))})
+    await commit_turns(store, backend, changes={"state": state_after(tuple(range(14)))})
     (found,) = [found async for found in verify(store, backend, [NAME], tolerances=tolerances)]
     assert dataclasses.replace(found, difference=0.0).verdict == "same"

@@ -16,17 +16,17 @@ from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import Tokenizer
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.stored_rows import damage_snapshot, get_chunk, lease_holder, put_chunk, put_snapshot
-from tests.support.turns import KEY, collect, make_house, make_request
+from tests.support.turns import KEY, collect, make_harness, make_request
 
 
 async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its_session() -> None:
-    async with make_house() as house:
-        await house.say(5, 6)
-        snapshot = await house.snapshot()
+    async with make_harness() as harness:
+        await harness.say(5, 6)
+        snapshot = await harness.snapshot()
         wrong = Snapshot(snapshot.header, snapshot.state[:32] + bytes(len(snapshot.state) - 32))
-        await put_snapshot(house.store, wrong.encode())
+        await put_snapshot(harness.store, wrong.encode())
         with pytest.raises(SnapshotCorrupt, match="session 's1': the state was not reached"):
-            await house.open(9)
+            await harness.open(9)
 
 
 @pytest.mark.parametrize(
@@ -44,119 +44,119 @@ async def test_R2_a_state_at_another_place_than_its_header_says_is_told_with_its
     ids=lambda changes: next(iter(changes)),
 )
 async def test_R2_R3_a_state_that_is_not_this_sessions_is_refused_never_used(changes: dict[str, Any]) -> None:
-    async with make_house() as house:
-        await house.say(5, 6)
-        snapshot = await house.snapshot()
+    async with make_harness() as harness:
+        await harness.say(5, 6)
+        snapshot = await harness.snapshot()
         wrong = Snapshot(dataclasses.replace(snapshot.header, **changes), snapshot.state)
-        await put_snapshot(house.store, wrong.encode())
+        await put_snapshot(harness.store, wrong.encode())
         error = StateMismatch if "tokenizer_fingerprint" in changes else SnapshotCorrupt
         with pytest.raises(error, match="session 's1'"):
-            await house.open(9)
-        assert len(house.backend.requests) == 1
-        await put_snapshot(house.store, snapshot.encode())
-        assert (await house.say(9)).head.version == 2
+            await harness.open(9)
+        assert len(harness.backend.requests) == 1
+        await put_snapshot(harness.store, snapshot.encode())
+        assert (await harness.say(9)).head.version == 2
 
 
 @pytest.mark.parametrize("reason", ["missing", "corrupt", "fingerprint_mismatch"])
 @pytest.mark.parametrize("new_ids", [(), (9,)], ids=["0_new_tokens", "1_new_token"])
 async def test_R3_a_lost_state_is_made_again_from_the_log_never_empty(reason: str, new_ids: tuple[int, ...]) -> None:
-    async with make_house() as house, make_house() as unbroken:
-        for one in (house, unbroken):
+    async with make_harness() as harness, make_harness() as unbroken:
+        for one in (harness, unbroken):
             await one.say(5, 6, max_tokens=2)
             await one.say(7, max_tokens=3)
-        backend = house.backend
+        backend = harness.backend
         if reason == "missing":
-            await put_snapshot(house.store, None)
+            await put_snapshot(harness.store, None)
         elif reason == "corrupt":
-            await damage_snapshot(house.store)
+            await damage_snapshot(harness.store)
         else:
             backend = FakeBackend(fingerprint="a newer model")
-        turns = house.make_turns(backend)
+        turns = harness.make_turns(backend)
         turn = await turns.open_turn(make_request(*new_ids))
         end = (await collect(turn))[1]
         expected = await unbroken.say(*new_ids)
         assert (turn.rebuilt, end.error) == (reason, None)
         assert (end.head.version, end.head.position) == (expected.head.version, expected.head.position)
-        log = await house.store.read_log(KEY)
+        log = await harness.store.read_log(KEY)
         assert log == await unbroken.store.read_log(KEY)
-        snapshot, model = await house.snapshot(), backend.model.fingerprint
+        snapshot, model = await harness.snapshot(), backend.model.fingerprint
         assert snapshot.state == state_after(log[:-1])
         assert snapshot.header.sampler == (await unbroken.snapshot()).header.sampler
         assert (snapshot.header.model_fingerprint, end.head.model_fingerprint) == (model, model)
         assert backend.requests[-1].prompt_ids == (*log[: len(log) - 4 - len(new_ids)], *new_ids)
         assert (end.finished.cached_tokens, expected.finished.cached_tokens) == (0, 8)
         assert end.finished.prompt_tokens == expected.finished.prompt_tokens
-        assert house.sample("nsm_session_resume_total", outcome=reason) == 1
+        assert harness.sample("nsm_session_resume_total", outcome=reason) == 1
         again = await turns.open_turn(make_request(8))
         assert (again.rebuilt, (await collect(again))[1].finished.cached_tokens) == (None, len(log) - 1)
 
 
 async def test_a_rebuilt_session_without_a_pending_token_still_needs_input() -> None:
-    async with make_house(FakeBackend("It was")) as house:
-        await house.say(5, max_tokens=50)
-        log = await house.store.read_log(KEY)
-        await put_snapshot(house.store, None)
+    async with make_harness(FakeBackend("It was")) as harness:
+        await harness.say(5, max_tokens=50)
+        log = await harness.store.read_log(KEY)
+        await put_snapshot(harness.store, None)
         with pytest.raises(InvalidRequest, match="input must not be empty"):
-            await house.open()
-        await house.say(9)
-        assert house.backend.requests[-1].prompt_ids == (*log, 9)
+            await harness.open()
+        await harness.say(9)
+        assert harness.backend.requests[-1].prompt_ids == (*log, 9)
 
 
 async def test_a_rebuilt_turn_draws_with_the_sessions_seed() -> None:
-    async with make_house() as house:
-        await house.say(5, seed=1234)
-        await put_snapshot(house.store, None)
-        await house.say(6)
-        assert house.backend.requests[-1].sampling.seed == 1234
-        assert (await house.snapshot()).header.sampler.seed == 1234
+    async with make_harness() as harness:
+        await harness.say(5, seed=1234)
+        await put_snapshot(harness.store, None)
+        await harness.say(6)
+        assert harness.backend.requests[-1].sampling.seed == 1234
+        assert (await harness.snapshot()).header.sampler.seed == 1234
 
 
 async def test_a_rebuild_that_is_cancelled_leaves_everything_as_it_was() -> None:
-    async with make_house(FakeBackend(hold=True)) as house:
-        house.backend.release(4)
-        before = (await house.say(5)).head
-        await put_snapshot(house.store, None)
-        turn = await house.open(6)
-        await house.backend.held.wait()
-        assert await house.turns.cancel(KEY)
+    async with make_harness(FakeBackend(hold=True)) as harness:
+        harness.backend.release(4)
+        before = (await harness.say(5)).head
+        await put_snapshot(harness.store, None)
+        turn = await harness.open(6)
+        await harness.backend.held.wait()
+        assert await harness.turns.cancel(KEY)
         assert (await collect(turn))[1].head == before
-        assert await lease_holder(house.store) is None
+        assert await lease_holder(harness.store) is None
 
 
 async def test_a_log_of_another_tokenizer_is_refused() -> None:
-    async with make_house() as house:
-        await house.say(5)
+    async with make_harness() as harness:
+        await harness.say(5)
         tokenizer = Tokenizer.train(["something else entirely"] * 4, vocab_size=300)
         backend = FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)
-        turns = house.make_turns(backend)
+        turns = harness.make_turns(backend)
         with pytest.raises(StateMismatch, match="another tokenizer"):
             await turns.open_turn(make_request(9))
-        await put_snapshot(house.store, None)  # now nobody can tell which tokenizer it was
+        await put_snapshot(harness.store, None)  # now nobody can tell which tokenizer it was
         with pytest.raises(StateMismatch, match="only that model can make it again"):
             await turns.open_turn(make_request(9))
         assert backend.requests == []
-        assert house.sample("nsm_session_resume_total", outcome="refused") == 2
-        assert (await house.say(9)).head.version == 2
+        assert harness.sample("nsm_session_resume_total", outcome="refused") == 2
+        assert (await harness.say(9)).head.version == 2
 
 
 async def test_a_log_that_is_damaged_as_well_is_an_error() -> None:
-    async with make_house() as house:
-        await house.say(5)
-        await put_snapshot(house.store, None)
-        version, ids = await get_chunk(house.store)
-        await put_chunk(house.store, version, ids[:-4])
+    async with make_harness() as harness:
+        await harness.say(5)
+        await put_snapshot(harness.store, None)
+        version, ids = await get_chunk(harness.store)
+        await put_chunk(harness.store, version, ids[:-4])
         with pytest.raises(SnapshotCorrupt, match="log of session 's1'"):
-            await house.open(9)
-        await put_chunk(house.store, version, ids)
-        assert (await house.say(9)).head.version == 2
+            await harness.open(9)
+        await put_chunk(harness.store, version, ids)
+        assert (await harness.say(9)).head.version == 2
 
 
 async def test_a_state_of_another_numerics_class_is_used_and_said() -> None:
-    async with make_house() as house:
-        assert (await house.open(5)).other_numerics is None
-        await house.turns.drain(grace_s=5.0)
+    async with make_harness() as harness:
+        assert (await harness.open(5)).other_numerics is None
+        await harness.turns.drain(grace_s=5.0)
         backend = FakeBackend()
         backend.model = dataclasses.replace(backend.model, numerics="other")
-        turn = await house.make_turns(backend).open_turn(make_request(6))
+        turn = await harness.make_turns(backend).open_turn(make_request(6))
         assert turn.other_numerics == "fake"
         assert (await collect(turn))[1].head.version == 2

@@ -59,7 +59,7 @@ class Store(SqliteSessionStore):
             await self.renewed.wait_for(lambda: self.num_renewals >= number)
 
 
-class House:
+class LeaseHarness:
     def __init__(self, *, lease_s: float) -> None:
         self.store = Store()
         self.metrics = Metrics(FakeBackend())
@@ -76,31 +76,31 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def make_house(*, lease_s: float = 60.0) -> AsyncIterator[House]:
+async def make_harness(*, lease_s: float = 60.0) -> AsyncIterator[LeaseHarness]:
     """No task may be left when a test ends."""
-    house = House(lease_s=lease_s)
-    await house.store.create(NewSession(key=KEY, model_fingerprint="m1", metadata={}))
+    harness = LeaseHarness(lease_s=lease_s)
+    await harness.store.create(NewSession(key=KEY, model_fingerprint="m1", metadata={}))
     tasks_before = asyncio.all_tasks()
-    yield house
+    yield harness
     assert asyncio.all_tasks() == tasks_before
 
 
 async def test_a_lease_is_renewed_until_it_is_given_back() -> None:
-    async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
-        await house.store.wait_renewals(3)
+    async with make_harness(lease_s=0.03) as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+        await harness.store.wait_renewals(3)
         with pytest.raises(SessionBusy):
-            await house.leases.take(KEY, on_lost=house.on_lost)
+            await harness.leases.take(KEY, on_lost=harness.on_lost)
         await held.give_back()
         await held.give_back()
-        assert house.lost == []
-        await (await house.leases.take(KEY, on_lost=house.on_lost)).give_back()
+        assert harness.lost == []
+        await (await harness.leases.take(KEY, on_lost=harness.on_lost)).give_back()
 
 
 async def test_a_lease_that_is_over_is_gone_at_once() -> None:
     """It holds the states of its turn, which are megabytes: they must not wait for the collector of cycles."""
-    async with make_house() as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
+    async with make_harness() as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
         await asyncio.sleep(0)  # the renewal has begun to wait
         gc.disable()
         try:
@@ -113,72 +113,72 @@ async def test_a_lease_that_is_over_is_gone_at_once() -> None:
 
 
 async def test_D8_a_lost_lease_is_told_once_and_renewed_no_more() -> None:
-    async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
-        await steal_lease(house.store, "thief")
-        await house.is_lost.wait()
-        assert [type(error) for error in house.lost] == [LeaseLost]
+    async with make_harness(lease_s=0.03) as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+        await steal_lease(harness.store, "thief")
+        await harness.is_lost.wait()
+        assert [type(error) for error in harness.lost] == [LeaseLost]
         await held.give_back()
-        assert await lease_holder(house.store) == "thief"
-        assert house.num_lost() == 1
+        assert await lease_holder(harness.store) == "thief"
+        assert harness.num_lost() == 1
 
 
 async def test_a_store_that_is_away_for_a_moment_does_not_end_the_turn() -> None:
-    async with make_house(lease_s=0.03) as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
-        house.store.renew_error = StoreUnavailable("away")
-        await house.store.wait_renewals(2)
-        house.store.renew_error = None
-        await house.store.wait_renewals(3)
-        assert house.lost == []
+    async with make_harness(lease_s=0.03) as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+        harness.store.renew_error = StoreUnavailable("away")
+        await harness.store.wait_renewals(2)
+        harness.store.renew_error = None
+        await harness.store.wait_renewals(3)
+        assert harness.lost == []
         head = await held.commit(Commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN))
         assert head.version == 1
 
 
 async def test_D8_a_commit_without_the_lease_changes_nothing() -> None:
-    async with make_house() as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
-        await steal_lease(house.store, "thief")
+    async with make_harness() as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+        await steal_lease(harness.store, "thief")
         with pytest.raises(LeaseLost):
             await held.commit(Commit(expected_version=0, snapshot=make_snapshot().encode(), **TURN))
         await held.give_back()
-        assert (await house.store.get(KEY)).version == 0
-        assert house.num_lost() == 1
+        assert (await harness.store.get(KEY)).version == 0
+        assert harness.num_lost() == 1
 
 
 async def test_who_is_cancelled_while_taking_a_lease_leaves_none_behind() -> None:
-    async with make_house() as house:
-        house.store.may_answer.clear()
-        taking = asyncio.create_task(house.leases.take(KEY, on_lost=house.on_lost))
-        await house.store.is_acquired.wait()
-        assert await lease_holder(house.store) is not None
+    async with make_harness() as harness:
+        harness.store.may_answer.clear()
+        taking = asyncio.create_task(harness.leases.take(KEY, on_lost=harness.on_lost))
+        await harness.store.is_acquired.wait()
+        assert await lease_holder(harness.store) is not None
         taking.cancel()
-        house.store.may_answer.set()
+        harness.store.may_answer.set()
         with pytest.raises(asyncio.CancelledError):
             await taking
-        await (await house.leases.take(KEY, on_lost=house.on_lost)).give_back()
+        await (await harness.leases.take(KEY, on_lost=harness.on_lost)).give_back()
 
 
 async def test_a_release_that_fails_is_no_error_of_the_turn(caplog: pytest.LogCaptureFixture) -> None:
-    async with make_house() as house:
-        held = await house.leases.take(KEY, on_lost=house.on_lost)
-        house.store.release_error = StoreUnavailable("away")
+    async with make_harness() as harness:
+        held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+        harness.store.release_error = StoreUnavailable("away")
         await held.give_back()
         assert "was not released: away" in caplog.text
 
 
 async def test_holders_are_told_apart_and_name_their_process() -> None:
-    async with make_house() as house:
+    async with make_harness() as harness:
         holders = []
         for _ in range(2):
-            held = await house.leases.take(KEY, on_lost=house.on_lost)
-            holders.append(str(await lease_holder(house.store)).split("/"))
+            held = await harness.leases.take(KEY, on_lost=harness.on_lost)
+            holders.append(str(await lease_holder(harness.store)).split("/"))
             await held.give_back()
         assert holders[0][0] == holders[1][0]
         assert holders[0][1] != holders[1][1]
 
 
 async def test_an_unknown_session_has_no_lease() -> None:
-    async with make_house() as house:
+    async with make_harness() as harness:
         with pytest.raises(NotFound):
-            await house.leases.take(SessionKey("default", "nobody"), on_lost=house.on_lost)
+            await harness.leases.take(SessionKey("default", "nobody"), on_lost=harness.on_lost)

@@ -233,8 +233,8 @@ async def test_a_body_that_stops_is_408_and_the_connection_is_closed(limits: dic
 async def test_slow_body_without_a_long_pause_is_read() -> None:
     receive_timeout_s = 0.2
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-    house = gateway(FakeBackend(), is_live=True, receive_timeout_s=receive_timeout_s)
-    async with house as server, connect(server.url) as client:
+    starting = gateway(FakeBackend(), is_live=True, receive_timeout_s=receive_timeout_s)
+    async with starting as server, connect(server.url) as client:
         fields = {"content-length": str(len(body)), "content-type": "application/json"}
         await client.send(head("POST", PATH, fields))
         for byte in range(0, len(body), 4):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsm_core.execution.cuda.kernels.chain import chained, wait_for_previous
 
-PLACES = 128
+POSITIONS = 128
 QUERIES = 16  # the fewest rows of a product of the matrix units
 NUM_WARPS = 4
 
@@ -69,7 +69,7 @@ def _read_ring(
     HALF: tl.constexpr,
     CHANNELS: tl.constexpr,
     QUERIES: tl.constexpr,
-    PLACES: tl.constexpr,
+    POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -80,12 +80,12 @@ def _read_ring(
         wait_for_previous(CHAINED)
         return
     start = tl.load(start_ptr + index)
-    places = piece * PLACES + tl.arange(0, PLACES)
+    positions = piece * POSITIONS + tl.arange(0, POSITIONS)
     channels, members = tl.arange(0, CHANNELS), tl.arange(0, QUERIES)
     # before the text has filled the ring once, its first places are the ones that hold tokens
-    is_seen = (places < window) & (places < start)
+    is_seen = (positions < window) & (positions < start)
     mask = is_seen[:, None] & (channels < K)[None, :]
-    at = ring_ptr + (row * (H // GROUP) + kv_head) * (2 * window * K) + places[:, None] * K + channels[None, :]
+    at = ring_ptr + (row * (H // GROUP) + kv_head) * (2 * window * K) + positions[:, None] * K + channels[None, :]
     keys = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     values = tl.load(at + window * K, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_previous(CHAINED)
@@ -171,17 +171,17 @@ def _join(
     tl.store(out_at, ((first_sum + own_weight * first_value) / total).to(dtype), mask=is_pair)
     tl.store(out_at + HALF, ((second_sum + own_weight * second_value) / total).to(dtype), mask=is_pair)
     if head % GROUP == 0:
-        place = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + (start % window) * K + pairs
+        target = ring_ptr + (row * kv_heads + kv_head) * (2 * window * K) + (start % window) * K + pairs
         held = ring_ptr.dtype.element_ty
-        tl.store(place, first_key.to(held), mask=is_pair)
-        tl.store(place + HALF, second_key.to(held), mask=is_pair)
-        tl.store(place + window * K, first_value.to(held), mask=is_pair)
-        tl.store(place + window * K + HALF, second_value.to(held), mask=is_pair)
+        tl.store(target, first_key.to(held), mask=is_pair)
+        tl.store(target + HALF, second_key.to(held), mask=is_pair)
+        tl.store(target + window * K, first_value.to(held), mask=is_pair)
+        tl.store(target + window * K + HALF, second_value.to(held), mask=is_pair)
 
 
 def num_pieces(window: int) -> int:
     """Pieces that a ring is read in."""
-    return -(-window // PLACES)
+    return -(-window // POSITIONS)
 
 
 def attend_in_place(
@@ -217,7 +217,7 @@ def attend_in_place(
         eps,
         CHANNELS=max(16, triton.next_power_of_2(head_dim)),
         QUERIES=max(QUERIES, triton.next_power_of_2(group)),
-        PLACES=PLACES,
+        POSITIONS=POSITIONS,
         PRECISION="tf32x3" if ring.dtype == torch.float32 else "ieee",
         num_warps=NUM_WARPS,
         **constants,

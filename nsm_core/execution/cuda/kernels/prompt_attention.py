@@ -61,10 +61,10 @@ def _attend(
             scores = tl.where(is_seen, tl.dot(q, tl.trans(k), input_precision=PRECISION), -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp(scores - new_top[:, None])
-            kept = tl.exp(top - new_top)
+            rescale = tl.exp(top - new_top)
             v = tl.load(kv_ptr + kv_part + token, mask=is_value, other=0.0)
-            read = read * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * kept + tl.sum(weights, axis=1)
+            read = read * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            total = total * rescale + tl.sum(weights, axis=1)
             top = new_top
     to = ((batch * num_queries + queries[:, None]) * H + head) * K + channels[None, :]
     out = (read / tl.where(is_query, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)

@@ -91,7 +91,7 @@ def random_state(model: NsmModel, positions: list[int]) -> State:
     return state
 
 
-def with_unread_places(state: State, window: int) -> State:
+def with_unread_rows(state: State, window: int) -> State:
     """For the kernel alone: the written form multiplies the places that no token has filled by 0."""
     is_filled = torch.arange(window, device=DEVICE) < state[POSITION][:, None]
     return {
@@ -108,7 +108,7 @@ def check_block(config: ModelConfig, positions: list[int]) -> None:
     pool = model.state_spec.zeros(POOL_ROWS, DEVICE)
     for name, tensor in pool.items():
         tensor.fill_(-7 if name == POSITION else torch.nan)
-        tensor[rows] = with_unread_places(state, config.window)[name]
+        tensor[rows] = with_unread_rows(state, config.window)[name]
     before = {name: tensor.clone() for name, tensor in pool.items()}
     batch = len(rows) + 2
     step = DecodeStep(pack_weights(model, torch.float32), config, pool, batch)

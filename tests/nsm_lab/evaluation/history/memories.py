@@ -42,11 +42,11 @@ class Memory(torch.nn.Module):
             text[row, start : start + ids.shape[1]] = ids[row]
             read = text[row, : start + ids.shape[1]].long().tolist()
             latest: dict[tuple[int, ...], int] = {}
-            for place in range(2, len(read)):
-                last = tuple(read[place - 2 : place + 1])
-                if place >= start and last in latest and place - latest[last] <= self.span:
-                    hidden[row, place - start, read[latest[last] + 1]] = 40.0
-                latest[last] = place
+            for index in range(2, len(read)):
+                last = tuple(read[index - 2 : index + 1])
+                if index >= start and last in latest and index - latest[last] <= self.span:
+                    hidden[row, index - start, read[latest[last] + 1]] = 40.0
+                latest[last] = index
         return hidden, {"position": position + ids.shape[1], "text": text}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

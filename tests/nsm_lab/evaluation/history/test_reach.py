@@ -22,12 +22,12 @@ def test_attention_reach_is_how_far_a_model_of_windows_sees(tiny_tokenizer: Toke
     model, ids = random_model(config).eval(), torch.arange(30)[None] + 1
     with torch.no_grad():
         before, _ = model(ids, model.initial_state(1))
-        changed = [_changed(model, ids, place, before) for place in range(30)]
+        changed = [_changed(model, ids, position, before) for position in range(30)]
     assert 29 - changed.index(True) == attention_reach(config) == 10
 
 
-def _changed(model: torch.nn.Module, ids: torch.Tensor, place: int, before: torch.Tensor) -> bool:
+def _changed(model: torch.nn.Module, ids: torch.Tensor, position: int, before: torch.Tensor) -> bool:
     other = ids.clone()
-    other[0, place] = 100
+    other[0, position] = 100
     after, _ = model(other, model.initial_state(1))
     return not torch.equal(after[0, -1], before[0, -1])

@@ -44,8 +44,8 @@ def test_most_queries_come_soon_by_the_power_law() -> None:
 def test_keys_are_drawn_evenly() -> None:
     """Most draws of 15 from 15 hold a repetition at first: drawing again must prefer no order and no key."""
     keys = generate(Task(64, 15, 8000), rng(), vocab_size=32).ids[:, 0:30:2]
-    for place in (0, 7, 14):
-        assert np.bincount(keys[:, place], minlength=16)[1:] / 8000 == pytest.approx(np.full(15, 1 / 15), abs=0.012)
+    for column in (0, 7, 14):
+        assert np.bincount(keys[:, column], minlength=16)[1:] / 8000 == pytest.approx(np.full(15, 1 / 15), abs=0.012)
 
 
 def test_a_seed_gives_the_same_examples_and_another_gives_others() -> None:

@@ -14,7 +14,7 @@ from tests.support.samples import babi_text
 
 VOCABULARY = sorted(
     {word for verb in (*babi.MOVES, *babi.TAKES, *babi.DROPS) for word in verb.split()}
-    | {name.lower() for name in (*babi.PEOPLE, *babi.PLACES, *babi.THINGS)}
+    | {name.lower() for name in (*babi.PEOPLE, *babi.ROOMS, *babi.THINGS)}
     | {"where", "is", "the", "there", ".", "?"}
 )
 

@@ -41,7 +41,7 @@ STATES = small_model()  # for the layout of its states
 
 
 @dataclasses.dataclass
-class House:
+class TwoServers:
     """A gateway's backend on two servers; a fresh one goes to `one` first."""
 
     one: StandIn
@@ -75,10 +75,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def house(tiny_tokenizer: Tokenizer) -> AsyncIterator[House]:
+async def pair(tiny_tokenizer: Tokenizer) -> AsyncIterator[TwoServers]:
     one, two = (StandIn(random_loaded(tiny_tokenizer)) for _ in range(2))
     async with stand_ins(one, two), running_backend(one, two) as backend:
-        yield House(one, two, backend)
+        yield TwoServers(one, two, backend)
 
 
 def assert_same(got: Outcome, want: Outcome) -> None:
@@ -95,23 +95,23 @@ def assert_same(got: Outcome, want: Outcome) -> None:
     assert dataclasses.replace(got.finished, end_state=None) == dataclasses.replace(want.finished, end_state=None)
 
 
-async def test_S1_every_place_of_a_turn_may_be_the_break(house: House) -> None:
+async def test_S1_every_place_of_a_turn_may_be_the_break(pair: TwoServers) -> None:
     """A turn that resumes a state, and loses both servers after any number of answers, gives each token once."""
-    _, request = await house.turns()
-    want = await house.generate(request)
+    _, request = await pair.turns()
+    want = await pair.generate(request)
     for break_after in range(1, len(want.ids) + 1):
-        house.one.break_after = house.two.break_after = break_after
-        got = await house.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
+        pair.one.break_after = pair.two.break_after = break_after
+        got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
         assert_same(got, want)
-    places = {len(options.get("sampled_ids", ())) for server in house.servers for options in server.options}
-    assert len(places) > len(want.ids) // 2  # an answer may hold several tokens
-    assert house.backend.upstream_stats().num_failovers > len(want.ids)
+    counts = {len(options.get("sampled_ids", ())) for server in pair.servers for options in server.options}
+    assert len(counts) > len(want.ids) // 2  # an answer may hold several tokens
+    assert pair.backend.upstream_stats().num_failovers > len(want.ids)
 
 
 async def test_a_heartbeat_on_its_way_does_not_clear_a_server_whose_stream_broke_meanwhile(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    pair: TwoServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = next(iter(house.backend.upstreams))
+    one = next(iter(pair.backend.upstreams))
     ask, described = one.ask, asyncio.Event()
 
     async def answer(call: Any, **options: Any) -> Any:
@@ -125,90 +125,90 @@ async def test_a_heartbeat_on_its_way_does_not_clear_a_server_whose_stream_broke
 
     monkeypatch.setattr(one, "ask", answer)
     await asyncio.wait_for(described.wait(), 10)
-    await eventually(lambda: is_up(house.backend, 2))
+    await eventually(lambda: is_up(pair.backend, 2))
     assert one.max_slots == MAX_SLOTS
 
 
-async def test_what_was_told_of_the_prompt_is_not_told_again(house: House) -> None:
+async def test_what_was_told_of_the_prompt_is_not_told_again(pair: TwoServers) -> None:
     request = make_request("a", **TEXT, prompt_logprobs=1)
     request = dataclasses.replace(request, keep_states_at=(5, 10, 40))
-    want = await house.generate(request)
+    want = await pair.generate(request)
     assert [type(event) for event in want.events[:4]].count(PromptState) == 3
     for break_after in range(1, 6):
-        house.one.break_after = house.two.break_after = break_after
-        got = await house.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
+        pair.one.break_after = pair.two.break_after = break_after
+        got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
         kinds = [type(event) for event in got.events]
         assert (kinds.count(PromptScored), kinds.count(PromptState)) == (1, 3)
         assert_same(got, want)
 
 
-async def test_a_request_that_breaks_every_server_ends_with_an_error(house: House) -> None:
-    house.one.fail_with = house.two.fail_with = EngineDead("the engine failed")
-    finished = (await house.generate(make_request(**TEXT))).finished
+async def test_a_request_that_breaks_every_server_ends_with_an_error(pair: TwoServers) -> None:
+    pair.one.fail_with = pair.two.fail_with = EngineDead("the engine failed")
+    finished = (await pair.generate(make_request(**TEXT))).finished
     assert (finished.reason, type(finished.error)) == (FinishReason.ERROR, EngineDead)
-    assert len(house.one.options) + len(house.two.options) == triton_generation.MAX_LOSSES + 1
+    assert len(pair.one.options) + len(pair.two.options) == triton_generation.MAX_LOSSES + 1
 
 
-async def test_R6_a_state_moves_only_when_its_server_lacks_it(house: House) -> None:
-    _, request = await house.turns()
-    want = await house.generate(request)
-    assert house.one.state_sizes == [0, 0]  # the first turn, and the next one with the id alone
-    assert house.one.worker.status().states.num_hits == 1
-    await house.one.stop()
-    await eventually(lambda: is_up(house.backend, 1))
-    await house.one.start()  # its kept states are gone
-    await eventually(lambda: is_up(house.backend, 2))
-    again = await house.generate(dataclasses.replace(request, request_id="again"))
+async def test_R6_a_state_moves_only_when_its_server_lacks_it(pair: TwoServers) -> None:
+    _, request = await pair.turns()
+    want = await pair.generate(request)
+    assert pair.one.state_sizes == [0, 0]  # the first turn, and the next one with the id alone
+    assert pair.one.worker.status().states.num_hits == 1
+    await pair.one.stop()
+    await eventually(lambda: is_up(pair.backend, 1))
+    await pair.one.start()  # its kept states are gone
+    await eventually(lambda: is_up(pair.backend, 2))
+    again = await pair.generate(dataclasses.replace(request, request_id="again"))
     assert_same(again, want)
-    assert (house.one.state_sizes + house.two.state_sizes)[2:] in (
+    assert (pair.one.state_sizes + pair.two.state_sizes)[2:] in (
         [0, len(request.resume.state)],
         [len(request.resume.state)],
     )
-    stats = house.backend.upstream_stats()
+    stats = pair.backend.upstream_stats()
     assert (stats.num_state_hits, stats.num_state_misses) == (1, 1)
 
 
-async def test_a_server_that_began_anew_between_two_heartbeats_is_asked_again_what_it_serves(house: House) -> None:
+async def test_a_server_that_began_anew_between_two_heartbeats_is_asked_again_what_it_serves(pair: TwoServers) -> None:
     """Another model might answer at its address; what it was given meanwhile is given up."""
-    want = await house.generate(make_request("want", **TEXT))
-    await eventually(lambda: has_stepped(house.backend))
-    await house.one.stop()
-    await house.one.start()
-    got = await house.generate(make_request("got", **TEXT))
+    want = await pair.generate(make_request("want", **TEXT))
+    await eventually(lambda: has_stepped(pair.backend))
+    await pair.one.stop()
+    await pair.one.start()
+    got = await pair.generate(make_request("got", **TEXT))
     assert_same(got, want)
-    await eventually(lambda: is_up(house.backend, 2))
+    await eventually(lambda: is_up(pair.backend, 2))
 
 
 async def has_stepped(backend: TritonBackend) -> bool:
     return backend.stats().num_steps > 0
 
 
-async def test_what_the_servers_hold_is_what_they_say_also_while_one_is_down(house: House) -> None:
+async def test_what_the_servers_hold_is_what_they_say_also_while_one_is_down(pair: TwoServers) -> None:
     each = MAX_SLOTS + QUEUE_LIMIT
-    assert house.backend.max_requests == 2 * each
-    await house.one.stop()
-    await eventually(lambda: is_up(house.backend, 1))
-    assert house.backend.max_requests == 2 * each  # more is refused for good, and it may be back soon
-    assert house.backend.stats().max_slots == MAX_SLOTS
+    assert pair.backend.max_requests == 2 * each
+    await pair.one.stop()
+    await eventually(lambda: is_up(pair.backend, 1))
+    assert pair.backend.max_requests == 2 * each  # more is refused for good, and it may be back soon
+    assert pair.backend.stats().max_slots == MAX_SLOTS
 
 
-async def test_the_server_with_the_least_to_do_gets_the_request(house: House) -> None:
+async def test_the_server_with_the_least_to_do_gets_the_request(pair: TwoServers) -> None:
     long = {**TEXT, "max_tokens": 100_000}
-    generations = [house.backend.submit(make_request(str(number), **long)) for number in range(2 * MAX_SLOTS)]
+    generations = [pair.backend.submit(make_request(str(number), **long)) for number in range(2 * MAX_SLOTS)]
     await asyncio.gather(*(anext(generation.events()) for generation in generations))
-    assert [len(server.options) for server in (house.one, house.two)] == [MAX_SLOTS, MAX_SLOTS]
+    assert [len(server.options) for server in (pair.one, pair.two)] == [MAX_SLOTS, MAX_SLOTS]
     for generation in generations:
         generation.cancel()
 
 
-async def test_T2_a_hung_server_loses_its_requests_and_its_place(house: House) -> None:
+async def test_T2_a_hung_server_loses_its_requests_and_its_place(pair: TwoServers) -> None:
     """Nothing breaks, nothing answers: only the heartbeat tells."""
-    want = await house.generate(make_request("want", **TEXT, logprobs=1))
-    generation = house.backend.submit(make_request("hung", **TEXT, logprobs=1))
+    want = await pair.generate(make_request("want", **TEXT, logprobs=1))
+    generation = pair.backend.submit(make_request("hung", **TEXT, logprobs=1))
     events = generation.events()
     got = Outcome([await anext(events)])
-    place = house.one if len(house.one.options) > len(house.two.options) else house.two
-    place.is_hung = True
+    busy = pair.one if len(pair.one.options) > len(pair.two.options) else pair.two
+    busy.is_hung = True
     got.events += [event async for event in events]
     assert_same(got, want)
 
@@ -216,8 +216,8 @@ async def test_T2_a_hung_server_loses_its_requests_and_its_place(house: House) -
 async def test_without_a_server_requests_are_refused_until_one_comes_back(tiny_tokenizer: Tokenizer) -> None:
     server = StandIn(random_loaded(tiny_tokenizer))
     async with stand_ins(server), running_backend(server) as backend:
-        house = House(server, server, backend)
-        want = await house.generate(make_request("want", **TEXT))
+        pair = TwoServers(server, server, backend)
+        want = await pair.generate(make_request("want", **TEXT))
         await server.stop()
         await eventually(lambda: is_up(backend, 0))
         assert not backend.is_ready()
@@ -226,58 +226,60 @@ async def test_without_a_server_requests_are_refused_until_one_comes_back(tiny_t
         await server.start()
         await eventually(lambda: is_up(backend, 1))
         assert backend.is_ready()
-        assert_same(await house.generate(make_request("again", **TEXT)), want)
+        assert_same(await pair.generate(make_request("again", **TEXT)), want)
 
 
-async def test_a_worker_that_drains_hands_its_requests_over(house: House) -> None:
-    want = await house.generate(make_request("want", **{**TEXT, "max_tokens": 150}))
-    generation = house.backend.submit(make_request("moved", **{**TEXT, "max_tokens": 150}))
+async def test_a_worker_that_drains_hands_its_requests_over(pair: TwoServers) -> None:
+    want = await pair.generate(make_request("want", **{**TEXT, "max_tokens": 150}))
+    generation = pair.backend.submit(make_request("moved", **{**TEXT, "max_tokens": 150}))
     events = generation.events()
     got = Outcome([await anext(events)])
-    await (house.two if len(house.two.options) else house.one).stop(grace_s=5.0)
+    await (pair.two if len(pair.two.options) else pair.one).stop(grace_s=5.0)
     got.events += [event async for event in events]
     assert_same(got, want)
 
 
-async def test_T7_a_server_that_is_stopping_keeps_its_streams_and_gets_no_more(house: House) -> None:
-    generation = house.backend.submit(make_request("long", **{**TEXT, "max_tokens": 1_000}))
+async def test_T7_a_server_that_is_stopping_keeps_its_streams_and_gets_no_more(pair: TwoServers) -> None:
+    generation = pair.backend.submit(make_request("long", **{**TEXT, "max_tokens": 1_000}))
     events = generation.events()
     got = Outcome([await anext(events)])
-    stopping, other = house.servers if house.one.options else reversed(house.servers)
+    stopping, other = pair.servers if pair.one.options else reversed(pair.servers)
     stopping.is_unloading = True
 
     async def is_seen() -> bool:
-        return house.backend.upstream_stats().num_down == 1
+        return pair.backend.upstream_stats().num_down == 1
 
     await eventually(is_seen)
-    await house.generate(make_request("new", **TEXT))
+    await pair.generate(make_request("new", **TEXT))
     got.events += [event async for event in events]
     assert (len(got.ids), got.finished.reason) == (1_000, FinishReason.LENGTH)
     assert (len(stopping.options), len(other.options)) == (1, 1)
-    assert house.backend.upstream_stats().num_failovers == 0
+    assert pair.backend.upstream_stats().num_failovers == 0
 
 
-async def test_a_full_worker_is_overloaded_in_the_end(house: House) -> None:
-    house.one.fail_with = Overloaded("the queue is full", retry_after_s=3.0)
-    finished = (await house.generate(make_request("elsewhere", **TEXT))).finished
+async def test_a_full_worker_is_overloaded_in_the_end(pair: TwoServers) -> None:
+    pair.one.fail_with = Overloaded("the queue is full", retry_after_s=3.0)
+    finished = (await pair.generate(make_request("elsewhere", **TEXT))).finished
     assert finished.reason is FinishReason.LENGTH
-    house.two.fail_with = house.one.fail_with
-    finished = (await house.generate(make_request("nowhere", **TEXT))).finished
+    pair.two.fail_with = pair.one.fail_with
+    finished = (await pair.generate(make_request("nowhere", **TEXT))).finished
     assert isinstance(finished.error, Overloaded)
     assert finished.error.retry_after_s == 3.0
 
 
 @pytest.fixture
-async def short(tiny_tokenizer: Tokenizer) -> AsyncIterator[House]:
+async def short(tiny_tokenizer: Tokenizer) -> AsyncIterator[TwoServers]:
     """Servers that take 16 tokens at once."""
     one, two = (StandIn(random_loaded(tiny_tokenizer), max_prompt_tokens=16) for _ in range(2))
     async with stand_ins(one, two), running_backend(one, two) as backend:
-        yield House(one, two, backend)
+        yield TwoServers(one, two, backend)
 
 
-async def test_R3_a_prompt_that_is_longer_than_the_servers_take_is_read_in_pieces(house: House, short: House) -> None:
+async def test_R3_a_prompt_that_is_longer_than_the_servers_take_is_read_in_pieces(
+    pair: TwoServers, short: TwoServers
+) -> None:
     """A session whose log is read again has no length that is too long."""
-    first, follow_up = await house.turns()
+    first, follow_up = await pair.turns()
     end = first.end_state
     requests = [
         dataclasses.replace(make_request("long", **TEXT, logprobs=1), keep_states_at=(5, 16, 33, 40)),
@@ -287,16 +289,16 @@ async def test_R3_a_prompt_that_is_longer_than_the_servers_take_is_read_in_piece
         make_request("just fits", **{**TEXT, "prompt_ids": random_ids(3, 16)}),
     ]
     for request in requests:
-        want, got = await house.generate(request), await short.generate(request)
+        want, got = await pair.generate(request), await short.generate(request)
         assert [type(event) for event in got.events] == [type(event) for event in want.events]
         assert_same(got, want)
     assert end.position > 16
-    assert short.backend.stats().tokens_computed == house.backend.stats().tokens_computed - first.finished.prompt_tokens
+    assert short.backend.stats().tokens_computed == pair.backend.stats().tokens_computed - first.finished.prompt_tokens
     stats = short.backend.upstream_stats()
     assert stats.num_state_hits + stats.num_state_misses == 1  # of turns, not of pieces
 
 
-async def test_a_server_that_is_lost_between_two_pieces_costs_one_piece(short: House) -> None:
+async def test_a_server_that_is_lost_between_two_pieces_costs_one_piece(short: TwoServers) -> None:
     request = make_request("long", **TEXT)
     want = await short.generate(request)
     for break_after in (1, 2):
@@ -305,56 +307,56 @@ async def test_a_server_that_is_lost_between_two_pieces_costs_one_piece(short: H
     assert short.backend.upstream_stats().num_failovers >= 2
 
 
-async def test_a_prompt_that_is_scored_must_fit(short: House) -> None:
+async def test_a_prompt_that_is_scored_must_fit(short: TwoServers) -> None:
     with pytest.raises(InvalidRequest, match="must have at most 16 of them, got 40"):
         short.backend.submit(make_request("long", **TEXT, prompt_logprobs=1))
     fits = make_request("fits", **{**TEXT, "prompt_ids": random_ids(1, 16)}, prompt_logprobs=1)
     assert len((await short.generate(fits)).scored.logprobs) == 16
 
 
-async def test_a_refusal_of_the_worker_is_not_tried_elsewhere(house: House) -> None:
-    house.one.fail_with = house.two.fail_with = NumericalError("not finite")
-    finished = (await house.generate(make_request(**TEXT))).finished
+async def test_a_refusal_of_the_worker_is_not_tried_elsewhere(pair: TwoServers) -> None:
+    pair.one.fail_with = pair.two.fail_with = NumericalError("not finite")
+    finished = (await pair.generate(make_request(**TEXT))).finished
     assert (finished.reason, str(finished.error)) == (FinishReason.ERROR, "not finite")
-    assert len(house.one.options) + len(house.two.options) == 1
+    assert len(pair.one.options) + len(pair.two.options) == 1
 
 
-async def test_a_deadline_goes_with_the_request(house: House) -> None:
+async def test_a_deadline_goes_with_the_request(pair: TwoServers) -> None:
     deadline = time.monotonic() + 0.2
-    finished = (await house.generate(make_request(**{**TEXT, "max_tokens": 100_000}, deadline=deadline))).finished
+    finished = (await pair.generate(make_request(**{**TEXT, "max_tokens": 100_000}, deadline=deadline))).finished
     assert isinstance(finished.error, DeadlineExceeded)
-    assert 0 < house.one.options[0]["timeout_s"] <= 0.2
+    assert 0 < pair.one.options[0]["timeout_s"] <= 0.2
 
 
-async def test_a_deadline_passes_also_where_the_worker_forgets_it(house: House) -> None:
-    house.one.is_mute = True
-    finished = (await house.generate(make_request(**TEXT, deadline=time.monotonic() + 0.1))).finished
+async def test_a_deadline_passes_also_where_the_worker_forgets_it(pair: TwoServers) -> None:
+    pair.one.is_mute = True
+    finished = (await pair.generate(make_request(**TEXT, deadline=time.monotonic() + 0.1))).finished
     assert isinstance(finished.error, DeadlineExceeded)
     assert (finished.prompt_tokens, finished.completion_tokens) == (len(TEXT["prompt_ids"]), 0)
 
 
-async def test_S6_a_cancel_reaches_the_worker(house: House) -> None:
-    generation = house.backend.submit(make_request(**{**TEXT, "max_tokens": 100_000}))
+async def test_S6_a_cancel_reaches_the_worker(pair: TwoServers) -> None:
+    generation = pair.backend.submit(make_request(**{**TEXT, "max_tokens": 100_000}))
     events = generation.events()
     await anext(events)
     generation.cancel()
     assert [event async for event in events][-1].reason is FinishReason.ABORT
 
     async def is_idle() -> bool:
-        return house.one.worker.status().engine.num_running == 0
+        return pair.one.worker.status().engine.num_running == 0
 
     await eventually(is_idle)
 
 
-async def test_a_request_id_is_used_once_at_a_time(house: House) -> None:
-    house.backend.submit(make_request("a"))
+async def test_a_request_id_is_used_once_at_a_time(pair: TwoServers) -> None:
+    pair.backend.submit(make_request("a"))
     with pytest.raises(InvalidRequest, match="in use"):
-        house.backend.submit(make_request("a"))
+        pair.backend.submit(make_request("a"))
 
 
-async def test_a_state_is_inspected_by_whoever_can(house: House) -> None:
-    await house.one.stop()
-    report = await house.backend.inspect_state(None)
-    assert report.num_bytes == house.backend.model.state_bytes
+async def test_a_state_is_inspected_by_whoever_can(pair: TwoServers) -> None:
+    await pair.one.stop()
+    report = await pair.backend.inspect_state(None)
+    assert report.num_bytes == pair.backend.model.state_bytes
     with pytest.raises(SnapshotCorrupt):
-        await house.backend.inspect_state(b"short")
+        await pair.backend.inspect_state(b"short")

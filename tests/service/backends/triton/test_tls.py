@@ -133,7 +133,7 @@ async def test_a_server_that_comes_back_with_a_certificate_of_another_ca_makes_t
     async def is_unready() -> bool:
         return not backend.is_ready()
 
-    async def is_told() -> bool:
+    async def is_reported() -> bool:
         return "was not signed by the CA that this side trusts" in caplog.text
 
     async def is_ready() -> bool:
@@ -148,7 +148,7 @@ async def test_a_server_that_comes_back_with_a_certificate_of_another_ca_makes_t
             server.credentials = server_credentials(foreign)
             with caplog.at_level(logging.WARNING, logger="nsm.triton"):
                 await server.start()
-                await eventually(is_told)
+                await eventually(is_reported)
             assert await is_unready()
             await server.stop()
             server.credentials = server_credentials(own)

@@ -81,9 +81,9 @@ def test_R2_an_entry_of_anything_else_is_refused(changes: dict[str, PrefixKey | 
 
 def test_damage_anywhere_is_refused() -> None:
     entry = encoded()
-    for place in random.Random(1).sample(range(len(entry)), scaled(100, 500)):
+    for offset in random.Random(1).sample(range(len(entry)), scaled(100, 500)):
         damaged = bytearray(entry)
-        damaged[place] ^= 1 << place % 8
+        damaged[offset] ^= 1 << offset % 8
         with pytest.raises(SnapshotCorrupt):
             decoded(bytes(damaged))
     for length in (0, 3, 4, 403, 404, len(entry) - 1):

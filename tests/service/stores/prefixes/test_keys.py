@@ -23,11 +23,11 @@ def digests(
 
 
 @given(st.sets(st.integers(MIN_TOKENS, 399), max_size=8), st.integers(MIN_TOKENS, 399), st.integers(MIN_TOKENS, 399))
-def test_the_longest_key_of_this_prompt_within_the_limit_is_found(kept: set[int], parts_at: int, limit: int) -> None:
+def test_the_longest_key_of_this_prompt_within_the_limit_is_found(stored: set[int], parts_at: int, limit: int) -> None:
     """`kept` are places of a prompt that is another one from `parts_at` on."""
     other = digests((*IDS[:parts_at], *(token_id + 1000 for token_id in IDS[parts_at:])))
-    found = digests().longest([other.key(position) for position in kept], limit=limit)
-    fitting = {position for position in kept if position <= min(parts_at, limit)}
+    found = digests().longest([other.key(position) for position in stored], limit=limit)
+    fitting = {position for position in stored if position <= min(parts_at, limit)}
     assert (found.position if found else 0) == max(fitting, default=0)
 
 

@@ -44,9 +44,9 @@ def test_never_more_than_asked_for_in_rising_order_and_before_the_head(turns: li
 def test_no_gap_is_longer_than_its_distance_allows(turns: list[int], max_retained: int) -> None:
     ends = [sum(turns[: index + 1]) for index in range(len(turns))]
     for head, retained in zip(ends, positions_after(turns, max_retained), strict=True):
-        places = (0, *retained, head)
+        positions = (0, *retained, head)
         factor = gap_factor(head, max_retained)
-        for before, after in itertools.pairwise(places):
+        for before, after in itertools.pairwise(positions):
             is_one_turn = not any(before < end < after for end in ends)
             allowed = max(MIN_GAP_TOKENS, factor * (head - after + MIN_GAP_TOKENS))
             assert is_one_turn or after - before <= allowed * (1 + 1e-9)
@@ -55,8 +55,8 @@ def test_no_gap_is_longer_than_its_distance_allows(turns: list[int], max_retaine
 @given(lengths, st.integers(1, 8))
 def test_each_one_kept_spares_some_reading(turns: list[int], max_retained: int) -> None:
     retained = positions_after(turns, max_retained)[-1]
-    places = (0, *retained, sum(turns))
-    assert all(after - before > MIN_GAP_TOKENS for before, after in zip(places, places[2:], strict=False))
+    positions = (0, *retained, sum(turns))
+    assert all(after - before > MIN_GAP_TOKENS for before, after in zip(positions, positions[2:], strict=False))
 
 
 def test_a_long_conversation_of_short_turns_keeps_them_at_growing_distances() -> None:

@@ -30,13 +30,13 @@ NUM_FLOATS = 100_000
 @pytest.fixture(params=[24, 40], ids=["24MB", "40MB"])
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """The only thing on it is the store's directory."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(place)], check=True)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(folder)], check=True)
     try:
-        yield place
+        yield folder
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture

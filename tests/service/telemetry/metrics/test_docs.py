@@ -21,9 +21,9 @@ def test_page_lists_every_metric() -> None:
         family.name + ("_total" if family.type == "counter" else ""): family.type
         for family in metrics.registry.collect()
     }
-    told = {}
+    documented = {}
     for line in PAGE.read_text("utf-8").splitlines():
         cells = line.split(" | ")
         if line.startswith("| `nsm_") and len(cells) == 3:
-            told |= dict.fromkeys(re.findall(r"`(nsm_\w+)", cells[0]), cells[1])
-    assert told == there
+            documented |= dict.fromkeys(re.findall(r"`(nsm_\w+)", cells[0]), cells[1])
+    assert documented == there

@@ -106,7 +106,7 @@ async def test_M6_energy_is_in_usage_on_request(tiny_tokenizer: Tokenizer, monke
     async with gateway(metered(tiny_tokenizer, monkeypatch)) as server:
         ask = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
         silent = (await server.client.post(PATH, json=ask)).json()
-        told = (await server.client.post(PATH, json={**ask, "include_energy": True, "n": 2})).json()
+        answer = (await server.client.post(PATH, json={**ask, "include_energy": True, "n": 2})).json()
         chat = await server.client.post(
             "/v1/chat/completions",
             json={"messages": [{"role": "user", "content": "x"}], "include_energy": True, "max_tokens": 4},
@@ -117,7 +117,7 @@ async def test_M6_energy_is_in_usage_on_request(tiny_tokenizer: Tokenizer, monke
         charged = server.metric("nsm_energy_charged_joules_total", source="gpu", method="nvml")
         in_all = server.metric("nsm_energy_joules_total", source="gpu", method="nvml")
     assert "energy" not in silent["usage"]
-    energy = told["usage"]["energy"]
+    energy = answer["usage"]["energy"]
     assert energy["joules"] > 0
     assert energy["joules_per_token"] == energy["joules"] / 8
     assert energy["sources"] == [{"source": "gpu", "method": "nvml", "joules": energy["joules"]}]

@@ -94,18 +94,18 @@ async def test_stored_bytes_are_shown_for_declared_tenants_only() -> None:
         await store.create(NewSession(key=SessionKey(tenant, "s"), model_fingerprint="m", metadata={}))
     tenants = ["a", "b"]
 
-    def told(name: str, tenant: str) -> float | None:
+    def value_of(name: str, tenant: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"tenant": tenant})
 
     async def knows_b() -> bool:
-        return told("nsm_tenant_sessions", "b") == 1
+        return value_of("nsm_tenant_sessions", "b") == 1
 
     async def knows_b_no_more() -> bool:
-        return told("nsm_tenant_sessions", "b") is None
+        return value_of("nsm_tenant_sessions", "b") is None
 
     async with measuring_usage(store, metrics.sessions, lambda: tenants, interval_s=0.001):
         await eventually(knows_b)
-        assert told("nsm_tenant_stored_bytes", "a") == 0
+        assert value_of("nsm_tenant_stored_bytes", "a") == 0
         tenants.remove("b")
         await eventually(knows_b_no_more)
-        assert told("nsm_tenant_sessions", "a") == 1
+        assert value_of("nsm_tenant_sessions", "a") == 1

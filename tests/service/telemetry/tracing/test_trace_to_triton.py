@@ -33,11 +33,11 @@ async def test_M6_gateway_reports_the_energy_of_its_server(tiny_tokenizer: Token
     async with stand_ins(server), gateway(TritonBackend([server.url], wait_s=5.0)) as made:
         body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "include_energy": True}
         answers = [(await made.client.post(PATH, json=body)).json() for _ in range(2)]
-        told = [answer["usage"]["energy"] for answer in answers]
+        reported = [answer["usage"]["energy"] for answer in answers]
         stats = made.services.backend.stats()
-    for energy in told:
+    for energy in reported:
         assert energy["joules"] > 0
         assert math.isclose(energy["joules_per_token"], energy["joules"] / 30)
         assert math.isclose(energy["joules"], sum(source["joules"] for source in energy["sources"]))
     charged = sum(use.joules for use in stats.request_energy)
-    assert math.isclose(charged, sum(energy["joules"] for energy in told), rel_tol=1e-9)
+    assert math.isclose(charged, sum(energy["joules"] for energy in reported), rel_tol=1e-9)

@@ -14,12 +14,12 @@ from pathlib import Path
 YOUNG_S = 5.0  # the owner of a directory may be about to lock it
 
 
-class Claimed(Exception):
+class AlreadyOwned(Exception):
     """Another process has it."""
 
 
 @contextlib.contextmanager
-def claim(path: Path) -> Iterator[None]:
+def ownership(path: Path) -> Iterator[None]:
     """Has `path`, an empty file, for this process alone: it goes with the block. Raises Claimed, OSError."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -60,7 +60,7 @@ def _remove_unowned(directory: Path) -> None:
         if found.st_uid == os.getuid() and time.time() - found.st_mtime > YOUNG_S:
             _lock(descriptor)
             shutil.rmtree(directory, ignore_errors=True)
-    except Claimed:
+    except AlreadyOwned:
         pass
     finally:
         os.close(descriptor)
@@ -71,7 +71,7 @@ def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Claimed from None
+        raise AlreadyOwned from None
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

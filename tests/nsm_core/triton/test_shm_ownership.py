@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nsm_core.triton.claim import YOUNG_S, Claimed, claim, own_directory
+from nsm_core.triton.shm_ownership import YOUNG_S, AlreadyOwned, own_directory, ownership
 
 OWNER = """
 import signal
-from nsm_core.triton.claim import own_directory
+from nsm_core.triton.shm_ownership import own_directory
 with own_directory("nsm-claim-") as directory:
     print(directory, flush=True)
     signal.pause()
@@ -27,19 +27,19 @@ def make_older(directory: Path) -> None:
 
 def test_a_claim_is_exclusive_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with claim(path):
-        with pytest.raises(Claimed), claim(path):
+    with ownership(path):
+        with pytest.raises(AlreadyOwned), ownership(path):
             pass
         assert path.exists()
     assert not path.exists()
-    with pytest.raises(RuntimeError), claim(path):
+    with pytest.raises(RuntimeError), ownership(path):
         raise RuntimeError
     assert not path.exists()
 
 
 def test_what_a_killed_owner_left_is_no_claim(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
-    with claim(tmp_path / "lock"):
+    with ownership(tmp_path / "lock"):
         pass
 
 

@@ -14,7 +14,7 @@ from tests.support.stored_sessions import acquire, create
 SEED = 7
 
 
-def told_snapshot(backend: FakeBackend, head: SessionHead, log_ids: tuple[int, ...], **changes: Any) -> Snapshot:
+def snapshot_of_log(backend: FakeBackend, head: SessionHead, log_ids: tuple[int, ...], **changes: Any) -> Snapshot:
     """The state of `log_ids`, less the last as the pending token, at the version after `head`'s."""
     fields: dict[str, Any] = {
         "model_fingerprint": backend.model.fingerprint,
@@ -35,7 +35,7 @@ def told_snapshot(backend: FakeBackend, head: SessionHead, log_ids: tuple[int, .
     return Snapshot(SnapshotHeader(**fields), state)
 
 
-async def tell(
+async def commit_turns(
     store: SessionStore,
     backend: FakeBackend,
     session_id: str = "s1",
@@ -54,7 +54,7 @@ async def tell(
         marks += (LogMark(version=turn + 1, num_log_tokens=len(log_ids), num_sampled=2, seed=SEED),)
         sampler = SamplerState(seed=SEED, generated_counts=sampled_counts(log_ids, marks))
         last = (changes or {}) if turn == turns - 1 else {}
-        snapshot = told_snapshot(backend, head, log_ids, **{"sampler": sampler, **last})
+        snapshot = snapshot_of_log(backend, head, log_ids, **{"sampler": sampler, **last})
         lease = (await acquire(store, session_id, tenant=tenant)).lease
         head = await store.commit(
             lease,
