@@ -159,7 +159,7 @@ def main(
     load = Load(engine, vocab_size=loaded.tokenizer.vocab_size, max_prompt=args.max_prompt, max_tokens=args.max_tokens)
     phases = measure(load, lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, args)
     charged, used = sum(phase.charged for phase in phases), sum(phase.used for phase in phases)
-    costs_us = {"reading_us": cost_us(meter.read), "look_us": cost_us(meter.look)}
+    costs_us = {"reading_us": cost_us(meter.read), "look_us": cost_us(meter.sample)}
     meter.close()
     is_good = abs(off(charged, used)) <= args.tolerance
     verdict = f"{off(charged, used):+.2%} (at most {args.tolerance:.0%})"
