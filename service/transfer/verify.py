@@ -86,22 +86,7 @@ async def verify(
         except (SnapshotCorrupt, NumericalError) as error:
             yield Verified(name=name, verdict="damaged", damage=error)
         except SessionBusy:
-            yield await _verify_marks(store, name)
-
-
-async def _verify_marks(store: SessionStore, name: SessionKey) -> Verified:
-    """Of a session whose marks were never those of its head: rewound again and again, or wrong."""
-    try:
-        before = await store.get(name)
-        marks = await store.log_marks(name)
-        after = await store.get(name)
-    except NotFound:
-        return Verified(name=name, verdict="gone")
-    if (before.created_at, before.version) != (after.created_at, after.version):
-        return Verified(name=name, verdict="busy")
-    end = f"version {marks[-1].version}, {marks[-1].num_log_tokens} tokens" if marks else "nothing"
-    detail = f"the last is of {end}, the head of version {after.version}, {after.num_log_tokens} tokens"
-    return Verified(name=name, verdict="diverged", divergences=(Divergence("marks", detail),))
+            yield Verified(name=name, verdict="busy")
 
 
 async def _verify_copy(

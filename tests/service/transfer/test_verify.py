@@ -81,10 +81,8 @@ async def test_marks_that_do_not_fit_are_told() -> None:
     await commit_turns(store, backend, turns=2)
     store.marks = (LogMark(version=1, num_log_tokens=5, num_sampled=2, seed=SEED),)
     verified = await verify_one(store, backend)
-    assert verified.verdict == "diverged"
-    assert [found.detail for found in verified.divergences] == [
-        "the last is of version 1, 5 tokens, the head of version 2, 10 tokens"
-    ]
+    assert verified.verdict == "damaged"
+    assert "it ends at (1, 5), the head at (2, 10)" in str(verified.damage)
     store.marks = (
         LogMark(version=1, num_log_tokens=9, num_sampled=2, seed=SEED),
         LogMark(version=2, num_log_tokens=10, num_sampled=2, seed=SEED),

@@ -366,7 +366,7 @@ async def test_a_store_that_is_away_for_a_moment_leaves_no_gap_in_the_record(
     await written(store, one, 2)
     one.wire.is_cut = True
     one.backend.release(2)
-    await asyncio.to_thread(wait_until, lambda: "is not written down" in caplog.text, "the warning")
+    await asyncio.to_thread(wait_until, lambda: "are not written down" in caplog.text, "the warning")
     one.wire.is_cut = False
     await written(store, one, 2)
     await one.lose()
