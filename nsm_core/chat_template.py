@@ -45,7 +45,7 @@ class ChatTemplate:
 
 
 def _render_plain_v1(messages: Sequence[ChatMessage]) -> str:
-    """Paragraphs, as in a play: a model that was trained on books goes on with the next speaker's words."""
+    """Paragraphs, as in a play: a model trained on books continues with the next speaker's words."""
     speakers = {"system": "", "user": "User: ", "assistant": "Assistant: "}
     paragraphs = [speakers[message.role] + message.content for message in messages]
     return "\n\n".join([*paragraphs, "Assistant:"])

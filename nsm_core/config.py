@@ -26,12 +26,12 @@ def _require(condition: bool, message: str) -> None:
 
 
 def require_at_least(name: str, value: float, low: float) -> None:
-    """Raises ConfigError that names the setting, its bound and what was given. Infinity and NaN are no numbers here."""
+    """Raises ConfigError that names the setting, its bound and the given value. Infinity and NaN are refused."""
     _require(low <= value < math.inf, f"{name} must be a number of at least {low}, got {value}")
 
 
 def require_one_of(name: str, value: object, choices: Collection[str]) -> None:
-    """Raises ConfigError that names the setting, what it may be and what was given."""
+    """Raises ConfigError that names the setting, its allowed values and the given one."""
     _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 

@@ -1,7 +1,7 @@
 """Every error the product raises on purpose.
 
 NsmError
-├── InvalidRequest       a field of a request is wrong (message: field, limit, what was given)
+├── InvalidRequest       a field of a request is wrong (message: field, limit, given value)
 ├── BodyTooLarge         the request body is over the limit
 ├── BodyTooSlow          the request body did not come to its end in time
 ├── Unauthenticated      no valid API key
@@ -16,7 +16,7 @@ NsmError
 ├── VersionConflict      the session moved on since it was read
 ├── KeyReused            an idempotency key came again with another request
 ├── StateMismatch        a session was made by another model than the one that runs
-├── SnapshotCorrupt      what is stored of a session is damaged: not what was written, or not its own
+├── SnapshotCorrupt      a session's stored bytes are damaged or another session's
 │   └── LogCorrupt       that is its token log, and so nothing can be made from it
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
@@ -24,7 +24,7 @@ NsmError
 ├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
 ├── StoreUnavailable     the session store cannot be reached
-│   └── StoreDamaged     it is not what was written: no database, or without one of its tables
+│   └── StoreDamaged     its file is no database, or lacks one of its tables
 │       └── StoreReplaced    its files were removed, moved or replaced while it is open
 ├── StorageFull          the session store has no room
 ├── CheckpointError      model files are missing, damaged or do not fit together
@@ -89,7 +89,7 @@ class RateLimited(NsmError):
 
 
 class QuotaExceeded(NsmError):
-    """A limit of the tenant on what it stores was reached; waiting does not help."""
+    """The tenant reached a storage limit; waiting does not help."""
 
 
 class NotFound(NsmError):
@@ -134,7 +134,7 @@ class StateMismatch(NsmError):
 
 
 class SnapshotCorrupt(NsmError):
-    """What is stored of a session is not what was written, or belongs to another session, version or position."""
+    """A session's stored bytes are damaged, or belong to another session, version or position."""
 
 
 class LogCorrupt(SnapshotCorrupt):
@@ -175,14 +175,14 @@ class StoreUnavailable(NsmError):
 
 
 class StoreDamaged(StoreUnavailable):
-    """The store is not what was written; somebody has to look at it."""
+    """The store is damaged; an operator has to examine it."""
 
     def __init__(self, message: str, *, retry_after_s: float = 60.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
 
 
 class StoreReplaced(StoreDamaged):
-    """The store's files are not those that were opened: a restart would not have what is written into them."""
+    """The store's files are not those that were opened: a restart would lose all writes to them."""
 
 
 class StorageFull(NsmError):

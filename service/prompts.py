@@ -23,7 +23,7 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Encodes prompts; every refusal names the field, the limit and what was given."""
+    """Encodes prompts; every refusal names the field, the limit and the given value."""
 
     def __init__(self, backend: InferenceBackend, *, max_tokens: int) -> None:
         self._backend = backend

@@ -41,7 +41,7 @@ class EnergyLedger:
         return self._uses(self._charged)
 
     def begin(self) -> None:
-        """Before a step: what was used since the last one, if nothing was to be done, is nobody's."""
+        """Before a step: the energy since the last step is charged to no request if the engine was idle."""
         if self._is_resting:
             self._is_resting = False
             self._read()

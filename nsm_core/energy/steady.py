@@ -8,7 +8,7 @@ MAX_GAP_S = 0.6  # a counter that stood still for longer is believed
 class SteadyCounter:
     """A GPU's energy counter moves ten to fifty times a second, and asking for it takes milliseconds: steps of the
     model fall between two looks, and would have cost nothing, or all. Between them the counter is taken to rise as fast
-    as it did between the last two moves. Over time it is never off by more than what was used since the last look.
+    as it did between the last two moves. Over time its error never exceeds the energy used since the last sample.
     """
 
     def __init__(self, joules: float, now: float) -> None:

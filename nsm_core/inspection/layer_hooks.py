@@ -72,7 +72,7 @@ def hooked(layers: list[HookedLayer]) -> Iterator[None]:
 
 
 def clear_hooked(layers: list[HookedLayer]) -> None:
-    """Drops what was recorded. Slots communicate at few tokens: an old record must not count for the next token."""
+    """Drops the records. Slots communicate at few tokens: an old record must not count for the next token."""
     for layer in layers:
         layer.inputs.clear()
         layer.outputs.clear()

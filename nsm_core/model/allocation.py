@@ -22,7 +22,7 @@ class SlotAllocation(NamedTuple):
     """What a layer carries beside its slots.
 
     importance [B,H,M]: decayed sum of a slot's write and read weights. pressure [B,H]: decayed mean of how
-    much of what is important a token overwrites. age [B,H,M]: boundaries since the slot came into use, counted up to
+    much important content a token overwrites. age [B,H,M]: boundaries since the slot came into use, counted up to
     one more than any rule uses. active [B,H,M]: 1 for slots in use, 0 for the others.
     """
 

@@ -1,4 +1,4 @@
-"""Keyed slot memory: a token's route is a key, and what is written to it first removes what the slots hold for it
+"""Keyed slot memory: a token's route is a key, and a write to it first removes the value that the slots hold for it
 (docs/model.md, "Keyed slots")."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class KeyedMixer(Mixer):
 
     A head holds M slots of V numbers. The route of a context, of the last few tokens, is a key over the slots. A token
     reads with the route of the context that it ends; the next token's value is then written with the same route: what
-    the slots answer for it moves to that value by the head's strength. So what is read is a prediction from all that
-    was read before, and what is written corrects it.
+    the slots answer for it moves to that value by the head's strength. So the value read is a prediction from all that
+    was read before, and the write corrects it.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -66,7 +66,7 @@ class StatePool:
         self._leased.add(row)
 
     def free(self, row: int) -> None:
-        """The row may be leased again; what it held cannot be read any more."""
+        """The row may be leased again; its old content is lost."""
         self.check_leased((row,))
         self._leased.remove(row)
         if self._poison:

@@ -2,7 +2,7 @@
 
 For storage only. A recurrence that runs on rounded states adds one rounding error per token (docs/model.md).
 
-What is decoded encodes to the same bytes again, in both: a state may be copied, exported and stored anew as often as
+A decoded state encodes to the same bytes again, in both: a state may be copied, exported and stored anew as often as
 one likes, and is rounded once.
 """
 

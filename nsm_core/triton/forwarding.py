@@ -88,7 +88,7 @@ def _send_tokens(tokens: Sequence[TokenEvent], encoder: EventEncoder, responder:
 
 
 def _failure_of(finished: Finished, error: Exception) -> Failure:
-    """An error with what was done before it."""
+    """An error with the work done before it."""
     return Failure(
         error=error,
         prompt_tokens=finished.prompt_tokens,

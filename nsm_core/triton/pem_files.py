@@ -1,4 +1,4 @@
-"""Whether PEM files are what they are given for, asked before something that needs them is started."""
+"""Checks that PEM files hold the expected keys and certificates, before a process that needs them starts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 
 class Supervisor:
     """One server. `prefix` of its shared memory, which no other may have: what an earlier one with the same left behind
-    is freed first. Why a server ended is told on standard error.
+    is freed first. Standard error says why a server ended.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Supervisor:
         self._command = [*command, f"--backend-config=python,shm-region-prefix-name={prefix}"]
         self._prefix = prefix
         self._environment = environment
-        self._kill_at: float | None = None  # once it is told to stop
+        self._kill_at: float | None = None  # once it was asked to stop
 
     def run(self) -> int:
         """Until the server ends: its exit status; EXIT_KILLED where the process that runs the model was lost or nothing

@@ -69,7 +69,7 @@ _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An error with what was done before it; zeros where the request was refused."""
+    """An error with the work done before it; zeros where the request was refused."""
 
     error: Exception
     prompt_tokens: int = 0

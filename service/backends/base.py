@@ -50,7 +50,7 @@ class InferenceBackend(Protocol):
 
     @property
     def model(self) -> ModelInfo:
-        """What is served, and with which tokenizer: some implementations know it only once they have started."""
+        """The served model and its tokenizer: some implementations know them only once they have started."""
         ...
 
     @property

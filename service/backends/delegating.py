@@ -1,4 +1,4 @@
-"""A backend that stands for another one: what is not overridden is the other's."""
+"""A backend that stands for another one: methods that are not overridden are the other's."""
 
 from __future__ import annotations
 

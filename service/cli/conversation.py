@@ -131,7 +131,7 @@ class Conversation:
         return await self._turns.open_turn(request)
 
     async def _newest_head(self) -> SessionHead | None:
-        """Another process may have gone on with the session since."""
+        """Another process may have continued the session since."""
         return None if self.head is None else await self._store.get(self._key)
 
     async def _create(self) -> SessionHead:

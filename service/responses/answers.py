@@ -94,7 +94,7 @@ class StoredAnswer:
 
 
 class ReadAnswer:
-    """A response that was begun before, wherever its turn runs now, or what is kept of it."""
+    """A response that was begun before, wherever its turn runs now, or its stored result."""
 
     def __init__(self, services: Services, tenant: str, stored: StoredResponse) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""The beginning of a stored response: a session that is free for its turn, the turn, and what is kept of both."""
+"""The beginning of a stored response: a session that is free for its turn, the turn, and the records of both."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ async def refresh_status(services: Services, tenant: str, stored: StoredResponse
 
 
 async def wait_for_result(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
-    """Waits for the end of a turn that runs anywhere, or reads what is kept of it.
+    """Waits for the end of a turn that runs anywhere, or reads its stored result.
 
     Still in progress when the turn was handed over: this process stops.
     """

@@ -34,7 +34,7 @@ async def read_stream(
     """The frames after `starting_after` (or `Last-Event-ID`), each once, while the turn runs and after it ended.
 
     After the last frame there is nothing but the end. The id is the `id` in the stream's frames. Any replica answers;
-    when the one that ran the turn is lost, this one goes on with it.
+    when the one that ran the turn is lost, this one continues it.
     """
     after = _last_number(last_event_id) if starting_after is None else starting_after
     answer = await open_stream(services, tenant, stream_id)

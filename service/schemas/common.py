@@ -266,7 +266,7 @@ class RoutingFields(RequestBody):
 
 
 def check_max_tokens(max_tokens: int, limit: int, *, param: str = "max_tokens", at_least: int = 1) -> int:
-    """Raises InvalidRequest naming the field as the client wrote it, the limit and what was given."""
+    """Raises InvalidRequest naming the field as the client wrote it, the limit and the given value."""
     if not at_least <= max_tokens <= limit:
         raise InvalidRequest(f"{param} must be in [{at_least}, {limit}], got {shown(max_tokens)}", param=param)
     return max_tokens

@@ -38,7 +38,7 @@ async def read_copy(store: SessionStore, key: SessionKey) -> SessionCopy:
         marks = await store.log_marks(key)
         newest = await store.get(key)
         marks = tuple(mark for mark in marks if mark.version <= head.version)
-        # A log only grows, but for a rewind; that drops the marks of what it cuts off, and no version comes twice.
+        # A log only grows, but for a rewind; that drops the marks of the part it cuts off, and no version comes twice.
         if newest.created_at == head.created_at and _end(marks) == (head.version, head.num_log_tokens):
             return SessionCopy(head=head, snapshot=stored.snapshot, log_ids=log_ids, marks=marks)
         if newest == head:

@@ -185,7 +185,7 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
     """Decodes and checks what the store gave; LostState when it is to be made again from the log.
 
     Raises StateMismatch for a session of another tokenizer, also for a damaged state of a model that may have another
-    one; SnapshotCorrupt for what is stored in the session's place but is not its state.
+    one; SnapshotCorrupt for stored bytes that are not this session's state.
     """
     head = stored.head
     if stored.damage is not None:

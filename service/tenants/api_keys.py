@@ -54,7 +54,7 @@ class TenantLimits(BaseModel):
 
 
 class ApiKey(BaseModel):
-    """One key's line. `metrics`: whether it may read /metrics, which tells of all tenants together."""
+    """One key's line. `metrics`: whether it may read /metrics, which shows figures of all tenants."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -165,7 +165,7 @@ def digest_of(key: str) -> str:
 
 
 def _read(path: Path) -> _Reading:
-    signature = _signature(path)  # first: what is written while we read is seen as a change the next time
+    signature = _signature(path)  # first: a write during the read then counts as a change the next time
     try:
         text = path.read_text("utf-8")
     except OSError as error:

@@ -65,7 +65,7 @@ async def backup(
     """Writes the sessions, each as of its newest commit, and the documents, `tenant`'s only if given.
 
     `path` appears, or is replaced, when all are written.
-    A session that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is what it was.
+    A session that cannot be read fails alone. Raises StoreUnavailable, or OSError; then `path` is unchanged.
     """
     with _replacing(path) as out:
         archive = ArchiveWriter(out)
@@ -114,7 +114,7 @@ async def restore(
 ) -> AsyncGenerator[TransferResult]:
     """Makes the sessions and documents of a backup, `tenant`'s only if given; each is checked before it is written.
 
-    Raises ArchiveDamaged where the file's good part ends: what was yielded before is in the store.
+    Raises ArchiveDamaged where the file's good part ends: sessions yielded before are in the store.
     """
     entries, records = read_archive(file), records_beside(store)
     while (entry := await asyncio.to_thread(next, entries, None)) is not None:
@@ -146,7 +146,7 @@ async def copy_sessions(
     """Makes the sessions in `target`, each as of its newest commit, and the documents, `tenant`'s only if given;
     `source` stays as it is.
 
-    A session that cannot be read fails alone. Raises StoreUnavailable or StorageFull: what was yielded before is there.
+    A session that cannot be read fails alone. Raises StoreUnavailable or StorageFull; sessions yielded before stay.
     """
     for name in names:
         try:
@@ -176,7 +176,7 @@ async def restore_session(store: SessionStore, copy: SessionCopy, *, is_overwrit
     """Makes the session in `store` under its own name, and reads it back.
 
     One that is equal is left alone, so doing it again changes nothing. Its TTL begins anew. Raises SnapshotCorrupt when
-    what is read back is not what was written, and what `SessionStore.create` raises.
+    the stored session differs from the one written, and the errors of `SessionStore.create`.
     """
     key = copy.head.key
     try:

@@ -131,7 +131,7 @@ def _fields_that_differ(copy: SessionCopy, snapshot: Snapshot) -> list[Divergenc
     """All but the tensors: head, header, log and marks against each other."""
     head, header, log_ids = copy.head, snapshot.header, copy.log_ids
     found = []
-    for field in ("tenant", "session_id"):  # what is stored may be somebody else's: it is not shown
+    for field in ("tenant", "session_id"):  # stored values may be another tenant's: they are not shown
         if getattr(header, field) != getattr(head, field):
             found.append(Divergence(field, "the snapshot is another session's"))
     for field in ("version", "position", "model_fingerprint"):
@@ -184,7 +184,7 @@ def compare_states(
 
     Of numbers, the largest |stored - derived| / max(1, |derived|). Where they were rounded when they were stored, each
     of its turns added to the difference of a few, and what tells another text's state is the tensor as a whole: the
-    length of the difference over that of what was derived.
+    length of the difference over that of the derived state.
     """
     differences, offset = {}, 0
     for tensor in layout:

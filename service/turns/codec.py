@@ -186,6 +186,6 @@ def _error_of(kind: str, message: str) -> NsmError:
     found = getattr(nsm_core.errors, kind, NsmError)
     try:
         error = found(message)
-    except TypeError:  # it cannot do without what was left out
+    except TypeError:  # a required field is missing
         error = NsmError(message)
     return error if isinstance(error, NsmError) else NsmError(message)

@@ -80,7 +80,7 @@ class TurnExecution:
         return TurnOutcome(finished=finished, head=self.start.head, error=error)
 
     async def _fate(self, lost: LeaseLost) -> LeaseLost:
-        """Whoever took the session may have gone on with this very turn."""
+        """Whoever took the session may have continued this very turn."""
         with contextlib.suppress(NsmError):
             record = await self.held.read_turn(self.turn.turn_id)
             if record is not None and record.status in REPEATABLE:

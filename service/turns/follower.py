@@ -33,7 +33,7 @@ def stream_not_found(turn_id: str) -> NotFound:
 class TurnFollower:
     """A TurnSource that reads a record, also while it grows.
 
-    When the record's holder is lost, `take_over(key, turn_id)` goes on with the turn: it gives the turn
+    When the record's holder is lost, `take_over(key, turn_id)` continues the turn: it gives the turn
     that then runs in this process, None when somebody else has it. `has_stopped`: set when this process ends.
     """
 

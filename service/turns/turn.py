@@ -106,7 +106,7 @@ class Turn:
         self.other_numerics: str | None = None  # see ResumedSession, as for the next
         self.rebuilt: RebuildReason | None = None
         self.permit: Permit | None = None
-        self.has_written = False  # what was no turn but held the session as one has changed it
+        self.has_written = False  # an exclusive operation has changed the session
         self.is_resumable = False  # see TurnRequest
         self._metrics = metrics
         self._detached_s = detached_s
@@ -306,7 +306,7 @@ class Follower:
 
 
 class HandedOver(Overloaded):
-    """The server stops before the turn has ended. Its record still runs: another process goes on with it."""
+    """The server stops before the turn has ended. Its record still runs: another process continues it."""
 
     code = "server_stopping"
 
@@ -315,7 +315,7 @@ class HandedOver(Overloaded):
 
 
 class TakenOver(LeaseLost):
-    """This process was not heard of for longer than its lease, and another one has gone on with the turn."""
+    """This process was not heard of for longer than its lease, and another one has continued the turn."""
 
     def __init__(self, turn_id: str, *, is_committed: bool) -> None:
         what = "has committed it" if is_committed else "goes on with it"

@@ -278,7 +278,7 @@ class TurnRegistry:
             await asyncio.wait(self._tasks)
 
     def stop_following(self) -> None:
-        """Whoever reads a turn of another process here is told that this one stops."""
+        """Readers of another process's turn get an error that this server stops."""
         self._has_stopped.set()
 
     def _reserve(self, key: SessionKey, request: TurnRequest | None = None) -> Turn:

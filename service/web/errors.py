@@ -168,7 +168,7 @@ def report(error: Exception, *, request_id: str | None) -> None:
     """Log errors for the operator: refusals below 500 are not logged, unexpected errors come with their traceback."""
     if isinstance(error, NsmError):
         if rule_of(error).status >= 500:
-            is_loss = isinstance(error, SnapshotCorrupt | StoreDamaged)  # of what was stored
+            is_loss = isinstance(error, SnapshotCorrupt | StoreDamaged)  # of stored bytes
             level = logging.ERROR if is_loss else logging.WARNING
             logger.log(level, "request %s: %s: %s", request_id, type(error).__name__, error.with_notes())
     elif not isinstance(error, RequestValidationError | HTTPException):

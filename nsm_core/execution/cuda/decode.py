@@ -23,7 +23,7 @@ NO_ROW = -1  # where a batch is padded
 class Buffers:
     """What a step reads and writes besides weights and states, [B, ...] each.
 
-    rows and ids int64 are its input, hidden [B, padded d] is its result. It and what is made from the residual stream x
+    rows and ids int64 are its input, hidden [B, padded d] is its result. It and all values made from the residual x
     have the dtype of the products. What pads a width is zero and stays so.
     """
 

@@ -89,7 +89,7 @@ def _run(*command: str) -> None:
 
 
 def main() -> int:
-    """Says what it made; 1 and why when nothing."""
+    """Prints the files it made; returns 1 and prints the reason when it made none."""
     try:
         print(f"native kernels: {build().name}")  # noqa: T201
     except (OSError, RuntimeError) as error:

@@ -42,7 +42,7 @@ def softplus(x):
 def kth_largest_after(scores, TOP_K: tl.constexpr):
     """scores [R, M] -> [R]: the (TOP_K + 1)-th largest of each row, equal scores counted one by one.
 
-    Maxima of what is strictly lower find it where no scores are equal. Where some are, the result is too low, and goes
+    Maxima of strictly lower scores find it where no scores are equal. Where some are, the result is too low, and goes
     up until no more than TOP_K scores are above it.
     """
     threshold = tl.max(scores, axis=1)

@@ -95,7 +95,7 @@ class TritonBackend:
         return generation
 
     def _check_scored(self, request: GenerationRequest) -> None:
-        """Other prompts are read in pieces, but a score needs what was read before it in the same piece."""
+        """Other prompts are read in pieces, but a score needs the text before it in the same piece."""
         limit, num_tokens = self.upstreams.max_prompt_tokens, len(request.prompt_ids)
         if request.prompt_logprobs is not None and num_tokens > limit:
             message = f"a prompt whose tokens are scored must have at most {limit} of them, got {num_tokens}"

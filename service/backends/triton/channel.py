@@ -45,7 +45,7 @@ class ServerStopping(EngineDead):
 
 
 class Unreached(EngineDead):
-    """No address of the server took the connection, and why is told of one only."""
+    """No address of the server took the connection, and the error explains one only."""
 
 
 class TritonChannel:

@@ -1,4 +1,4 @@
-"""One request on Triton servers: from the one that breaks it goes on with the next, and nobody notices."""
+"""One request on Triton servers: after a failure it continues on the next one, and the client sees no difference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TritonGeneration:
         return self._events.batches()
 
     def cancel(self) -> None:
-        """Finished(reason=abort) comes at once, and the worker is told. Idempotent, never blocks."""
+        """Finished(reason=abort) comes at once, and the worker gets a cancellation. Idempotent, never blocks."""
         self._task.cancel()
 
     async def stop(self) -> None:

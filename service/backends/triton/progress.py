@@ -43,7 +43,7 @@ class Progress:
         return bool(self._pieces)
 
     def next_request(self, max_prompt_tokens: int) -> GenerationRequest:
-        """What is to be asked for now. What the client has got is not asked for again."""
+        """The rest of the request. It asks for nothing that the client has got."""
         request, rest = self._request, self._request.prompt_ids[self._num_read :]
         positions = tuple(position - self._num_read for position in request.keep_states_at[self._num_states :])
         if len(rest) > max_prompt_tokens:

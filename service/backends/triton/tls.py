@@ -10,7 +10,7 @@ import grpc
 from nsm_core.errors import ConfigError
 from nsm_core.triton.pem_files import check_ca, check_pair
 
-# What gRPC tells of a handshake that failed, in its own words, and ours
+# gRPC's messages about failed handshakes, and ours
 NOT_CONNECTED = "failed to connect"
 _REASONS = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by the CA that this side trusts"),
@@ -60,7 +60,7 @@ class TritonTls:
 
 
 def explained(details: str) -> str:
-    """What gRPC tells of a connection that was lost, with a handshake's failure in plain words before it."""
+    """gRPC's message about a lost connection, with a handshake's failure in plain words before it."""
     for words, reason in _REASONS:
         if NOT_CONNECTED in details and words in details:
             return f"{reason} ({details})"

@@ -1,4 +1,4 @@
-"""One Triton server as a gateway sees it: whether it lives, what it serves, how much it has to do."""
+"""One Triton server as a gateway sees it: its health, model and load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHANGES = {
 class Upstream:
     """`watch` keeps it true. Belongs to one event loop.
 
-    `admit` gets what the worker tells of itself and raises ConfigError where it must not be used; `on_change` is called
+    `admit` gets the worker's description and raises ConfigError where it must not be used; `on_change` is called
     whenever the server comes, goes or is refused.
     """
 
@@ -72,13 +72,13 @@ class Upstream:
 
     @property
     def capacity(self) -> int:
-        """Requests that it runs or lets wait, by what it told last."""
+        """Requests that it runs or queues, by its last description."""
         known = self._description
         return 0 if known is None else known.max_slots + known.queue_limit
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Of one call, by what it told last; None where it never told."""
+        """Of one call, by its last description; None before the first."""
         return None if self._description is None else self._description.max_prompt_tokens
 
     @property

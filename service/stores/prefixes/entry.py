@@ -63,7 +63,7 @@ def decode_entry(
     """The state that a prompt starts from when it begins with `raw_ids`.
 
     Raises SnapshotCorrupt for damage, and for anything that was not stored for exactly this purpose: other ids, another
-    tenant, place, model or numerics class. The message repeats nothing of what is stored.
+    tenant, place, model or numerics class. The message repeats no stored text.
     """
     ids_end = COUNT_BYTES + len(raw_ids)
     count = int.from_bytes(entry[:COUNT_BYTES], "little")

@@ -51,7 +51,7 @@ class Pending:
 
 
 class PrefixWriter:
-    """What it holds is found by `pending` until it is in the store, or is lost."""
+    """`pending` finds its entries until they are in the store, or lost."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class DocumentSizes:
         self._keys = keys
 
     async def put(self, tenant: str, key: str, *, version: int, num_bytes: int) -> None:
-        """After the document was written. It is safe by now: a failure here is told to the log alone."""
+        """After the document was written. It is safe by now: a failure here goes to the log alone."""
         try:
             await self._client.script(PUT, self._keys.documents(tenant), key, version, num_bytes)
         except NsmError as error:

@@ -14,7 +14,7 @@ from service.stores.sessions.base import StoreRoom
 
 logger = logging.getLogger("nsm.store")
 
-OLDEST_SERVER = (7, 0)  # scripts say what they may do when the server is full
+OLDEST_SERVER = (7, 0)  # scripts declare their behaviour on a full server
 LAYOUT_VERSION = 1  # of the keys and their values
 
 
@@ -47,7 +47,7 @@ def _check_node(name: str, info: Mapping[str, Any]) -> None:
 async def require_room(client: RedisClient, num_bytes: int) -> None:
     """Raises StorageFull when no server that holds sessions has so much left of its maxmemory.
 
-    A small write is no proof: the server counts what it has received of a large one before it decides.
+    A small write is no proof: the server counts the received part of a large one before it decides.
     """
     infos = await client.call(lambda attempt: attempt.infos())
     if not any(_has_room(info, num_bytes) for info in infos.values() if info.get("role") == "master"):

@@ -11,7 +11,7 @@ from service.stores.sessions.retention import MAX_RETAINED
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys of one session, in the scripts' order but for what is staged, which has a name for each call.
+    """The keys of one session, in the scripts' order except staged values, which have a name for each call.
 
     `retained`: the slots for older snapshots.
     """

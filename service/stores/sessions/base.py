@@ -69,7 +69,7 @@ class SessionHead:
 class StoredSession:
     """A head with the encoded snapshot of its newest version (None for a session whose log is empty).
 
-    `damage`: why a snapshot that should be there is None: not found, or not what was stored. Only `acquire` answers so,
+    `damage`: why a snapshot that should be there is None: not found, or damaged. Only `acquire` answers so,
     because its caller can rebuild the state from the log.
     """
 

@@ -64,7 +64,7 @@ def sound(raw: bytes | None) -> bytes | None:
 
 @contextlib.contextmanager
 def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> Iterator[None]:
-    """Around the decoding of what was stored: bytes that nobody wrote so are damage, and no fault of the code."""
+    """Around the decoding of stored bytes: bytes that nobody wrote so are damage, and no fault of the code."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError) as cause:
@@ -73,7 +73,7 @@ def decoding(what: str, *, error: type[SnapshotCorrupt] = SnapshotCorrupt) -> It
 
 @contextlib.contextmanager
 def naming(session_id: str) -> Iterator[None]:
-    """Damage found inside is told with the session's id, so that an operator knows where to look."""
+    """Adds the session's id to damage found inside, so that an operator can find it."""
     try:
         yield
     except SnapshotCorrupt as error:

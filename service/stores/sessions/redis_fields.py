@@ -135,7 +135,7 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
 
 
 def lease_fields(lease: Lease) -> tuple[int, int, str]:
-    """How scripts are told of a lease."""
+    """A lease as arguments of scripts."""
     return to_us(lease.created_at), lease.fence, lease.holder
 
 

@@ -42,7 +42,7 @@ class TenantIndex:
         return int(await self._client.script(INDEX_RESERVE, self._keys.tenant(key.tenant), key.session_id))
 
     async def put(self, stored: StoredHead) -> None:
-        """After a head moved. The head is safe by now: a failure here is told to the log alone."""
+        """After a head moved. The head is safe by now: a failure here goes to the log alone."""
         head = stored.head
         values = (to_us(head.created_at), head.version, stored.num_bytes, optional_us(head.expires_at))
         try:

@@ -1,4 +1,4 @@
-"""Sessions in SQLite: nothing to install, and what was acknowledged survives `kill -9` and a power cut.
+"""Sessions in SQLite: nothing to install, and acknowledged writes survive `kill -9` and a power cut.
 
 Processes may share the file; leases and compare-and-set hold between them.
 """

@@ -60,7 +60,7 @@ def memory_thread() -> ConnectionThread:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing; the write lock is taken at the start, so that what is read inside is still true at the end."""
+    """All or nothing; the write lock is taken at the start, so that reads inside are still true at the end."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

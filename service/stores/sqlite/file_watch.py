@@ -162,7 +162,7 @@ class FileWatch:
         self._database_state, self._stamp_in_file = state, stamp
 
     def _read_stamp_in_file(self) -> int:
-        """The stamp without what is in the write-ahead log alone. Raises sqlite3.Error."""
+        """The stamp without transactions that only the write-ahead log has. Raises sqlite3.Error."""
         # not `open`: a descriptor that is closed again would take SQLite's locks on the file with it
         uri = f"file:{quote(str(self._database.absolute()))}?immutable=1"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
@@ -180,7 +180,7 @@ class FileWatch:
 
 
 def read_stamp(connection: sqlite3.Connection) -> int:
-    """0 where somebody deleted it: less than what was acknowledged."""
+    """0 where somebody deleted it: less than any acknowledged stamp."""
     (stamp,) = connection.execute("SELECT coalesce(max(value), 0) FROM stamp").fetchone()
     return int(stamp)
 

@@ -23,7 +23,7 @@ EXPORT_S = 3.0  # for a batch, retries included: an unreachable receiver must no
 
 
 class Tracing:
-    """A provider of its own, apart from any other of the process: the middleware decides what is traced."""
+    """A provider of its own, apart from any other of the process: the middleware decides which requests are traced."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         """`processor`: takes the spans. Raises ConfigError without the extra `tracing`."""
