@@ -35,7 +35,7 @@ from service.routes import (
     tokenize,
 )
 from service.settings import Settings, items_of, naming
-from service.stores.expiry import sweeping
+from service.stores.expiry import removing_expired
 from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
@@ -215,8 +215,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(services.store.close)
         with naming("data_dir" if services.settings.store == "sqlite" else "store"):
             await services.store.open()
-        await stack.enter_async_context(sweeping(services.store))
-        await stack.enter_async_context(sweeping(services.records))
+        await stack.enter_async_context(removing_expired(services.store))
+        await stack.enter_async_context(removing_expired(services.records))
         await stack.enter_async_context(services.prefix_resume.running())
         stack.push_async_callback(services.backend.stop)
         await services.backend.start()

@@ -10,21 +10,21 @@ from typing import Protocol
 
 from nsm_core.errors import NsmError
 
-logger = logging.getLogger("nsm.sweeping")
+logger = logging.getLogger("nsm.expiry")
 
 INTERVAL_S = 60.0
 
 
-class Sweepable(Protocol):
+class HasExpiry(Protocol):
     """A store of sessions or of records."""
 
     async def remove_expired(self) -> int: ...
 
 
 @contextlib.asynccontextmanager
-async def sweeping(store: Sweepable, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
+async def removing_expired(store: HasExpiry, *, interval_s: float = INTERVAL_S) -> AsyncIterator[None]:
     """While inside, expired entries are deleted once in `interval_s` seconds."""
-    task = asyncio.create_task(_sweep(store, interval_s))
+    task = asyncio.create_task(_remove_at_intervals(store, interval_s))
     try:
         yield
     finally:
@@ -33,7 +33,7 @@ async def sweeping(store: Sweepable, *, interval_s: float = INTERVAL_S) -> Async
             await task
 
 
-async def _sweep(store: Sweepable, interval_s: float) -> None:
+async def _remove_at_intervals(store: HasExpiry, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
         try:

@@ -235,7 +235,7 @@ async def test_a_file_and_a_backup_hold_the_state_as_it_was_rounded(
         exported = await server.client.get("/v1/sessions/s1/export")
         ok(await away.client.post("/v1/sessions/import", content=exported.content, headers=FILE_HEADERS))
         assert await raw_of(away.services.store) == raw
-        restored, store = SqliteSessionStore(None), server.services.store
+        restored, store = SqliteSessionStore(None), server.store
         written = [result.outcome async for result in backup(store, await all_sessions(store), tmp_path / "backup")]
         with (tmp_path / "backup").open("rb") as file:
             assert [result.outcome async for result in restore(restored, file)] == written == ["written"]

@@ -20,8 +20,10 @@ redis.call('RENAME', staged_key, snapshot_key)
 local ids = ARGV[12]
 local log_chunks = head.log_chunks + append_log(ids)
 end_running(head, ARGV[13], ARGV[14], ARGV[15])
-local stays = ',' .. ARGV[16] .. ','
-local retained = thin_retained(head, function(one) return string.find(stays, ',' .. one.version .. ',', 1, true) end)
+local kept_versions = ',' .. ARGV[16] .. ','
+local retained = thin_retained(head, function(one)
+  return string.find(kept_versions, ',' .. one.version .. ',', 1, true)
+end)
 return move_head(head, {
   retained = join_retained(retained),
   position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],

@@ -61,11 +61,11 @@ local function read_retained(head)
   return retained
 end
 
--- Those that `stays` says no to are gone after this. The field for the head.
-local function thin_retained(head, stays)
+-- Deletes those that `should_stay` refuses. Returns the field for the head.
+local function thin_retained(head, should_stay)
   local left = {}
   for _, one in ipairs(read_retained(head)) do
-    if stays(one) then
+    if should_stay(one) then
       left[#left + 1] = table.concat({one.slot, one.version, one.position, one.bytes}, ':')
     else
       redis.call('UNLINK', retained_key(one.slot))

@@ -1,7 +1,7 @@
 -- Put before every script of a tenant's index. KEYS: index (sorted set: session id by creation), sizes (hash: session
 -- id -> "created_us:version:bytes:touched_us"), expiry (sorted set: session id by expiry), usage (hash: bytes),
 -- expired (sorted set: id of a session whose time ran out, by that time).
--- The sessions' heads are the truth: what is here is repaired by the next commit, listing or look at the usage.
+-- The sessions' heads are the truth: this is repaired by the next commit, listing or reading of the usage.
 local index_key, sizes_key, expiry_key, usage_key, expired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local REMEMBERED_MS, MAX_REMEMBERED = 30 * 86400 * 1000, 10000 -- ids of expired sessions of a tenant
 local SWEEP = 100 -- entries dropped in one call: a script must not hold up the others

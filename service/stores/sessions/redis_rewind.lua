@@ -3,9 +3,9 @@
 -- num_log_tokens.
 local function cut(chunk, num_ids)
   local ids = string.sub(chunk, SEAL_BYTES + 1)
-  local kept = string.sub(ids, 1, num_ids * 4)
+  local left = string.sub(ids, 1, num_ids * 4)
   -- A damaged chunk keeps a seal that does not fit.
-  return sealed(ids) == chunk and sealed(kept) or string.sub(chunk, 1, SEAL_BYTES) .. kept
+  return sealed(ids) == chunk and sealed(left) or string.sub(chunk, 1, SEAL_BYTES) .. left
 end
 
 local head, refusal = open_move()

@@ -31,13 +31,13 @@ end
 
 -- Also what read_turns left out is gone after this.
 local function write_turns(head, turns)
-  local kept = {index = true}
-  for _, turn in ipairs(turns) do kept['q:' .. turn.id], kept['r:' .. turn.id] = true, true end
+  local fields = {index = true}
+  for _, turn in ipairs(turns) do fields['q:' .. turn.id], fields['r:' .. turn.id] = true, true end
   if #turns == 0 then
     redis.call('UNLINK', turns_key, tail_key)
   else
     for _, field in ipairs(redis.call('HKEYS', turns_key)) do
-      if not kept[field] then redis.call('HDEL', turns_key, field) end
+      if not fields[field] then redis.call('HDEL', turns_key, field) end
     end
   end
   write_index(head, turns)

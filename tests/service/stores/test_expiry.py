@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from nsm_core.errors import StoreUnavailable
-from service.stores.expiry import sweeping
+from service.stores.expiry import removing_expired
 from service.stores.sessions.sqlite import SqliteSessionStore
 
 
@@ -27,7 +27,7 @@ async def test_what_expired_is_removed_now_and_then_and_an_error_is_not_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = Store()
-    async with sweeping(store, interval_s=0.001):
+    async with removing_expired(store, interval_s=0.001):
         await store.swept.wait()
     assert "were not removed: away" in caplog.text
     num_sweeps = store.num_sweeps
