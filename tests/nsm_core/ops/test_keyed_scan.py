@@ -135,7 +135,16 @@ def test_keyed_scan_kernels_take_fp32_and_bf16_of_their_widths() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 1024, 8, 128, 128), (1, 333, 2, 64, 64), (1, 2048, 4, 128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 1024, 8, 128, 128),
+        (1, 333, 2, 64, 64),
+        (1, 2048, 4, 128, 64),
+        (3, 5, 8, 128, 128),  # one chunk: built for it alone, the walk read shared memory out of bounds
+    ],
+    ids=str,
+)
 def test_keyed_scan_kernels_on_a_gpu(dtype: torch.dtype, shape: tuple[int, int, int, int, int]) -> None:
     batch, num_tokens, heads, slots, width = shape
     inputs = make_inputs(batch, num_tokens, heads=heads, slots=slots, width=width)
