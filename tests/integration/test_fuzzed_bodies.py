@@ -16,7 +16,7 @@ from tests.support.watched_server import MAX_STALL_S, Schema, Watched, operation
 OPERATIONS = operations()
 NUM_BODIES = scaled(600, 100_000) // len(OPERATIONS) + 1  # of each operation
 BATCH = 20  # bodies between two looks at the stall
-SETTLE_S = 10.0
+IDLE_LIMIT_S = 10.0
 ODD_VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64 - 1, 0.1, -0.0, 1e-320, 1e308),
     *("", " ", "\0", "\u2028", "é" * 40, "x" * 10_000, "1", "true", "null", "../x", "%00", "\U0001f600"),
@@ -57,12 +57,12 @@ def fitting(choose: random.Random, schema: Schema, components: Schema, depth: in
     return {"boolean": choose.random() < 0.5, "null": None}.get(kind, choose.choice(["x", "user", "Hi there", "a b"]))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of all values inside, by keys and indices."""
     yield path
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in entries:
-        yield from places(inner, (*path, key))
+        yield from paths_of(inner, (*path, key))
 
 
 def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
@@ -75,7 +75,7 @@ def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> 
 
 def broken_value(choose: random.Random, value: Any) -> Any:
     """One place is another value, in a list, has one field more or fewer, or entries twice."""
-    path, odd = choose.choice(list(places(value))), choose.choice(ODD_VALUES)
+    path, odd = choose.choice(list(paths_of(value))), choose.choice(ODD_VALUES)
     inner: Any = None
 
     def change(found: Any) -> Any:
@@ -148,7 +148,7 @@ def test_no_fuzzed_body_is_a_fault_a_stall_or_a_request_that_stays(
     for start in range(0, NUM_BODIES, BATCH):
         bodies = [body(choose, schema, components) for _ in range(min(BATCH, NUM_BODIES - start))]
         assert least_stall(server, method, url, bodies) <= MAX_STALL_S, bodies
-    lifecycle, until = server.app.state.services.lifecycle, time.monotonic() + SETTLE_S
+    lifecycle, until = server.app.state.services.lifecycle, time.monotonic() + IDLE_LIMIT_S
     while (server.backend.running or lifecycle.num_active) and time.monotonic() < until:
         time.sleep(0.01)  # responses in the background
     assert (server.backend.running, lifecycle.num_active) == (set(), 0)
