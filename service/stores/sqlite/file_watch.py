@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
 
-from nsm_core.errors import StoreReplaced
+from nsm_core.errors import StoreReplaced, StoreUnavailable
 
 logger = logging.getLogger("nsm.store")
 
@@ -42,6 +42,7 @@ class FileWatch:
         self._mark = database.with_name(f"{database.name}-stamp")
         self._identities: tuple[tuple[int, int] | None, ...] = ()
         self._mark_descriptor = -1
+        self._log_descriptor = -1  # kept: a process without free descriptors must not see a log that is gone
         self._database_state = (0, 0)
         self._stamp_in_file = 0
         self._log_state = (0, b"")
@@ -50,7 +51,11 @@ class FileWatch:
         self.num_lost_writes = 0
 
     def begin(self, connection: sqlite3.Connection) -> None:
-        """Once, on a database that is ready for use."""
+        """Once, on a database that is ready for use. Raises StoreUnavailable when its log cannot be opened."""
+        try:
+            self._log_descriptor = os.open(self._log, os.O_RDONLY)
+        except OSError as error:
+            raise StoreUnavailable(f"{self._log} cannot be opened ({error.strerror})") from error
         with contextlib.suppress(OSError):
             self._mark_descriptor = os.open(self._mark, os.O_CREAT | os.O_RDWR, 0o600)
         marked = self._read_mark()
@@ -69,9 +74,10 @@ class FileWatch:
         self._check_stamp_in_file()
 
     def end(self) -> None:
-        if self._mark_descriptor >= 0:
-            os.close(self._mark_descriptor)
-            self._mark_descriptor = -1
+        for descriptor in (self._mark_descriptor, self._log_descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._mark_descriptor = self._log_descriptor = -1
 
     def check(self) -> None:
         """Raises StoreReplaced when another file, or none, is where one of the open ones was."""
@@ -137,11 +143,7 @@ class FileWatch:
         return found.st_mtime_ns, found.st_size
 
     def _find_log_state(self) -> tuple[int, bytes]:
-        try:
-            with self._log.open("rb") as file:
-                return os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
-        except OSError:
-            return 0, b""
+        return os.fstat(self._log_descriptor).st_size, os.pread(self._log_descriptor, HEADER_BYTES, 0)
 
     def _check_stamp_in_file(self) -> None:
         """Raises StoreReplaced when the database file changed into something else than its own continuation."""
