@@ -14,6 +14,7 @@ from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[3]
 READERS_HOME = "/home/ada"
+READERS_FOLDERS = ("tmp", "srv")
 END = "__end_of_command__"
 
 
@@ -26,7 +27,8 @@ class Shell:
         for entry in ROOT.iterdir():
             if entry.name not in (".git", "build"):
                 (folder / entry.name).symlink_to(entry)
-        (folder / "srv").mkdir()
+        for name in READERS_FOLDERS:
+            (folder / name).mkdir()
 
     def __enter__(self) -> Shell:
         self.start()
@@ -78,18 +80,28 @@ class Shell:
         raise TimeoutError(f"more than {limit_s:g} s, or the end of the shell")
 
     def as_run(self, command: str) -> str:
-        """The pages' server is on port 8000, and their files in /srv."""
-        return command.replace(":8000", f":{self.port}").replace("/srv/", f"{self.folder}/srv/")
+        """The pages' server is on port 8000, and their files in /tmp and /srv."""
+        own = command.replace("/tmp/", f"{self.folder}/tmp/").replace("/srv/", f"{self.folder}/srv/")  # noqa: S108
+        return own.replace(":8000", f":{self.port}")
 
     def as_shown(self, printed: str) -> str:
         """And the reader of the pages is Ada."""
-        text = printed.replace(f":{self.port}", ":8000").replace(f"{self.folder}/srv/", "/srv/")
+        text = printed.replace(f":{self.port}", ":8000")
+        for name in READERS_FOLDERS:
+            text = text.replace(f"{self.folder}/{name}/", f"/{name}/")
         return text.replace(str(self.folder), READERS_HOME)
 
     def _environment(self) -> Mapping[str, str]:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("NSM_", "XDG_"))}
         path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-        return {**own, "PATH": path, "HOME": str(self.folder), "NSM_PORT": str(self.port), "COLUMNS": "200"}
+        return {
+            **own,
+            "PATH": path,
+            "HOME": str(self.folder),
+            "NSM_PORT": str(self.port),
+            "COLUMNS": "200",
+            "PYTHONUNBUFFERED": "1",
+        }
 
 
 def _free_port() -> int:
