@@ -138,7 +138,9 @@ async def test_L6_R2_a_state_in_anothers_place_is_refused_and_shows_nothing(
             await live(server, teller)
         other = "SELECT snapshot FROM snapshots WHERE tenant = 'b' AND session_id = ?"
         statement = f"UPDATE snapshots SET snapshot = ({other}) WHERE tenant = 'a' AND session_id = ?"
-        await store.write(lambda connection: connection.execute(statement, (theirs.session_id, mine.session_id)))
+        await store.database.write(
+            lambda connection: connection.execute(statement, (theirs.session_id, mine.session_id))
+        )
         refused = await call(server, mine, "POST", f"{mine.path}/generate", json={"input": "x", **GREEDY})
         assert (refused.status_code, error_of(refused)["code"]) == (500, "snapshot_corrupt")
         assert theirs.secret not in refused.text

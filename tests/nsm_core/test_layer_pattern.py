@@ -20,5 +20,5 @@ def test_letters_and_groups_become_layers() -> None:
 
 @pytest.mark.parametrize("pattern", ["", "X", "NX", "[N]", "(N", "N)", "[NW)", "(N[NW])", "N W", "é"])
 def test_anything_else_is_refused_with_what_was_given(pattern: str) -> None:
-    with pytest.raises(ConfigError, match="layer_pattern must be made of the letters N, C, G, L, W, A"):
+    with pytest.raises(ConfigError, match="layer_pattern must be made of the letters N, C, G, K, L, W, A"):
         parse_layer_pattern(pattern)

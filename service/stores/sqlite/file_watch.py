@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
@@ -24,6 +25,7 @@ from nsm_core.errors import StoreReplaced, StoreUnavailable
 logger = logging.getLogger("nsm.store")
 
 HEADER_BYTES = 32  # of the write-ahead log: its salts change whenever it begins anew
+REREAD_WAITS_S = (0.0, 0.01, 0.05, 0.2)  # before each try to read a file that another process may be writing
 MARK_BYTES = 8  # the acknowledged stamp, little endian
 
 
@@ -94,7 +96,8 @@ class FileWatch:
         self.check()
         self._check_stamp_in_file()
         size, header = self._find_log_state()
-        if (size < self._log_state[0] or header != self._log_state[1]) and self._stamp_in_file < self._acknowledged:
+        is_other = size < self._log_state[0] or header != self._log_state[1]
+        if is_other and self._stamp_in_file < self._acknowledged and self._stays_below(self._acknowledged):
             self._refuse(f"{self._log} was cut or overwritten")
         self._log_state = (size, header)
         if read_stamp(connection) < self._acknowledged:
@@ -159,9 +162,24 @@ class FileWatch:
             if is_cut or error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_NOTADB:
                 self._refuse(f"{self._database} was cut or overwritten")
             return  # pages of the log are being moved into it, or could not all be moved: look again at the next write
-        if stamp < self._stamp_in_file:
+        if stamp < self._stamp_in_file and self._stays_below(self._stamp_in_file):
             self._refuse(f"{self._database} was overwritten with an older copy")
-        self._database_state, self._stamp_in_file = state, stamp
+        self._database_state, self._stamp_in_file = state, max(stamp, self._stamp_in_file)
+
+    def _stays_below(self, stamp: int) -> bool:
+        """Whether the database file has a lower stamp, read anew.
+
+        Another process may have moved the log into the file since it was read last, or may be doing so now: then the
+        file is read again.
+        """
+        for wait_s in REREAD_WAITS_S:
+            time.sleep(wait_s)
+            with contextlib.suppress(sqlite3.Error):
+                found = self._read_stamp_in_file()
+                if found >= stamp:
+                    self._stamp_in_file = found
+                    return False
+        return True
 
     def _read_stamp_in_file(self) -> int:
         """The stamp without transactions that only the write-ahead log has. Raises sqlite3.Error."""

@@ -212,7 +212,7 @@ def test_schedules_rise_hold_and_end_at_zero(config: TrainConfig, schedule: str)
         (["--d-model", "33"], "d_model (33) must be a multiple of num_heads"),
         (["--ema", "1"], "ema must be in [0, 1), got 1.0"),
         (["--balance-loss", "-1"], "balance_loss must be a number of at least 0, got -1.0"),
-        (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, C, G, L, W, A, M, of which two"),
+        (["--layer-pattern", "NX"], "layer_pattern must be made of the letters N, C, G, K, L, W, A, M, of which two"),
         (["--layer-pattern", "W"], "num_heads (4) must be a multiple of num_kv_heads (8)"),
         (["--resume"], "nothing to resume"),
     ],

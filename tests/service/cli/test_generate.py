@@ -119,7 +119,7 @@ def test_a_prompt_over_the_limit_is_refused(nsm: Nsm) -> None:
         ("--max-tokens", 0, "Invalid value for '--max-tokens': must be a whole number of at least 1, got 0"),
         ("--seed", -1, f"Invalid value for '--seed': must be a whole number in [0, {2**64 - 1}], got -1"),
         ("--repetition-penalty", 0, "Invalid value for '--repetition-penalty': must be in (0, 10], got 0.0"),
-        ("--stop", "", "Invalid value for '--stop': must be made of non-empty strings, got ['']"),
+        ("--stop", "", "Invalid value for '--stop': must be made of non-empty strings, got [\"\"]"),
     ],
 )
 def test_a_bad_value_names_its_option(nsm: Nsm, option: str, value: object, message: str) -> None:
