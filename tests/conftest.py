@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
 
 pytest_plugins = ["tests.support.redis_servers", "tests.support.triton_servers", "tests.support.backends"]
 
+TESTS = Path(__file__).resolve().parent
 # Markers of tests that --no-skips lets a machine skip: no package of the system would help
 EXCUSED = {"gpu", "image", "other_library", "perf_analyzer", "tmpfs"}
 CAP_SYS_ADMIN = 21
@@ -52,6 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--soak"):
         enable_soak()
     hypothesis.settings.load_profile("soak" if is_soak() else "reduced")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without tests of a tier need not be imported for it; whoever names one wants it."""
+    is_named = any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.invocation_params.args)
+    if not config.getoption("--fast") or is_named or not collection_path.is_relative_to(TESTS):
+        return None
+    relative = str(collection_path.relative_to(TESTS.parent))
+    return None if collection_path == TESTS or Tiers.load().may_hold(relative, Tier.FAST) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,6 +31,14 @@ def test_the_longest_name_decides() -> None:
     assert tiers.of_id("tests/z.py::test_c") == Tier.TEST
 
 
+def test_a_folder_may_hold_tests_of_an_earlier_tier() -> None:
+    tiers = Tiers({"fast": ["tests/a/b/c.py"], "test": [], "soak": ["tests/a"]})
+    assert tiers.may_hold("tests/a", Tier.FAST)
+    assert tiers.may_hold("tests/a/b/c.py", Tier.FAST)
+    assert not tiers.may_hold("tests/a/d.py", Tier.TEST)
+    assert not tiers.may_hold("tests/z", Tier.FAST)
+
+
 def test_a_name_covers_whole_parts_only() -> None:
     assert is_below("tests/a/b.py::test_c[1]", "tests/a/b.py::test_c")
     assert not is_below("tests/a/b.py::test_cd", "tests/a/b.py::test_c")

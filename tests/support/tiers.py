@@ -48,6 +48,11 @@ class Tiers:
             return Tier.SOAK
         return max(tier, Tier.TEST) if markers & SERVICES else tier
 
+    def may_hold(self, path: str, last: Tier) -> bool:
+        """Whether a file or folder has tests of the tiers up to `last`."""
+        inside = [tier for prefix, tier in self._tier_of.items() if is_below(prefix, path)]
+        return min([self.of_id(path), *inside]) <= last
+
     def of_id(self, test_id: str) -> Tier:
         matching = [prefix for prefix in self._tier_of if is_below(test_id, prefix)]
         return self._tier_of[max(matching, key=len)] if matching else Tier.TEST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -99,12 +100,15 @@ async def test_S1_every_place_of_a_turn_may_be_the_break(pair: TwoServers) -> No
     """A turn that resumes a state, and loses both servers after any number of answers, gives each token once."""
     _, request = await pair.turns()
     want = await pair.generate(request)
-    for break_after in range(1, len(want.ids) + 1):
+    counts: set[int] = set()
+    for number, break_after in itertools.product(range(5), range(1, len(want.ids) + 1)):
         pair.one.break_after = pair.two.break_after = break_after
-        got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{break_after}"))
+        got = await pair.generate(dataclasses.replace(request, request_id=f"broken-{number}-{break_after}"))
         assert_same(got, want)
-    counts = {len(options.get("sampled_ids", ())) for server in pair.servers for options in server.options}
-    assert len(counts) > len(want.ids) // 2  # an answer may hold several tokens
+        counts = {len(options.get("sampled_ids", ())) for server in pair.servers for options in server.options}
+        if break_after == len(want.ids) and len(counts) > len(want.ids) // 2:
+            break  # else answers held several tokens, on a busy machine: once more
+    assert len(counts) > len(want.ids) // 2
     assert pair.backend.upstream_stats().num_failovers > len(want.ids)
 
 
