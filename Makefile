@@ -35,7 +35,7 @@ serve: $(READY)  ## serve the bundled model on 127.0.0.1:8000; options: ARGS="--
 check: $(READY)  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict nsm_core service nsm_lab
+	$(BIN)/mypy --strict nsm_core service nsm_lab scripts
 	$(BIN)/lint-imports --no-logo
 
 .PHONY: packages
@@ -46,7 +46,7 @@ packages: $(READY)
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(READY)  ## units and contracts without any service, in under 90 s; options: PYTEST_ARGS="-k engine"

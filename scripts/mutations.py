@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""Shows which faults a tier of the tests finds: seeded mutations of the server's source, one at a time.
+"""Shows which faults the tiers of the tests find: seeded mutations of the server's source, one at a time.
 
-    .venv/bin/python scripts/mutations.py --seed 17 --count 50 --tier fast
+    .venv/bin/python scripts/mutations.py --seed 17 --count 50 --output benchmarks/results/mutations.txt
 
 Each mutation changes one place of `nsm_core` or `service` in a scratch copy: it flips a comparison, negates a
-condition, shifts a whole number by one, or drops a statement. Then the tier runs there until its first failure. A
-mutation is killed if a test fails or the run exceeds its limit, and survives otherwise. The same seed and source give
-the same mutations for every tier, so that tiers can be compared; a larger count adds to those of a smaller one.
+condition, shifts a whole number by one, or drops a statement. The same seed and source give the same mutations; a
+larger count adds to those of a smaller one.
 
-The runs use `--cores` cores and one thread a process. Tests that mirror the mutated file run first. Before the first
-mutation the unchanged source must pass. Kernels for GPUs are left out: no tier of a machine without one runs them.
+The fast tier runs first, until its first failure; tests that mirror the mutated file lead. For a mutation that it
+does not find, the `test` tier runs the tests that concern the file and that the fast tier has not run. These are the
+files in the folder that mirrors the file's package, and the files, in any folder, that import from this package,
+themselves or through a module of `tests/support`.
+
+A mutation is killed if a test fails, and if this test passes on the unchanged source. A test that fails there too is
+left out, and the run is repeated. A run beyond its limit also kills. The runs use `--cores` cores and one thread a
+process. Kernels for GPUs are left out: no tier of a machine without one runs them.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ import ast
 import contextlib
 import dataclasses
 import fnmatch
-import json
 import os
 import random
 import re
@@ -38,8 +42,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("nsm_core", "service")
 LEFT_OUT = ("nsm_core/execution/cuda/*", "nsm_core/ops/*/kernel*.py", "nsm_core/sampling/kernel.py")
-TARGETS = {"fast": "test-fast", "test": "test"}
 MUTATED = "NSM_MUTATED_FILE"  # read below, when pytest loads this file as a plugin
+IS_AFTER_FAST = "NSM_MUTATIONS_AFTER_FAST"  # likewise: leave out the tests of the fast tier
+TEST_LIMIT_S = 600  # of one test: the runs have the lowest priority, on machines that do other work
+MOST_LEFT_OUT = 5  # tests that fail on the unchanged source; more of them make a comparison worthless
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -177,15 +183,48 @@ def draw(seed: int, count: int, root: Path = ROOT) -> list[Mutation]:
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def tier_command(tier: str) -> list[str]:
-    """The call of pytest in the Makefile's target, without the program itself."""
-    target = TARGETS[tier]
-    command = ["make", "--dry-run", "--no-print-directory", target]
+def fast_command() -> list[str]:
+    """The arguments of pytest in `make test-fast`, in one process: the nearest tests must come first."""
+    command = ["make", "--dry-run", "--no-print-directory", "test-fast"]
     dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     calls = [line for line in dry.stdout.splitlines() if " -m pytest" in line]
     if dry.returncode or len(calls) != 1:
-        raise SystemExit(f"mutations: make {target} does not run pytest once: {dry.stderr.strip() or calls}")
-    return shlex.split(calls[0].split(" -m pytest", 1)[1])
+        raise SystemExit(f"mutations: make test-fast does not run pytest once: {dry.stderr.strip() or calls}")
+    return [*shlex.split(calls[0].split(" -m pytest", 1)[1]), "-n0"]
+
+
+def imports_of(source: str) -> set[str]:
+    """Full names of the modules, and of the names in them, that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def concerned(path: str, root: Path = ROOT) -> list[str]:
+    """Files of tests that mirror the package of the file `path`, or import from it, also through `tests/support`."""
+    package = Path(path).parent
+    prefix = ".".join(package.parts) + "."
+    support = {
+        f"tests.support.{file.stem}": imports_of(file.read_text("utf-8"))
+        for file in (root / "tests" / "support").glob("*.py")
+    }
+
+    def is_user(imports: set[str], seen: frozenset[str] = frozenset()) -> bool:
+        if any(name.startswith(prefix) for name in imports):
+            return True
+        helpers = {name for name in support if any(f"{one}.".startswith(f"{name}.") for one in imports)} - seen
+        return any(is_user(support[name], seen | helpers) for name in helpers)
+
+    mirror = root / "tests" / package
+    return [
+        file.relative_to(root).as_posix()
+        for file in sorted((root / "tests").rglob("test_*.py"))
+        if file.is_relative_to(mirror) or is_user(imports_of(file.read_text("utf-8")))
+    ]
 
 
 @contextlib.contextmanager
@@ -212,37 +251,68 @@ class Outcome:
     reason: str | None
     seconds: float
 
+    @property
+    def failed_test(self) -> str | None:
+        """The test, or the file that cannot be imported."""
+        return self.reason if self.reason is not None and self.reason.startswith("tests/") else None
+
 
 class Runner:
-    """Runs the tests of a tier in a copy, with limits on time, cores and memory."""
+    """Runs tests in a copy, with limits on time, cores and memory. `left_out`: tests that fail without a mutation."""
 
-    def __init__(self, copy: Path, arguments: Sequence[str], *, limit_s: float, cores: int, memory_gib: float) -> None:
-        self._copy, self._arguments, self._limit_s = copy, arguments, limit_s
+    def __init__(self, copy: Path, *, limit_s: float, cores: int, memory_gib: float) -> None:
+        self.left_out: list[str] = []
+        self._copy, self._limit_s = copy, limit_s
         self._cores = sorted(os.sched_getaffinity(0))[:cores]
         self._memory_bytes = int(memory_gib * 2**30)
 
-    def run(self, mutated: str = "") -> Outcome:
+    def kills(self, mutation: Mutation, arguments: Sequence[str], *, is_after_fast: bool = False) -> Outcome:
+        """One run over a mutation; repeated without a test that fails on the unchanged source too."""
+        file = self._copy / mutation.path
+        source = file.read_bytes()
+        while True:
+            file.write_bytes(mutation.apply(source))
+            try:
+                outcome = self._run(arguments, mutation.path, is_after_fast=is_after_fast)
+            finally:
+                file.write_bytes(source)
+            test = outcome.failed_test
+            if test is None or self._passes(test):
+                return outcome
+            self.left_out.append(test)
+            print(f"    left out, as it fails on the unchanged source: {test}", flush=True)
+            if len(self.left_out) > MOST_LEFT_OUT:
+                raise SystemExit("mutations: too many tests fail on the unchanged source")
+
+    def _passes(self, test: str) -> bool:
+        """Whether a test passes on the unchanged source; of a whole file, whether it can be imported."""
+        return self._run([test, "-n0"] if "::" in test else [test, "-n0", "--collect-only"]).reason is None
+
+    def _run(self, arguments: Sequence[str], mutated: str = "", *, is_after_fast: bool = False) -> Outcome:
         """`mutated`: the file whose tests run first."""
         started = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "mutations"]
+        left_out = [word for test in self.left_out for word in ("--deselect", test)]
         environ = {
             **os.environ, MUTATED: mutated, "PYTHONPATH": f"{self._copy}:{self._copy / 'scripts'}",
             "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            IS_AFTER_FAST: "1" if is_after_fast else "",
         }  # fmt: skip
         process = subprocess.Popen(
-            [*command, *self._arguments], cwd=self._copy, env=environ, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._limit,
+            [*command, *arguments, f"--timeout={TEST_LIMIT_S}", *left_out], cwd=self._copy, env=environ,
+            stdin=subprocess.DEVNULL, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=self._limit,
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=self._limit_s)
         except subprocess.TimeoutExpired:
             return Outcome(f"no end within {self._limit_s:g} s", time.monotonic() - started)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # what tests started ends with them
+            with contextlib.suppress(ProcessLookupError):  # programs that tests started end with them
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         seconds = time.monotonic() - started
-        if process.returncode == 0:
+        if process.returncode in (0, 5):  # 5: no test was left to run
             return Outcome(None, seconds)
         failed = FAILED.search(output)
         last = output.strip().splitlines()[-1:] or ["no output"]
@@ -256,6 +326,11 @@ class Runner:
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """As a plugin of pytest: tests of folders and files that mirror the mutated file come first."""
+    if os.environ.get(IS_AFTER_FAST):
+        from tests.support.tiers import Tier, Tiers  # of the copy: a plugin is loaded before its path is
+
+        tiers = Tiers.load()
+        items[:] = [item for item in items if tiers.of(item) > Tier.FAST]
     mutated = os.environ.get(MUTATED)
     if mutated:
         items.sort(key=lambda item: -num_shared(item.path.relative_to(Path.cwd()).parts[1:], Path(mutated).parts))
@@ -276,43 +351,41 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="skip the mutations before this number, from 0")
-    parser.add_argument("--tier", choices=TARGETS, default="fast")
-    parser.add_argument("--pytest-args", help="instead of a tier's: arguments of pytest, as one text")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--memory-gib", type=float, default=12.0, help="most data of one process")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="of one run; a longer one counts as killed")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="of one run; a longer one counts as killed")
     parser.add_argument("--list", action="store_true", help="show the mutations and run nothing")
-    parser.add_argument("--output", type=Path, help="write the outcomes as JSON")
+    parser.add_argument("--output", type=Path, help="add the table to this file as it grows")
     args = parser.parse_args()
     mutations = list(enumerate(draw(args.seed, args.count)))[args.first :]
     if args.list:
         for number, mutation in mutations:
             print(_line(number, mutation))
         return 0
-    arguments = tier_command(args.tier) if args.pytest_args is None else shlex.split(args.pytest_args)
-    rows = []
+    arguments, found = fast_command(), {"fast": 0, "test": 0, "none": 0}
     with scratch_copy() as copy:
-        runner = Runner(copy, arguments, limit_s=args.limit_s, cores=args.cores, memory_gib=args.memory_gib)
-        plain = runner.run()
-        if plain.reason is not None:
-            raise SystemExit(f"mutations: the unchanged source does not pass: {plain.reason}")
-        print(f"unchanged: passed, {plain.seconds:.0f} s", flush=True)
+        runner = Runner(copy, limit_s=args.limit_s, cores=args.cores, memory_gib=args.memory_gib)
         for number, mutation in mutations:
-            file = copy / mutation.path
-            source = file.read_bytes()
-            file.write_bytes(mutation.apply(source))
-            try:
-                outcome = runner.run(mutation.path)
-            finally:
-                file.write_bytes(source)
-            verdict = "SURVIVED" if outcome.reason is None else f"killed by {outcome.reason}"
-            print(f"{_line(number, mutation)}\n    {verdict}, {outcome.seconds:.0f} s", flush=True)
-            rows.append({**dataclasses.asdict(mutation), **dataclasses.asdict(outcome)})
-    killed = sum(row["reason"] is not None for row in rows)
-    print(f"{killed} of {len(rows)} killed")
-    if args.output is not None:
-        args.output.write_text(json.dumps({"seed": args.seed, "tier": args.tier, "mutations": rows}, indent=1) + "\n")
+            tier, outcome = _first_tier(runner, mutation, arguments)
+            found[tier] += 1
+            text = f"{_line(number, mutation)}\n    {tier}: {outcome.reason or 'SURVIVED'}"
+            print(f"{text}, {outcome.seconds:.0f} s", flush=True)
+            if args.output is not None:
+                with args.output.open("a", encoding="utf-8") as table:
+                    table.write(f"{text}\n")
+    print(f"of {len(mutations)}: {found['fast']} by fast, {found['test']} by test alone, {found['none']} by none")
     return 0
+
+
+def _first_tier(runner: Runner, mutation: Mutation, fast: Sequence[str]) -> tuple[str, Outcome]:
+    """The first tier that finds a mutation."""
+    outcome = runner.kills(mutation, fast)
+    if outcome.reason is not None:
+        return "fast", outcome
+    files = concerned(mutation.path)
+    if files:
+        outcome = runner.kills(mutation, [*files, "-n0"], is_after_fast=True)
+    return "none" if outcome.reason is None else "test", outcome
 
 
 def _line(number: int, mutation: Mutation) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How far a request travels through the code: files passed, calls, moves between files and store trips of three walks.
 
-    .venv/bin/python scripts/request_walk [--json]
+    .venv/bin/python scripts/request_walk.py [--json]
 
 Walks: a completion, a session's turn, and a response with `previous_response_id`. Each runs in this process, with the
 bundled model, the eager executor, one thread and an SQLite store. The figures are those of the shortest of five rounds,
