@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+FOLDERS_OF_PAGES = ("docs", "deploy", "benchmarks", "examples")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS_OF_PAGES for page in (ROOT / name).rglob("*.md"))])
 ELSEWHERE = re.compile(r"[a-z]+:")
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browsers import chromium
+
 ROOT = Path(__file__).resolve().parent.parent
 FETCHED = re.compile(r"<(?:script|img|iframe)[^>]*\ssrc=.?(https?:)?//|<link[^>]*rel=.?stylesheet[^>]*//")
 
@@ -40,3 +42,24 @@ def test_files_outside_of_the_documentation_are_named_instead_of_linked(site: Pa
     text = (site / "performance.html").read_text("utf-8") + (site / "energy.html").read_text("utf-8")
     assert 'href="../benchmarks' not in text
     assert "<code>benchmarks/results/energy_gpu-h200.txt</code>" in text
+
+
+COPIED = """
+Array.from(document.querySelectorAll(".language-console code")).map(code => {
+  code.setAttribute("data-md-copying", "");  // as the copy button does, which takes innerText then
+  const text = code.innerText;
+  code.removeAttribute("data-md-copying");
+  return text.trimEnd();
+})
+"""
+
+
+@pytest.mark.chromium
+async def test_copy_button_of_console_blocks_takes_commands_without_prompts_and_output(site: Path) -> None:
+    async with chromium() as browser:
+        page = await browser.new_page()
+        await page.goto((site / "quickstart.html").as_uri())
+        copied = await page.evaluate(COPIED)
+    assert copied[0] == "make serve"
+    assert not [text for text in copied if re.search(r"^\$ |^\{", text, re.MULTILINE)]
+    assert "\n    -d '{" in copied[1]  # lines that continue a command

@@ -1,4 +1,4 @@
-"""Slot memory whose slots come and go at boundaries of the text (docs/model.md, "Slots that come and go")."""
+"""Slot memory whose slots come and go at boundaries of the text: benchmarks/notes/layers.md."""
 
 from __future__ import annotations
 

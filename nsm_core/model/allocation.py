@@ -1,6 +1,6 @@
 """Slot allocation: importance, pressure, and the decisions at boundaries of the text.
 
-docs/model.md, "Slots that come and go". No gradient passes through here: decisions are not differentiable.
+benchmarks/notes/layers.md, "Slots that come and go". No gradient passes through here: decisions are not differentiable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slot memory whose slots talk to each other at boundaries of the text (docs/model.md, "Slots that communicate")."""
+"""Slot memory whose slots exchange content at boundaries of the text: benchmarks/notes/layers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer whose slots are changed by a gate that reads them, every `gate_chunk` tokens (docs/model.md)."""
+"""A layer whose slots are changed by a gate that reads them, every `gate_chunk` tokens (benchmarks/notes/layers.md)."""
 
 from __future__ import annotations
 

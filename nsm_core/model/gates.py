@@ -1,4 +1,4 @@
-"""Gates that read the state they change: GRU, LSTM and the free gate of the NSM literature (docs/model.md).
+"""Gates that read the state they change: GRU, LSTM and the literature's free gate (benchmarks/notes/layers.md).
 
 One update of every slot, from the tokens routed to it since the last one. They are non-linear in the state, so that
 updates follow each other; the linear gate (`pulse.py`) has a parallel form instead.

@@ -1,4 +1,4 @@
-"""Slot memory for graphs: nodes are routed to states by their place, states exchange along edges (docs/graph.md)."""
+"""Slot memory for graphs: nodes are routed to states, states exchange along edges (examples/graph/README.md)."""
 
 from __future__ import annotations
 

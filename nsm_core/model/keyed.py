@@ -1,5 +1,5 @@
 """Keyed slot memory: a token's route is a key, and a write to it first removes the value that the slots hold for it
-(docs/model.md, "Keyed slots")."""
+(benchmarks/notes/layers.md, "Keyed slots")."""
 
 from __future__ import annotations
 

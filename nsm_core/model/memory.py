@@ -1,4 +1,4 @@
-"""An external memory as a layer: rows that are found by content, or taken in turn where they are free (docs/model.md).
+"""An external memory as a layer: rows found by content, or free rows taken in turn (benchmarks/notes/layers.md).
 
 The Neural Turing Machine (Graves et al. 2014) with the allocation of its successor (2016), in chunks of the text: what
 writes is a summary of the last `gate_chunk` tokens, so that reading stays parallel between boundaries.
@@ -71,7 +71,7 @@ class WriteHeads(nn.Module):
         """usage [B,R] -> weights [B,R] of sum at most 1; `turn` [B]: writes before this one.
 
         Rows come in turn; one that is in use passes what it does not take on to the next. The literature sorts by
-        usage, which feeds rounding back into who is chosen: see docs/model.md.
+        usage, which feeds rounding back into who is chosen: see benchmarks/notes/layers.md.
         """
         ring = torch.arange(self.num_rows, device=usage.device)
         order = (ring + turn[:, None]) % self.num_rows

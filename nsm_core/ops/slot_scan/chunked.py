@@ -1,6 +1,6 @@
 """The slot recurrence over chunks of tokens: matmuls and element-wise work, no loop over tokens.
 
-Derivation in docs/model.md. Within a chunk, `exp(G_i - G_j)` depends on three indices and is factored as
+Derivation in benchmarks/notes/forms.md. Within a chunk, `exp(G_i - G_j)` depends on three indices and is factored as
 `exp(G_i - ref) * exp(ref - G_j)`. With log decays clamped at LOG_DECAY_MIN and sub-blocks of SUB_BLOCK tokens around a
 reference in their middle, both factors stay inside the range of fp32 and bf16 (fp16 overflows here).
 """

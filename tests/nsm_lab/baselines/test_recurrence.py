@@ -22,7 +22,7 @@ def test_the_suite_runs_with_every_baseline() -> None:
 
 
 def test_a_state_has_the_size_that_is_documented(model: NsmModel) -> None:
-    """By the shapes of docs/family.md."""
+    """By the shapes of benchmarks/family/README.md."""
     d, heads, slots, width = CONFIG.d_model, CONFIG.num_heads, CONFIG.num_memory_slots, CONFIG.head_dim
     linformer = (16 * (CONFIG.max_context // 64) + 64) * 2 * d
     mamba2 = 2 * d * slots + 3 * (2 * d + 2 * slots)
