@@ -33,7 +33,7 @@ from benchmarks.no_engine import TEXT
 from nsm_core.engine.output import OutputStream
 from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from nsm_lab.provenance import command_line, source_commit
 from service.generate.deltas import DeltaBuilder
 from service.telemetry.metrics.requests import RequestMetrics
@@ -191,7 +191,7 @@ def measure(server: Server, endpoint: str, number: int, num_tokens: int) -> dict
 
 def parts() -> dict[str, float]:
     """CPU microseconds per token of what this checkout does with one, each part alone."""
-    tokenizer = Tokenizer.load(TOKENIZER)
+    tokenizer = BpeTokenizer.load(TOKENIZER)
     ids = tokenizer.encode(TEXT) * 40
     output = OutputStream(tokenizer, SamplingParams(max_tokens=len(ids)))
     events = [TokenEvent(index=index, token_id=token_id, text="word") for index, token_id in enumerate(ids)]

@@ -34,7 +34,7 @@ from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
 from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 
 FINGERPRINT = "benchmark"
 
@@ -45,7 +45,7 @@ class Subject:
     """A model and the engines made of it."""
 
     def __init__(self, model: NsmModel, *, has_gpu: bool) -> None:
-        self.model, self.tokenizer = model, Tokenizer.load(BUNDLED)
+        self.model, self.tokenizer = model, BpeTokenizer.load(BUNDLED)
         # without a GPU longer ones are read together by operations whose bits depend on that
         self._prompt_lengths = (1, 1, 5, 64, 100, 300) if has_gpu else (1,)
         self._options = CudaOptions() if has_gpu else CudaOptions(weights=CudaWeights.FP32, graphs=False)

@@ -266,9 +266,9 @@ def engine_steps(bench: Bench) -> Iterator[Row]:
     from nsm_core.engine.engine import Engine
     from nsm_core.engine.request import GenerationRequest
     from nsm_core.sampling.params import SamplingParams
-    from nsm_core.tokenizer import Tokenizer
+    from nsm_core.tokenizer import BpeTokenizer
 
-    tokenizer = Tokenizer.load(BUNDLED)
+    tokenizer = BpeTokenizer.load(BUNDLED)
     for batch, temperature in ((1, 0.0), (64, 0.0), (512, 0.0), (512, 1.0)):
         config = EngineConfig(max_slots=batch, token_budget=max(256, 2 * batch))
         engine = Engine(bench.model, tokenizer, fingerprint="", config=config, executor=CudaExecutor)
@@ -291,10 +291,10 @@ def engine_arrivals(bench: Bench, *, num_slots: int = 256, num_requests: int = 1
     from nsm_core.engine.engine import Engine
     from nsm_core.engine.request import GenerationRequest
     from nsm_core.sampling.params import SamplingParams
-    from nsm_core.tokenizer import Tokenizer
+    from nsm_core.tokenizer import BpeTokenizer
 
     draw, config = random.Random(0), EngineConfig(max_slots=num_slots, token_budget=16384, queue_limit=num_requests)
-    engine = Engine(bench.model, Tokenizer.load(BUNDLED), fingerprint="", config=config, executor=CudaExecutor)
+    engine = Engine(bench.model, BpeTokenizer.load(BUNDLED), fingerprint="", config=config, executor=CudaExecutor)
     for phase in ("warm-up", "measured"):
         for index in range(num_requests):
             sampling = SamplingParams(max_tokens=draw.randint(64, 192), temperature=0.0, ignore_eos=True)

@@ -28,7 +28,7 @@ from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import POSITION, State, StateSpec, TensorSpec
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_lab.provenance import source_commit
 
 SPEC = StateSpec((TensorSpec(POSITION, (), torch.int64),))
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer, results = Tokenizer.load(find_checkpoint(None)), []
+    tokenizer, results = BpeTokenizer.load(find_checkpoint(None)), []
     print(f"{'rows':>5}{'step, us':>10}{'a token':>9}{'with a stop string':>20}{'with readers':>14}{'ahead':>9}")
     for num_rows in args.rows:
         sizes = (tokenizer, num_rows, args.tokens, args.repeats)

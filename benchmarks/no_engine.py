@@ -111,10 +111,10 @@ class NoBackend:
     def __init__(self, tokenizer: Path, step_s: float) -> None:
         from nsm_core.engine.async_engine import AsyncEngine
         from nsm_core.state.layout import TensorLayout
-        from nsm_core.tokenizer import Tokenizer
+        from nsm_core.tokenizer import BpeTokenizer
         from service.backends.base import ModelInfo
 
-        self.tokenizer = Tokenizer.load(tokenizer)
+        self.tokenizer = BpeTokenizer.load(tokenizer)
         self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s))  # type: ignore[arg-type]
         self.start, self.stop, self.submit = self.engine.start, self.engine.stop, self.engine.submit
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats

@@ -1,13 +1,14 @@
-"""Byte-level BPE over the `tokenizers` library: every byte string round-trips, no text is ever a special token."""
+"""Text to token ids and back: every byte string round-trips, no text is ever a special token."""
 
 from __future__ import annotations
 
+import abc
 import codecs
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -67,94 +68,46 @@ def _require_unicode(text: str) -> None:
         raise InvalidRequest(f"text holds an unpaired surrogate at character {error.start}") from error
 
 
-class Tokenizer:
-    """Text and bytes to ids and back. Immutable and safe to share between threads."""
+class Tokenizer(abc.ABC):
+    """Text and bytes to ids and back: every byte has a token. Immutable and safe to share between threads.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        # Text that looks like a special token is text: only code may place one.
-        inner.encode_special_tokens = True
-        self._inner = inner
-        end_id = inner.token_to_id(END_OF_TEXT)
-        if end_id is None:
-            raise CheckpointError(f"the tokenizer has no {END_OF_TEXT} token")
-        self.end_of_text_id: int = end_id
-        self.vocab_size: int = inner.get_vocab_size()
-        self._token_bytes: tuple[bytes, ...] = tuple(_all_token_bytes(inner))
+    `end_of_text_id`: starts and ends a text; no text is ever read as this token. `fingerprint`: its identity.
+    """
+
+    file_name: ClassVar[str]
+
+    def __init__(self, *, token_bytes: Sequence[bytes], end_of_text_id: int, fingerprint: str) -> None:
+        """`token_bytes`: what each id stands for; empty for special tokens. Raises CheckpointError."""
+        self.end_of_text_id = end_of_text_id
+        self.vocab_size = len(token_bytes)
+        self.fingerprint = fingerprint
+        self._token_bytes = tuple(token_bytes)
         self._ids_with = functools.lru_cache(maxsize=64)(self._find_ids_with)
         self._byte_ids = {raw[0]: token_id for token_id, raw in enumerate(self._token_bytes) if len(raw) == 1}
-        self.fingerprint: str = identity(inner.to_str().encode())
         if len(self._byte_ids) != 256:
             raise CheckpointError(
                 f"the tokenizer must have a token for each of 256 bytes, it has {len(self._byte_ids)}"
             )
-        if self.decode(self.encode(_PROBE)) != _PROBE:
-            raise CheckpointError("the tokenizer does not give every text back as it was")
 
-    @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Reads `tokenizer.json` (or the one in a directory); raises CheckpointError."""
-        file = path / TOKENIZER_FILE if path.is_dir() else path
-        try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
-        except CheckpointError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"cannot read tokenizer {file}: {error}") from error
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Like `encode` for many texts."""
 
-    @classmethod
-    def from_json(cls, text: str) -> Tokenizer:
-        """The inverse of `to_json`; raises CheckpointError."""
-        try:
-            return cls(tokenizers.Tokenizer.from_str(text))
-        except CheckpointError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"cannot read a tokenizer: {error}") from error
+    @abc.abstractmethod
+    def encode_bytes(self, raw: bytes) -> list[int]:
+        """Ids of any byte string; those of valid UTF-8 equal the text's."""
 
-    @classmethod
-    def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-        """Learns merges from `texts`; the vocabulary holds all 256 bytes and one special token (id 0)."""
-        inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        inner.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=sorted(_byte_alphabet()),
-            show_progress=True,
-        )
-        inner.train_from_iterator(texts, trainer)
-        return cls(inner)
-
-    def save(self, path: Path) -> None:
-        """Writes `tokenizer.json`."""
-        path.write_text(self.to_json() + "\n", "utf-8")
-
+    @abc.abstractmethod
     def to_json(self) -> str:
-        """What a `tokenizer.json` holds, on one line."""
-        return str(self._inner.to_str(pretty=False))
+        """The whole tokenizer on one line; `tokenizer_from_json` reads it."""
+
+    @abc.abstractmethod
+    def save(self, path: Path) -> None:
+        """Writes a file that is called `file_name` beside a model; `load_tokenizer` reads it."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without a start token. Raises InvalidRequest for invalid Unicode (unpaired surrogates)."""
         return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Like `encode` for many texts, in parallel."""
-        for text in texts:
-            _require_unicode(text)
-        # The fast form leaves out offsets and token strings: half the time and a fifth of the memory
-        return [item.ids for item in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def encode_bytes(self, raw: bytes) -> list[int]:
-        """Ids of any byte string: valid UTF-8 runs as text, every other byte as its own token."""
-        return list(self._encode_runs(raw.decode("utf-8", "surrogateescape")))
-
-    def _encode_runs(self, escaped: str) -> Iterator[int]:
-        for run in _ESCAPED_BYTE.split(escaped):
-            if _ESCAPED_BYTE.fullmatch(run):
-                yield self._byte_ids[ord(run) - 0xDC00]
-            elif run:
-                yield from self.encode(run)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; empty for special tokens. Raises InvalidRequest for an unknown id."""
@@ -183,6 +136,89 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+class BpeTokenizer(Tokenizer):
+    """A byte-level BPE over the `tokenizers` library."""
+
+    file_name = TOKENIZER_FILE
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        # Text that looks like a special token is text: only code may place one.
+        inner.encode_special_tokens = True
+        self._inner = inner
+        end_id = inner.token_to_id(END_OF_TEXT)
+        if end_id is None:
+            raise CheckpointError(f"the tokenizer has no {END_OF_TEXT} token")
+        super().__init__(
+            token_bytes=tuple(_all_token_bytes(inner)),
+            end_of_text_id=end_id,
+            fingerprint=identity(inner.to_str().encode()),
+        )
+        if self.decode(self.encode(_PROBE)) != _PROBE:
+            raise CheckpointError("the tokenizer does not give every text back as it was")
+
+    @classmethod
+    def load(cls, path: Path) -> BpeTokenizer:
+        """Reads `tokenizer.json` (or the one in a directory); raises CheckpointError."""
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"cannot read tokenizer {file}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> BpeTokenizer:
+        """The inverse of `to_json`; raises CheckpointError."""
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text))
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"cannot read a tokenizer: {error}") from error
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
+        """Learns merges from `texts`; the vocabulary holds all 256 bytes and one special token (id 0)."""
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(_byte_alphabet()),
+            show_progress=True,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    def save(self, path: Path) -> None:
+        """Writes `tokenizer.json`."""
+        path.write_text(self.to_json() + "\n", "utf-8")
+
+    def to_json(self) -> str:
+        """What a `tokenizer.json` holds, on one line."""
+        return str(self._inner.to_str(pretty=False))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Like `encode` for many texts, in parallel."""
+        for text in texts:
+            _require_unicode(text)
+        # The fast form leaves out offsets and token strings: half the time and a fifth of the memory
+        return [item.ids for item in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_bytes(self, raw: bytes) -> list[int]:
+        """Ids of any byte string: valid UTF-8 runs as text, every other byte as its own token."""
+        return list(self._encode_runs(raw.decode("utf-8", "surrogateescape")))
+
+    def _encode_runs(self, escaped: str) -> Iterator[int]:
+        for run in _ESCAPED_BYTE.split(escaped):
+            if _ESCAPED_BYTE.fullmatch(run):
+                yield self._byte_ids[ord(run) - 0xDC00]
+            elif run:
+                yield from self.encode(run)
 
 
 class IncrementalDecoder:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from service.backends.triton.dev_server import is_installed
 from tests.support.counts import enable_soak, is_soak
 from tests.support.samples import sample_texts
@@ -137,4 +137,4 @@ def fixed_seeds() -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Tokenizer:
     """A byte-level BPE of 512 tokens, trained on the bundled excerpts."""
-    return Tokenizer.train(sample_texts("train"), vocab_size=512)
+    return BpeTokenizer.train(sample_texts("train"), vocab_size=512)

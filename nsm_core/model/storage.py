@@ -28,7 +28,7 @@ from nsm_core.errors import CheckpointError
 from nsm_core.hashing import new_identity
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
-from nsm_core.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE, Tokenizer, describe
+from nsm_core.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE, BpeTokenizer, Tokenizer, describe
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -148,7 +148,7 @@ def read_files(directory: Path) -> ModelFiles:
     if not directory.is_dir():
         raise CheckpointError(f"no model directory {directory}")
     config = ModelConfig.load(directory / CONFIG_FILE)
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = BpeTokenizer.load(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"

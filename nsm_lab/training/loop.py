@@ -22,7 +22,7 @@ from nsm_core.model.router import Router
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
 from nsm_core.state.spec import State
-from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from nsm_core.tokenizer import TOKENIZER_FILE, BpeTokenizer, Tokenizer
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.training import checkpointing
 from nsm_lab.training.average import WeightAverage
@@ -122,15 +122,15 @@ def carries_state(step: int, config: TrainConfig, steps_per_epoch: int) -> bool:
 def _load_tokenizer(config: TrainConfig, world: World) -> Tokenizer:
     """The given tokenizer, the one of an earlier start of this run, or a new one learned from the training split."""
     if config.tokenizer is not None:
-        return Tokenizer.load(config.tokenizer)
+        return BpeTokenizer.load(config.tokenizer)
     file = config.out / TOKENIZER_FILE
     if world.is_main and not file.exists():
         log_line(f"learning a tokenizer of {config.model.vocab_size} tokens from the training split")
         texts = (document.text for document in read_documents(config.data, "train"))
-        Tokenizer.train(texts, vocab_size=config.model.vocab_size).save(file)
+        BpeTokenizer.train(texts, vocab_size=config.model.vocab_size).save(file)
     if world.size > 1:
         torch.distributed.barrier()
-    return Tokenizer.load(file)
+    return BpeTokenizer.load(file)
 
 
 class Interval:

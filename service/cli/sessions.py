@@ -142,7 +142,7 @@ def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
     from nsm_core.errors import StateMismatch
     from nsm_core.model import storage
     from nsm_core.model.bundled import find_checkpoint
-    from nsm_core.tokenizer import Tokenizer
+    from nsm_core.tokenizer import BpeTokenizer
 
     directory = find_checkpoint(settings.model)
     fingerprint = storage.fingerprint(directory)
@@ -151,7 +151,7 @@ def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
             f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, {directory} is "
             f"{fingerprint[:12]}: name the right one with --model, or print token ids with --ids"
         )
-    return Tokenizer.load(directory)
+    return BpeTokenizer.load(directory)
 
 
 def _print_table(heads: list[SessionHead]) -> None:

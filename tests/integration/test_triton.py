@@ -22,7 +22,7 @@ from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, P
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded, SnapshotCorrupt, StateMismatch
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer_files import tokenizer_from_json
 from nsm_core.wire.call_tensors import decode_resume, encode_call
 from nsm_core.wire.calls import DescribeCall, GenerateCall, InspectCall, call_of, state_id
 from nsm_core.wire.description import decode_description, decode_report
@@ -307,7 +307,7 @@ async def test_the_worker_describes_itself(client: TritonClient, loaded: LoadedM
     description = decode_description((await client.call(DescribeCall())).tensors[0])
     assert description.model == loaded.info
     assert (description.max_slots, description.queue_limit) == (MAX_SLOTS, QUEUE_LIMIT)
-    assert Tokenizer.from_json(description.tokenizer).fingerprint == loaded.tokenizer.fingerprint
+    assert tokenizer_from_json(description.tokenizer).fingerprint == loaded.tokenizer.fingerprint
     report = decode_report((await client.call(InspectCall())).tensors[0])
     assert (report.position, len(report.layers)) == (0, 2)
     assert (await client.status()).is_ready

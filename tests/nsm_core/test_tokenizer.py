@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsm_core.errors import CheckpointError, InvalidRequest
-from nsm_core.tokenizer import END_OF_TEXT, TOKENIZER_FILE, IncrementalDecoder, Tokenizer
+from nsm_core.tokenizer import END_OF_TEXT, TOKENIZER_FILE, BpeTokenizer, IncrementalDecoder, Tokenizer
 from tests.support.byte_tokens import byte_id, tokenizer_of
 from tests.support.samples import (
     grapheme_strings,
@@ -95,7 +95,7 @@ def test_text_that_looks_like_a_special_token_is_text(tiny_tokenizer: Tokenizer,
 
 def test_a_saved_tokenizer_still_reads_look_alikes_as_text(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_tokenizer.save(tmp_path / TOKENIZER_FILE)
-    for loaded in (Tokenizer.load(tmp_path), Tokenizer.load(tmp_path / TOKENIZER_FILE)):
+    for loaded in (BpeTokenizer.load(tmp_path), BpeTokenizer.load(tmp_path / TOKENIZER_FILE)):
         assert loaded.encode(f"a{END_OF_TEXT}b") == tiny_tokenizer.encode(f"a{END_OF_TEXT}b")
         assert loaded.fingerprint == tiny_tokenizer.fingerprint
         assert loaded.vocab_size == tiny_tokenizer.vocab_size == 512
@@ -137,7 +137,7 @@ def test_an_unknown_id_is_refused_with_the_limit(tiny_tokenizer: Tokenizer, toke
 
 def test_training_is_repeatable() -> None:
     texts = sample_texts("val")[:1]
-    first, second = (Tokenizer.train(texts, vocab_size=300) for _ in range(2))
+    first, second = (BpeTokenizer.train(texts, vocab_size=300) for _ in range(2))
     assert first.fingerprint == second.fingerprint
     assert first.vocab_size == 300
     assert first.end_of_text_id == 0
@@ -164,10 +164,10 @@ def spoil(tokenizer: Tokenizer, path: Path, **changes: Any) -> Path:
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
-        Tokenizer.load(tmp_path / "missing.json")
+        BpeTokenizer.load(tmp_path / "missing.json")
     (tmp_path / TOKENIZER_FILE).write_text("{", "utf-8")
     with pytest.raises(CheckpointError, match=TOKENIZER_FILE):
-        Tokenizer.load(tmp_path)
+        BpeTokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,29 +189,29 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 )
 def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="as it was"):
-        Tokenizer.load(spoil(tokenizer_of(), tmp_path, **changes))
+        BpeTokenizer.load(spoil(tokenizer_of(), tmp_path, **changes))
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     with pytest.raises(CheckpointError, match="endoftext"):
-        Tokenizer.load(spoil(tokenizer_of(), tmp_path, model=model, added_tokens=[]))
+        BpeTokenizer.load(spoil(tokenizer_of(), tmp_path, model=model, added_tokens=[]))
 
 
 def test_a_tokenizer_that_lacks_bytes_is_refused(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {END_OF_TEXT: 0, "a": 1}, "merges": []}
     with pytest.raises(CheckpointError, match="each of 256 bytes, it has 1"):
-        Tokenizer.load(spoil(tokenizer_of(), tmp_path, model=model))
+        BpeTokenizer.load(spoil(tokenizer_of(), tmp_path, model=model))
 
 
 def test_a_tokenizer_of_characters_is_refused(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {END_OF_TEXT: 0, "日": 1}, "merges": []}
     with pytest.raises(CheckpointError, match="token 1 is '日'"):
-        Tokenizer.load(spoil(tokenizer_of(), tmp_path, model=model))
+        BpeTokenizer.load(spoil(tokenizer_of(), tmp_path, model=model))
 
 
 def test_json_carries_the_whole_tokenizer(tiny_tokenizer: Tokenizer) -> None:
-    assert Tokenizer.from_json(tiny_tokenizer.to_json()).fingerprint == tiny_tokenizer.fingerprint
+    assert BpeTokenizer.from_json(tiny_tokenizer.to_json()).fingerprint == tiny_tokenizer.fingerprint
     for text in ("{}", "no JSON", '{"version": "1.0"}'):
         with pytest.raises(CheckpointError):
-            Tokenizer.from_json(text)
+            BpeTokenizer.from_json(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
+from nsm_core.tokenizer import END_OF_TEXT, BpeTokenizer, Tokenizer
 
 END_ID = 0
 FIRST_PIECE_ID = 257
@@ -26,7 +26,7 @@ def tokenizer_of(pieces: Sequence[bytes] = ()) -> Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     inner.add_special_tokens([END_OF_TEXT])
-    return Tokenizer(inner)
+    return BpeTokenizer(inner)
 
 
 def _char_of(byte: int) -> str:

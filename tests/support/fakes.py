@@ -25,7 +25,7 @@ from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import TensorLayout
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.stats import EngineStats
-from nsm_core.tokenizer import IncrementalDecoder, Tokenizer
+from nsm_core.tokenizer import BpeTokenizer, IncrementalDecoder, Tokenizer
 
 DEFAULT_SCRIPT = "It was the best of times, it was the worst of times."
 STATE_LAYOUT = (TensorLayout("digest", (4,), "int64"), TensorLayout("position", (), "int64"))
@@ -35,7 +35,7 @@ STATE_BYTES = 40
 @functools.cache
 def tiny_tokenizer() -> Tokenizer:
     """A byte-level BPE of 300 tokens; end of text is id 0."""
-    return Tokenizer.train([DEFAULT_SCRIPT] * 8, vocab_size=300)
+    return BpeTokenizer.train([DEFAULT_SCRIPT] * 8, vocab_size=300)
 
 
 def feed_state(state: bytes, ids: tuple[int, ...]) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from nsm_core.errors import ConfigError, EngineDead
 from nsm_core.state.report import StateReport
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer_files import tokenizer_from_json
 from nsm_core.wire.calls import InspectCall
 from nsm_core.wire.description import WorkerDescription, decode_report
 from service.backends.triton.channel import CallFailed
@@ -148,7 +149,7 @@ class Upstreams:
         if self._served is None:
             if self._fingerprint not in (None, description.model.fingerprint):
                 raise _unfit(url, "fingerprint", description.model.fingerprint, f"NSM_MODEL has {self._fingerprint}")
-            self._served = description, Tokenizer.from_json(description.tokenizer)
+            self._served = description, tokenizer_from_json(description.tokenizer)
             return
         served, model = self._served[0], description.model
         for name in ("fingerprint", "numerics", "chat_template", "state_bytes"):

@@ -13,6 +13,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer_files import tokenizer_from_json
 from nsm_core.triton import worker as worker_module
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.call_tensors import decode_resume, encode_call
@@ -313,7 +314,7 @@ def test_the_worker_describes_itself(start: StartWorker, tiny_tokenizer: Tokeniz
     worker = start()
     description = decode_description(ask(worker, DescribeCall()).wait().answers[0])
     assert (description.model.fingerprint, description.max_slots) == (FINGERPRINT, 2)
-    assert Tokenizer.from_json(description.tokenizer).fingerprint == tiny_tokenizer.fingerprint
+    assert tokenizer_from_json(description.tokenizer).fingerprint == tiny_tokenizer.fingerprint
     assert decode_status(ask(worker, StatusCall()).wait().answers[0]).is_ready
     assert decode_report(ask(worker, InspectCall()).wait().answers[0]).position == 0
     assert isinstance(error_of(ask(worker, InspectCall(layer=9))), InvalidRequest)

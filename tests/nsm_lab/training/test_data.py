@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsm_core.errors import ConfigError
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_lab.training.data import Batch, PackedBatches, TokenizedSplit, tokenize_split
 from tests.nsm_lab.training.conftest import WriteCorpus, make_texts
 
@@ -73,7 +73,7 @@ def test_the_cache_follows_contents_and_tokenizer(
     write_corpus("x-train.jsonl.zst", ["two text"])
     after = tokenize_split(data_dir, "train", tiny_tokenizer, cache)
     assert before.ids.tolist() != after.ids.tolist()
-    other = Tokenizer.train(["two text"], vocab_size=260)
+    other = BpeTokenizer.train(["two text"], vocab_size=260)
     assert tokenize_split(data_dir, "train", other, cache).ids[1:-1].tolist() == other.encode("two text")
     assert len(list(cache.iterdir())) == 3
 

@@ -15,7 +15,7 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError
 from nsm_core.model.storage import read_model
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from nsm_lab.training.__main__ import main, parse
 from nsm_lab.training.average import WeightAverage
 from nsm_lab.training.config import TrainConfig
@@ -159,7 +159,7 @@ def test_recomputed_blocks_give_the_same_weights(config: TrainConfig) -> None:
 
 def test_without_a_tokenizer_one_is_learned_and_kept(config: TrainConfig) -> None:
     out = train(dataclasses.replace(config, tokenizer=None, steps=1))
-    learned = Tokenizer.load(out)
+    learned = BpeTokenizer.load(out)
     assert learned.vocab_size == 512
     assert learned.decode(learned.encode("It was a dark night…")) == "It was a dark night…"
 

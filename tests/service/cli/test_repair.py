@@ -10,7 +10,7 @@ import pytest
 
 from nsm_core.model.storage import fingerprint
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from tests.service.cli.conftest import Nsm, assert_one_line
 from tests.service.cli.test_sessions import talk
 from tests.support.models import save_small_model
@@ -94,7 +94,7 @@ def test_sessions_of_another_model_move_and_go_on(nsm: Nsm, other_model_dir: Pat
 
 
 def test_unmigratable_sessions_are_listed_once_and_fail_the_command(nsm: Nsm, tmp_path: Path) -> None:
-    stranger = save_small_model(tmp_path / "stranger", Tokenizer.train(["another text"] * 4, vocab_size=280), seed=3)
+    stranger = save_small_model(tmp_path / "stranger", BpeTokenizer.train(["another text"] * 4, vocab_size=280), seed=3)
     session_id = talk(nsm)
     for dry, title in ((("--dry-run",), "would migrate"), ((), "migrate")):
         result = nsm("sessions", "migrate", "--model", stranger, *dry)

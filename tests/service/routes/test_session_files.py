@@ -13,7 +13,7 @@ import pytest
 
 from nsm_core.hashing import CHECKSUM_BYTES, checksum
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from service.stores.sessions.key import SessionKey
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.gateway import FILE_HEADERS, Gateway, error_of, gateway
@@ -146,7 +146,7 @@ async def test_a_rebuild_that_fails_makes_no_session() -> None:
 
 
 async def test_a_file_of_another_tokenizer_is_refused_in_any_case() -> None:
-    tokenizer = Tokenizer.train(["something else entirely"] * 4, vocab_size=300)
+    tokenizer = BpeTokenizer.train(["something else entirely"] * 4, vocab_size=300)
     async with two_servers(FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)) as (one, two):
         raw = await export(one)
         for rebuild in ("false", "true"):

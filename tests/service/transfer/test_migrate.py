@@ -7,7 +7,7 @@ import pytest
 
 from nsm_core.errors import EngineDead
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -88,7 +88,7 @@ async def test_a_dry_run_tells_and_writes_nothing() -> None:
 
 async def test_busy_gone_and_strange_sessions_are_left_alone() -> None:
     store, new = SqliteSessionStore(None), FakeBackend(fingerprint="new")
-    stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
+    stranger = FakeBackend(tokenizer=BpeTokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
     await commit_turns(store, FakeBackend(), "s1")
     strange = await commit_turns(store, stranger, "s2")
     await acquire(store, "s1")

@@ -9,7 +9,7 @@ import pytest
 from nsm_core.errors import EngineDead
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import SamplerState, TensorLayout
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from service.stores.sessions.base import LogMark
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
@@ -92,7 +92,7 @@ async def test_marks_that_do_not_fit_are_told() -> None:
 
 async def test_sessions_of_other_models_are_told_apart() -> None:
     store, other = SqliteSessionStore(None), FakeBackend(fingerprint="other")
-    stranger = FakeBackend(tokenizer=Tokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
+    stranger = FakeBackend(tokenizer=BpeTokenizer.train(["Hello there"], vocab_size=280), fingerprint="stranger")
     await commit_turns(store, FakeBackend(), "s1")
     await commit_turns(store, stranger, "s2")
     await create(store, "s3")

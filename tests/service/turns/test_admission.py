@@ -13,7 +13,7 @@ from nsm_core.errors import (
     StateMismatch,
 )
 from nsm_core.state.snapshot import Snapshot
-from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer import BpeTokenizer
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.stored_rows import damage_snapshot, get_chunk, lease_holder, put_chunk, put_snapshot
 from tests.support.turns import KEY, collect, make_harness, make_request
@@ -126,7 +126,7 @@ async def test_a_rebuild_that_is_cancelled_leaves_everything_as_it_was() -> None
 async def test_a_log_of_another_tokenizer_is_refused() -> None:
     async with make_harness() as harness:
         await harness.say(5)
-        tokenizer = Tokenizer.train(["something else entirely"] * 4, vocab_size=300)
+        tokenizer = BpeTokenizer.train(["something else entirely"] * 4, vocab_size=300)
         backend = FakeBackend(fingerprint="a newer model", tokenizer=tokenizer)
         turns = harness.make_turns(backend)
         with pytest.raises(StateMismatch, match="another tokenizer"):
