@@ -1,4 +1,4 @@
-# Images: `gateway` (engine and HTTP in one process, or HTTP in front of Triton servers), `triton` (a worker), `loadtest`.
+# Images: `gateway` (engine and HTTP in one process, or HTTP in front of Triton servers), `gateway-gpu` (the same on a GPU), `triton` (a worker), `loadtest`.
 # docs/deployment.md tells how to build and run them, their sizes, and the rules that tests/deploy/test_image_rules.py checks.
 ARG BASE_IMAGE=debian:bookworm-slim
 ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:24.12-py3
@@ -107,6 +107,20 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["/opt/nsm/healthy"]
 ENTRYPOINT ["nsm"]
 CMD ["serve"]
+
+# The same with what compiles the kernels for the GPU that is there, at the start; TORCH_PIP_ARGS must name a build of torch for GPUs.
+FROM gateway AS gateway-gpu
+USER 0:0
+RUN apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    TRITON_CACHE_DIR=/tmp/kernels
+LABEL org.opencontainers.image.title="nsm-serve gateway-gpu" \
+      org.opencontainers.image.description="The gateway of nsm-serve with its model on a GPU"
+USER 10001:10001
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["/opt/nsm/healthy"]
 
 # A load test against gateways that run elsewhere (docs/load-testing.md).
 FROM gateway-packages AS loadtest-packages

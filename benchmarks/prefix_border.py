@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.prefix_resume import opened
+from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import source_commit
 from service.app import create_app
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    backend = LocalBackend(load_checkpoint(None), Settings(data_dir=Path("unused")).engine_config())
+    backend = LocalBackend(load_checkpoint(None), EngineConfig())
     rows = asyncio.run(run(backend, args.store, args.rounds))
     print("".join(f"{name:>16}" for name in rows[0]))
     for row in rows:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from nsm_core.config import EngineConfig
 from nsm_core.model.loader import load_checkpoint
 from nsm_lab.provenance import source_commit
 from service.app import create_app
@@ -159,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = ["memory", *(["redis"] if shutil.which("redis-server") else [])]
     loaded = load_checkpoint(None)
-    engine = Settings(data_dir=Path("unused")).engine_config()
+    engine = EngineConfig()
     chats: list[dict[str, float | str]] = []
     for kind in ("off", *kinds):
         rows = asyncio.run(measure_chat(kind, LocalBackend(loaded, engine), num_turns=args.turns))

@@ -310,3 +310,27 @@ class EngineConfig:
     def max_requests(self) -> int:
         """Requests that the engine can hold, running and waiting."""
         return self.max_slots + self.queue_limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of an engine as they are asked for: `EngineConfig`, before the device is known.
+
+    `max_slots`, `token_budget`: None takes the device's default.
+    """
+
+    max_slots: int | None = None
+    token_budget: int | None = None
+    queue_limit: int = 256
+    speculation: str = "lookup"
+
+    def __post_init__(self) -> None:
+        self.resolve(max_slots=1, token_budget=1)  # refuses what fits no device
+
+    def resolve(self, *, max_slots: int, token_budget: int) -> EngineConfig:
+        """With the defaults of a device. One limit that is given moves the default of the other. Raises ConfigError."""
+        slots = self.max_slots if self.max_slots is not None else min(max_slots, self.token_budget or max_slots)
+        budget = self.token_budget if self.token_budget is not None else max(token_budget, slots)
+        return EngineConfig(
+            max_slots=slots, token_budget=budget, queue_limit=self.queue_limit, speculation=self.speculation
+        )

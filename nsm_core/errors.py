@@ -29,6 +29,7 @@ NsmError
 ├── StorageFull          the session store has no room
 ├── CheckpointError      model files are missing, damaged or do not fit together
 └── ConfigError          a setting is unknown or has a bad value
+    └── DeviceUnusable       a device is missing, or computes wrongly
 """
 
 from __future__ import annotations
@@ -202,3 +203,7 @@ class CheckpointError(NsmError):
 
 class ConfigError(NsmError):
     """A setting is unknown or has a value that cannot be used."""
+
+
+class DeviceUnusable(ConfigError):
+    """The device that was asked for is not there, cannot run the model, or computes wrongly."""

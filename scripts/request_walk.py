@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
+from nsm_core.config import EngineConfig  # noqa: E402
 from nsm_core.model.loader import load_checkpoint  # noqa: E402
 from service.app import create_app  # noqa: E402
 from service.backends.local import LocalBackend  # noqa: E402
@@ -204,7 +205,7 @@ def row_of(walk: Walk) -> dict[str, Any]:
 
 
 def make_backend() -> LocalBackend:
-    return LocalBackend(load_checkpoint(None), Settings().engine_config(), executor="eager")
+    return LocalBackend(load_checkpoint(None), EngineConfig(), executor="eager")
 
 
 def main() -> None:

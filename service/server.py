@@ -8,12 +8,14 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.heap import limit_arenas
 from service.addresses import is_loopback
 from service.app import create_app
@@ -26,6 +28,11 @@ from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
 from service.web.connection import connection_class
 from service.web.head_limits import RECEIVE_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from nsm_core.model.loader import LoadedModel
+
+Made = TypeVar("Made")
 
 logger = logging.getLogger("nsm.server")
 
@@ -64,31 +71,51 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
 
 
 def start_line(services: Services, host: str, port: int) -> str:
-    """The first line of the log."""
+    """The log's line when connections are accepted. The numerics class names the device."""
     url, sessions = f"http://{host}:{port}", services.settings.store_name()
-    return f"serving {services.model_name} on {url} with sessions in {sessions}, documentation at {url}/docs"
+    served = f"{services.model_name} on {url}, computed as {services.backend.model.numerics}"
+    return f"serving {served}, with sessions in {sessions}, documentation at {url}/docs"
 
 
 def make_backend(settings: Settings) -> InferenceBackend:
     """The model in this process, or the Triton servers that have it. Raises CheckpointError or ConfigError."""
     if settings.triton_url is not None:
         return make_triton_backend(settings)
+    from nsm_core.engine.step_stats import meter_of
+    from nsm_core.execution.devices import engine_config
+    from service.backends.local import LocalBackend
+
+    def make(loaded: LoadedModel) -> LocalBackend:
+        config = engine_config(settings.engine_limits(), loaded)
+        meter = meter_of(loaded.model) if settings.energy else None
+        with naming("executor"):
+            return LocalBackend(loaded, config, executor=settings.executor, meter=meter)
+
+    try:
+        return with_model(settings, make)
+    except MemoryError as error:
+        raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
+
+
+def with_model(settings: Settings, make: Callable[[LoadedModel], Made]) -> Made:
+    """What `make` makes of the model, on the device and with the threads of the settings.
+
+    Raises CheckpointError, DeviceUnusable, and what `make` raises.
+    """
     import torch  # a gateway whose models run elsewhere needs none
 
-    from nsm_core.engine.step_stats import meter_of
+    from nsm_core.execution.devices import on_device
     from nsm_core.model.loader import load_checkpoint
-    from service.backends.local import LocalBackend
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    with naming("model"):
-        loaded = load_checkpoint(settings.model)
-    meter = meter_of(loaded.model) if settings.energy else None
-    try:
-        with naming("executor"):
-            return LocalBackend(loaded, settings.engine_config(), executor=settings.executor, meter=meter)
-    except MemoryError as error:
-        raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
+
+    def load(device: str) -> LoadedModel:
+        with naming("model"):
+            return load_checkpoint(settings.model, device)
+
+    with naming("device", only=DeviceUnusable):
+        return on_device(settings.device, settings.executor, load, make)
 
 
 def make_triton_backend(settings: Settings) -> InferenceBackend:

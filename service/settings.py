@@ -15,9 +15,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_v
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from nsm_core.config import EngineConfig
+from nsm_core.config import EngineLimits
 from nsm_core.errors import ConfigError, NsmError
-from nsm_core.execution.names import ExecutorName
+from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, check_device_name
 from nsm_core.model.bundled import find_checkpoint
 from service.messages import validation_message
 
@@ -111,21 +111,35 @@ class Settings(BaseSettings):
         default=None, description="Origins, with commas, whose web pages may use the server; * for any."
     )
 
-    executor: Annotated[ExecutorName, Shown(section="Engine", page="[performance](performance.md)", is_engine=True)] = (
+    device: Annotated[str, Shown(section="Engine", page="[devices](performance.md#the-device)", is_engine=True)] = (
         Field(
-            default="auto",
-            description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, "
-            "else eager. cuda: with bf16 matrices.",
+            default=AUTO_DEVICE,
+            description="Where the model runs: cpu, cuda, or a GPU by its number as cuda:1. auto: a GPU whose kernels "
+            "pass their check, else the CPU.",
         )
+    )
+    executor: Annotated[ExecutorName, Shown(page="[performance](performance.md)", is_engine=True)] = Field(
+        default="auto",
+        description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, "
+        "else eager. cuda: with bf16 matrices.",
     )
     num_threads: Annotated[int | None, Shown(default="torch's default", is_engine=True)] = Field(
         default=None, ge=1, le=1024, description="CPU threads of the model."
     )
-    max_slots: Annotated[PositiveInt, Shown(page="[capacity](operations.md#capacity)", is_engine=True)] = Field(
-        default=16, description="Requests that run at once. Each has a slot with its state."
-    )
-    token_budget: Annotated[PositiveInt, Shown(page="[capacity](operations.md#capacity)", is_engine=True)] = Field(
-        default=256,
+    max_slots: Annotated[
+        int | None,
+        Shown(
+            default="16; on a GPU up to 512, as half of its free memory holds",
+            page="[capacity](operations.md#capacity)",
+            is_engine=True,
+        ),
+    ] = Field(default=None, ge=1, description="Requests that run at once. Each has a slot with its state.")
+    token_budget: Annotated[
+        int | None,
+        Shown(default="256; on a GPU 16384", page="[capacity](operations.md#capacity)", is_engine=True),
+    ] = Field(
+        default=None,
+        ge=1,
         description="Maximum tokens in one step, at least max_slots. A long step delays every stream: a prompt of 24K "
         "tokens in one step paused another stream for 6.6 s, in steps of 256 tokens for 0.14 s.",
     )
@@ -191,6 +205,11 @@ class Settings(BaseSettings):
     def _bundled_by_name(cls, model: Path | None) -> Path | None:
         return model if model is None else find_checkpoint(model)
 
+    @field_validator("device", mode="after")
+    @classmethod
+    def _one_device(cls, device: str) -> str:
+        return check_device_name(device)
+
     @field_validator("data_dir", "model", "api_keys_file", "triton_tls_dir", mode="after")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
@@ -248,16 +267,17 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _engine_limits_fit(self) -> Settings:
-        if self.token_budget < self.max_slots:  # EngineConfig refuses it too, without the names of the settings
+        if self.token_budget is not None and self.token_budget < (self.max_slots or 0):
+            # EngineLimits refuses it too, without the names of the settings
             raise ValueError(
                 f"{label('token_budget')}: must be at least the {self.max_slots} of {label('max_slots')}, "
                 f"every row decodes one token a step; got '{self.token_budget}'"
             )
         return self
 
-    def engine_config(self) -> EngineConfig:
+    def engine_limits(self) -> EngineLimits:
         """The engine's share of the settings."""
-        return EngineConfig(
+        return EngineLimits(
             max_slots=self.max_slots,
             token_budget=self.token_budget,
             queue_limit=self.queue_limit,
@@ -337,11 +357,11 @@ def trace_receiver() -> str:
 
 
 @contextlib.contextmanager
-def naming(*names: str) -> Iterator[None]:
-    """A start that fails inside names these settings, in a note of its error."""
+def naming(*names: str, only: type[NsmError] = NsmError) -> Iterator[None]:
+    """A start that fails inside, with an error of the class `only`, names these settings in a note of its error."""
     try:
         yield
-    except NsmError as error:
+    except only as error:
         error.add_note("set by " + ", ".join(f"{_variable(name)} or {_option(name)}" for name in names))
         raise
 

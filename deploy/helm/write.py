@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from nsm_core.triton.config import DEVICES
 from service.settings import ENV_PREFIX, Settings, engine_settings, shown_default
 
 FOLDER = Path(__file__).parent
@@ -35,10 +34,11 @@ PARAMETER = re.compile(r'^parameters \{ key: "(\w+)" value \{ string_value: "([^
 PLAIN = {"type": ["string", "number", "boolean", "null"]}
 LIST_BEGIN, LIST_END = "    # <settings>", "    # </settings>"
 ORIGINS = r"^\s*((\*|https?://[^\s,/?#]+)\s*(,|$)\s*)*$"
+DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 # The least value of each parameter that is a whole number; a test holds these tables against the worker
 WHOLE_NUMBERS = {
-    "max_slots": 1,
-    "token_budget": 1,
+    "max_slots": 0,
+    "token_budget": 0,
     "queue_limit": 0,
     "num_threads": 0,
     "max_prompt_tokens": 1,
@@ -100,6 +100,7 @@ def settings() -> dict[str, Any]:
     fields = Settings.model_json_schema()["properties"]
     found = {variable(name): {"description": fields[name]["description"], **bounds(fields[name])} for name in offered()}
     found["NSM_CORS_ORIGINS"]["anyOf"][0]["pattern"] = ORIGINS
+    found["NSM_DEVICE"]["anyOf"][0]["pattern"] = DEVICE
     return found
 
 
@@ -152,9 +153,10 @@ def parameters() -> dict[str, Any]:
 
 def parameter(name: str) -> dict[str, Any]:
     """Raises KeyError for one whose values are not written down here."""
-    choices = {"device": DEVICES, **{name: choices_of(name) for name in ("executor", "speculation")}}
-    if name in choices:
-        return {"enum": list(choices[name])}
+    if name == "device":
+        return {"type": "string", "pattern": DEVICE}
+    if name in ("executor", "speculation"):
+        return {"enum": choices_of(name)}
     if name in WHOLE_NUMBERS:
         low = WHOLE_NUMBERS[name]
         text = {"type": "string", "pattern": "^[0-9]+$" if low == 0 else "^0*[1-9][0-9]*$"}

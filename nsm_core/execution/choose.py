@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 
 import torch
 
-from nsm_core.errors import ConfigError
+from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.execution.base import Executor, ExecutorFactory
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, cuda_unsupported_reason
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
@@ -99,13 +100,32 @@ def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:
-    """Raises ConfigError if the kernels fail their check on this device."""
+    """Raises DeviceUnusable if the kernels cannot be made on this device, or fail their check there."""
     # Imported here: only this executor needs the kernels' compiler
     from nsm_core.execution.cuda.executor import CudaExecutor
     from nsm_core.execution.cuda.self_check import failed_check
 
-    executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
-    reason = failed_check(executor, model)
+    device, started = model.embedding.weight.device, time.monotonic()
+    logger.info("preparing kernels on %s for %d slots; the first start on a machine compiles them", device, num_rows)
+    try:
+        executor = CudaExecutor(model, num_rows=num_rows, poison=poison, options=options)
+        prepared_s = time.monotonic() - started
+        reason = failed_check(executor, model)
+    except torch.OutOfMemoryError as error:
+        raise DeviceUnusable(f"{device} has too little free memory for {num_rows} slots: lower max_slots") from error
+    except Exception as error:  # of the compiler, the driver or a kernel: whatever it is, this device will not do
+        raise DeviceUnusable(
+            f"the kernels do not run on {device} ({type(error).__name__}: {first_line(error)})"
+        ) from error
     if reason is not None:
-        raise ConfigError(f"the kernels for GPUs fail their check on this device ({reason}): set NSM_EXECUTOR=eager")
+        raise DeviceUnusable(
+            f"the kernels fail their check on {device} ({reason}): set the executor to eager, or the device to cpu"
+        )
+    checked_s = time.monotonic() - started - prepared_s
+    logger.info("the kernels are prepared (%.1f s) and pass their check (%.1f s)", prepared_s, checked_s)
     return executor
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().partition("\n")[0]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from nsm_core.errors import ConfigError
+from nsm_core.execution.devices import on_device
+from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.triton.call_stats import MeasuredResponder
 from nsm_core.triton.config import WorkerConfig, read_config
@@ -63,12 +65,16 @@ class Backend:
         config = read_config(args["model_config"])
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        device = device_of(config, args)
         try:
-            worker = Worker(load_checkpoint(config.model, device), config)
+            worker = on_device(
+                device_of(config, args),
+                config.executor,
+                lambda device: load_checkpoint(config.model, device),
+                lambda loaded: Worker(loaded, config),
+            )
         except MemoryError as error:
             raise ConfigError(f"config.pbtxt: parameter max_slots is too large: {error}") from error
-        logger.info("%s: %s on %s", args["model_instance_name"], config, device)
+        logger.info("%s: %s", args["model_instance_name"], config)
         names = ("model_name", "model_version", "model_instance_name")
         labels = {name: args[name] for name in names}
         return cls(worker, pb_utils, labels=labels, stop_signal=StopSignal())
@@ -136,19 +142,18 @@ class Backend:
 
 
 def device_of(config: WorkerConfig, args: Mapping[str, str]) -> str:
-    """The instance's own GPU where there is one, unless the configuration says otherwise.
+    """The instance's own GPU where there is one, unless the configuration says otherwise; else what the configuration
+    says, to be resolved.
 
     Raises ConfigError for an instance on a GPU whose torch cannot use it: it would be slow for a reason nobody sees.
     """
-    if config.device == "cpu":
-        return "cpu"
+    if config.device not in (AUTO_DEVICE, "cuda"):
+        return config.device
     kind = args["model_instance_kind"]
     is_on_gpu = kind == "GPU"
-    if not torch.cuda.is_available():
-        if config.device == "cuda" or is_on_gpu:
-            raise ConfigError(
-                f"config.pbtxt: parameter device is {config.device!r}, the instance is of kind {kind}, and torch finds "
-                "no GPU: install a torch with CUDA, or set device to cpu"
-            )
-        return "cpu"
-    return f"cuda:{args['model_instance_device_id']}" if is_on_gpu else "cuda:0"
+    if not torch.cuda.is_available() and (config.device == "cuda" or is_on_gpu):
+        raise ConfigError(
+            f"config.pbtxt: parameter device is {config.device!r}, the instance is of kind {kind}, and torch finds "
+            "no GPU: install a torch with CUDA, or set device to cpu"
+        )
+    return f"cuda:{args['model_instance_device_id']}" if is_on_gpu else config.device

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsm_core.config import EngineConfig, require_at_least, require_one_of
+from nsm_core.config import EngineLimits, require_at_least, require_one_of
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.errors import ConfigError
-from nsm_core.execution.names import EXECUTOR_NAMES, ExecutorName
+from nsm_core.execution.names import AUTO_DEVICE, EXECUTOR_NAMES, ExecutorName, check_device_name
 from nsm_core.wire.calls import MAX_TIMEOUT_S
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, TensorType
 
 MIB = 2**20
 MAX_DRAIN_S = 3_600.0  # Triton waits no longer than its own exit time-out, which nobody sets to more
-DEVICES = ("auto", "cpu", "cuda")
 CONFIG_TYPES = {"BYTES": "TYPE_STRING", "INT32": "TYPE_INT32", "UINT8": "TYPE_UINT8"}
 # Parameters that are the backend's own, not the model's
 BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
@@ -25,17 +24,18 @@ BACKEND_PARAMETERS = {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """`model`: a model directory, None for the bundled one. `device`: auto, cpu or cuda. `executor`: how the model is
-    computed, see choose_executor. `num_threads`: of the model on a CPU, 0 for torch's own choice. `max_tokens_limit`:
-    most new tokens of one call. `default_timeout_s`, `max_timeout_s`: of a call that names no `timeout_s`, and the
-    longest that one may name. `kept_states_mb`: MiB of states that wait for their next turn; 0 keeps none. `drain_s`:
-    requests may go on so long when the model is unloaded. `energy`: count joules; `energy_core_watts`: of a busy core,
-    where nothing measures it.
+    """`engine`: its max_slots and token_budget are 0 in the file for the device's default. `model`: a model directory,
+    None for the bundled one. `device`: auto, cpu, cuda or cuda:N. `executor`: how the model is computed, see
+    choose_executor. `num_threads`: of the model on a CPU, 0 for torch's own choice. `max_tokens_limit`: most new tokens
+    of one call. `default_timeout_s`, `max_timeout_s`: of a call that names no `timeout_s`, and the longest that one may
+    name. `kept_states_mb`: MiB of states that wait for their next turn; 0 keeps none. `drain_s`: requests may go on so
+    long when the model is unloaded. `energy`: count joules; `energy_core_watts`: of a busy core, where nothing measures
+    it.
     """
 
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    engine: EngineLimits = dataclasses.field(default_factory=EngineLimits)
     model: Path | None = None
-    device: str = "auto"
+    device: str = AUTO_DEVICE
     executor: ExecutorName = "auto"
     num_threads: int = 0
     max_prompt_tokens: int = 131072
@@ -48,7 +48,10 @@ class WorkerConfig:
     energy_core_watts: float = CORE_WATTS
 
     def __post_init__(self) -> None:
-        require_one_of("device", self.device, DEVICES)
+        try:
+            check_device_name(self.device)
+        except ValueError as error:
+            raise ConfigError(f"device {error}, got {self.device!r}") from error
         require_one_of("executor", self.executor, EXECUTOR_NAMES)
         for name, low in (
             ("num_threads", 0),
@@ -88,9 +91,16 @@ def _number(kind: type[int] | type[float], expected: str) -> Callable[[str], Any
 
 
 _whole = _number(int, "a whole number")
-_ENGINE_PARAMETERS = tuple(field.name for field in dataclasses.fields(EngineConfig))
+
+
+def _whole_or_default(text: str) -> int | None:
+    return _whole(text) or None
+
+
+_ENGINE_PARAMETERS = tuple(field.name for field in dataclasses.fields(EngineLimits))
 PARAMETERS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(_ENGINE_PARAMETERS, _whole),
+    **dict.fromkeys(("max_slots", "token_budget"), _whole_or_default),
     "speculation": str,
     "model": _path,
     "device": str,
@@ -116,7 +126,7 @@ def read_config(model_config: str) -> WorkerConfig:
     parsed = _parse(config.get("parameters", {}))
     engine = {name: parsed.pop(name) for name in _ENGINE_PARAMETERS if name in parsed}
     try:
-        return WorkerConfig(engine=EngineConfig(**engine), **parsed)
+        return WorkerConfig(engine=EngineLimits(**engine), **parsed)
     except ConfigError as error:
         raise ConfigError(f"config.pbtxt: parameter {error}") from error
 

@@ -18,6 +18,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.step_stats import meter_of
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.devices import engine_config
 from nsm_core.heap import trim_heap
 from nsm_core.model.loader import LoadedModel
 from nsm_core.model.observer import ModelObserver
@@ -55,6 +56,7 @@ class Worker:
 
     def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
         chosen = choose_executor(loaded, config.executor)
+        self._engine_config = engine_config(config.engine, loaded)
         self._model, self._tokenizer, self._fingerprint = chosen.model, loaded.tokenizer, loaded.fingerprint
         self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
@@ -65,7 +67,7 @@ class Worker:
                 chosen.model,
                 loaded.tokenizer,
                 fingerprint=loaded.fingerprint,
-                config=config.engine,
+                config=self._engine_config,
                 executor=chosen.factory,
                 meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
                 observer=ModelObserver(chosen.model),
@@ -130,7 +132,7 @@ class Worker:
         Blocks for a moment per request; any thread but the loop's.
         """
         requests = list(self._open.values())  # in order of arrival, and that is the order in which slots are given
-        for request in requests[: self._config.engine.max_slots] if is_batch_only else requests:
+        for request in requests[: self._engine_config.max_slots] if is_batch_only else requests:
             if request.responder.is_cancelled():
                 request.handle.cancel()
 
@@ -178,7 +180,7 @@ class Worker:
         return encode_status(self.status())
 
     def _describe(self) -> WorkerDescription:
-        engine = self._config.engine
+        engine = self._engine_config
         return WorkerDescription(
             model=self._info,
             tokenizer=self._tokenizer.to_json(),

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from nsm_core.errors import ConfigError
+from nsm_core.execution.devices import resolve_device
 from nsm_core.model.loader import LoadedModel, load_checkpoint
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
-from nsm_lab.evaluation.devices import resolve_device, resolve_precision
+from nsm_lab.evaluation.devices import resolve_precision
 from nsm_lab.evaluation.history.key_tasks import make_key_tasks
 from nsm_lab.evaluation.history.measure import HistoryResult, HistorySettings, measure_history
 from nsm_lab.evaluation.history.reach import attention_reach

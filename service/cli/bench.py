@@ -15,6 +15,7 @@ from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 
 if TYPE_CHECKING:
+    from nsm_core.model.loader import LoadedModel
     from nsm_lab.bench.gate import Verdict
     from nsm_lab.bench.result import BenchResult
     from service.backends.local import LocalBackend
@@ -49,6 +50,7 @@ Threads = Annotated[
 @lab_command()
 def engine(
     model: options.Model = None,
+    device: options.Device = None,
     executor: Annotated[
         str | None, typer.Option(help="How the model is computed.", show_default="NSM_EXECUTOR")
     ] = None,
@@ -67,12 +69,12 @@ def engine(
 
     wanted = _numbers(batches, "--batches")
     slots = {"max_slots": max(wanted), "token_budget": max(256, *wanted)}
-    settings = load_settings(model=model, executor=executor, num_threads=num_threads, **slots)
+    settings = load_settings(model=model, device=device, executor=executor, num_threads=num_threads, **slots)
     from nsm_lab.bench.engine_bench import bench_engine
     from nsm_lab.bench.engine_load import EngineWork
 
     make_engine = _engine_factory(settings)
-    configured = {name: getattr(settings, name) for name in ("executor", "max_slots", "token_budget")}
+    configured = {name: getattr(settings, name) for name in ("device", "executor", "max_slots", "token_budget")}
     work = EngineWork(batches=wanted, num_tokens=num_tokens, lengths=_numbers(lengths, "--lengths"), repeats=repeats)
     with progress("engine", repeats) as show:
         result = asyncio.run(
@@ -232,17 +234,18 @@ def _engine_factory(settings: Settings) -> Callable[[], LocalBackend]:
     """
     import dataclasses
 
-    import torch
-
-    from nsm_core.model.loader import load_checkpoint
+    from nsm_core.execution.devices import engine_config
     from nsm_lab.baselines.register import register_baselines
     from service.backends.local import LocalBackend
+    from service.server import with_model
 
     register_baselines()
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    config = dataclasses.replace(settings.engine_config(), speculation="off")
-    return lambda: LocalBackend(load_checkpoint(settings.model), config, executor=settings.executor)
+
+    def make(loaded: LoadedModel) -> LocalBackend:
+        config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), speculation="off")
+        return LocalBackend(loaded, config, executor=settings.executor)
+
+    return lambda: with_model(settings, make)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

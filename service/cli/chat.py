@@ -33,6 +33,7 @@ SessionId = Annotated[
 def chat(
     session: SessionId = None,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     max_tokens: options.MaxTokens = 256,
@@ -59,7 +60,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    flags = {"model": model, "data_dir": data_dir, "store": store}
+    flags = {"model": model, "device": device, "data_dir": data_dir, "store": store}
     _chat(load_settings(**flags), session, sampling, has_own_seed=seed is not None, flags=flags)
 
 

@@ -1,4 +1,4 @@
-"""`nsm eval`: the options of `python -m nsm_lab.evaluation`, with NSM_MODEL as the default model."""
+"""`nsm eval`: the options of `python -m nsm_lab.evaluation`, with NSM_MODEL and NSM_DEVICE as defaults."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def evaluate(ctx: typer.Context) -> None:
     from service.cli.forwarding import parsed
     from service.settings import load_settings
 
-    model = load_settings().model
-    defaults = [] if model is None else ["--model", str(model)]
+    settings = load_settings()
+    defaults = [] if settings.model is None else ["--model", str(settings.model)]
+    if "device" in settings.model_fields_set:
+        defaults += ["--device", settings.device]
     print(run_evaluation(parsed(parse, [*defaults, *ctx.args]), log=log_line).to_markdown(), end="")

@@ -28,6 +28,7 @@ Prompt = Annotated[str, typer.Argument(help="Text to continue; - reads it from s
 def generate(
     prompt: Prompt,
     model: options.Model = None,
+    device: options.Device = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = options.TEMPERATURE,
     top_p: options.TopP = options.TOP_P,
@@ -60,7 +61,7 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    settings = load_settings(model=model)
+    settings = load_settings(model=model, device=device)
     _generate(settings, read_stdin() if prompt == STDIN else prompt, sampling, as_json=as_json)
 
 

@@ -19,6 +19,7 @@ PACKAGES = ("nsm-serve", "torch", "tokenizers", "numpy", "fastapi")
 
 def info(
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
@@ -26,10 +27,10 @@ def info(
     """Show the model, its state, versions, and where sessions are."""
     from service.settings import load_settings
 
-    settings = load_settings(model=model, data_dir=data_dir, store=store)
-    from nsm_core.model.loader import load_checkpoint
+    settings = load_settings(model=model, device=device, data_dir=data_dir, store=store)
+    from service.server import with_model
 
-    facts = _facts(load_checkpoint(settings.model), settings)
+    facts = with_model(settings, lambda loaded: _facts(loaded, settings))
     if as_json:
         print_json(facts)
     else:
@@ -44,6 +45,7 @@ def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
     return {
         "model": settings.served_model_name or loaded.name,
         "fingerprint": loaded.fingerprint,
+        "device": str(loaded.model.embedding.weight.device),
         "executor": chosen.name,
         "numerics": chosen.numerics,
         "parameters": loaded.num_parameters,

@@ -48,6 +48,7 @@ def inspect(
     ] = None,
     tenant: options.Tenant = DEFAULT_TENANT,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
@@ -60,13 +61,13 @@ def inspect(
             "a traced token is shown in a page or a picture: give --html or --png", param_hint="'--token'"
         )
     if session is not None:
-        settings = store_settings(data_dir, store, model=model)
+        settings = store_settings(data_dir, store, model=model, device=device)
         loaded, inspection = _inspect_session(settings, SessionKey(tenant, session), max_tokens)
     else:
         from service.settings import load_settings
 
         given = file.read_text("utf-8") if file is not None else read_stdin() if text == STDIN else text
-        loaded, inspection = _inspect_text(load_settings(model=model), given, max_tokens)
+        loaded, inspection = _inspect_text(load_settings(model=model, device=device), given, max_tokens)
     _write(loaded, inspection, html=html, png=png, token=token)
     _print(inspection, as_json=as_json)
 
@@ -104,21 +105,17 @@ async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> Recen
 
 
 def _load(settings: Settings) -> LoadedModel:
-    import torch
-
-    from nsm_core.model.loader import load_checkpoint
     from nsm_lab.baselines.register import register_baselines
+    from service.server import with_model
 
     register_baselines()
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    return load_checkpoint(settings.model)
+    return with_model(settings, lambda loaded: loaded)
 
 
 def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspection:
     from nsm_core.inspection.reading import inspect as inspect_ids
 
-    state = None if raw is None else loaded.model.state_spec.unpack(raw)
+    state = None if raw is None else loaded.model.state_spec.unpack(raw, loaded.model.embedding.weight.device)
     with progress("reading", len(ids)) as show:
         return inspect_ids(loaded.model, ids, state, progress=show)
 

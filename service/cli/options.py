@@ -17,6 +17,9 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 Model = Annotated[
     Path | None, typer.Option(show_default=False, help="Model directory (default: NSM_MODEL, or the bundled model).")
 ]
+Device = Annotated[
+    str | None, typer.Option(show_default=False, help="auto, cpu, cuda or a GPU as cuda:1 (default: NSM_DEVICE).")
+]
 DataDir = Annotated[
     Path | None, typer.Option(show_default=False, help="Directory of the SQLite store (default: NSM_DATA_DIR).")
 ]

@@ -70,12 +70,13 @@ def verify(
         ),
     ] = None,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Derive states from their token logs again and compare. Writes nothing."""
-    settings = source_settings(data_dir, store, model=model)
+    settings = source_settings(data_dir, store, model=model, device=device)
     report = asyncio.run(_verify(settings, sessions, tenant, sample, tolerance))
     if as_json:
         print_json(report.to_json())
@@ -91,11 +92,12 @@ def migrate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the changes, make none.")] = False,
     damaged: Annotated[bool, typer.Option("--damaged", help="Also make missing and damaged states again.")] = False,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
 ) -> None:
     """Bring sessions of another model (with the same tokenizer) to the model at hand; status 1 if some are left."""
-    settings = source_settings(data_dir, store, model=model)
+    settings = source_settings(data_dir, store, model=model, device=device)
     counts: Counter[str] = Counter()
     asyncio.run(_migrate(settings, sessions, tenant, counts, is_dry_run=dry_run, is_repairing=damaged))
     print(f"{'would migrate' if dry_run else 'migrate'}: {_tally(counts, MIGRATED)}")

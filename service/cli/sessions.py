@@ -77,13 +77,14 @@ def log(
     session_id: SessionId,
     tenant: options.Tenant = DEFAULT_TENANT,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     ids: Annotated[bool, typer.Option("--ids", help="Print token ids instead of text; needs no model.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Everything a session has read and written, from its token log."""
-    settings = store_settings(data_dir, store, model=model)
+    settings = store_settings(data_dir, store, model=model, device=device)
     head, log_ids = asyncio.run(_read_log(settings, SessionKey(tenant, session_id)))
     text = None if ids else _tokenizer_of(settings, head).decode(log_ids)
     if as_json:

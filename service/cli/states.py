@@ -26,12 +26,13 @@ def states(
     layer: Annotated[int | None, typer.Option(min=0, help="Only this layer.", show_default="all")] = None,
     tenant: options.Tenant = DEFAULT_TENANT,
     model: options.Model = None,
+    device: options.Device = None,
     data_dir: options.DataDir = None,
     store: options.Store = None,
     as_json: options.AsJson = False,
 ) -> None:
     """How far a session's memory slots have moved from their learned start."""
-    settings = store_settings(data_dir, store, model=model)
+    settings = store_settings(data_dir, store, model=model, device=device)
     answer = asyncio.run(_describe(settings, SessionKey(tenant, session_id), detail, layer))
     if as_json:
         print_json(answer)

@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from service.stores.sessions.base import SessionStore
 
 
-def store_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+def store_settings(
+    data_dir: Path | None, store: str | None, *, model: Path | None = None, device: str | None = None
+) -> Settings:
     """For commands that read single sessions. A file named by the user must exist; the default file need not. Raises
     ConfigError.
     """
-    settings = target_settings(data_dir, store, model=model)
+    settings = target_settings(data_dir, store, model=model, device=device)
     return settings if settings.store == "sqlite" else _require_file(settings)
 
 
-def source_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+def source_settings(
+    data_dir: Path | None, store: str | None, *, model: Path | None = None, device: str | None = None
+) -> Settings:
     """For commands that read a whole store, which must exist. Raises ConfigError."""
-    return _require_file(target_settings(data_dir, store, model=model))
+    return _require_file(target_settings(data_dir, store, model=model, device=device))
 
 
 def _require_file(settings: Settings) -> Settings:
@@ -34,7 +38,9 @@ def _require_file(settings: Settings) -> Settings:
     return settings
 
 
-def target_settings(data_dir: Path | None, store: str | None, *, model: Path | None = None) -> Settings:
+def target_settings(
+    data_dir: Path | None, store: str | None, *, model: Path | None = None, device: str | None = None
+) -> Settings:
     """For commands that may begin a store.
 
     Raises ConfigError for a memory store, which other processes cannot read.
@@ -42,7 +48,7 @@ def target_settings(data_dir: Path | None, store: str | None, *, model: Path | N
     from nsm_core.errors import ConfigError
     from service.settings import load_settings
 
-    settings = load_settings(data_dir=data_dir, store=store, model=model)
+    settings = load_settings(data_dir=data_dir, store=store, model=model, device=device)
     if settings.store == "memory":
         raise ConfigError(
             "sessions of a memory store are in the server's process; NSM_STORE=sqlite keeps them in a file"

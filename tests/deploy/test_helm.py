@@ -42,7 +42,7 @@ def test_a_packaged_chart_has_the_files_that_it_links_to(tmp_path: Path) -> None
 
 
 def test_there_is_an_example_of_every_kind_of_installation_and_none_is_left_over() -> None:
-    assert set(EXAMPLES) == {"default", "minimal", "external-redis", "triton-gpu", "everything"}
+    assert set(EXAMPLES) == {"default", "minimal", "external-redis", "gpu", "triton-gpu", "everything"}
     assert {path.stem for path in (FOLDER / "renders").iterdir()} == set(EXAMPLES)
 
 
@@ -200,8 +200,16 @@ def test_triton_has_a_gpu_shared_memory_and_the_parameters_that_were_asked_for()
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}} in pod["volumes"]
     source = dict(PARAMETER.findall((ROOT / "model_repository" / "nsm" / "config.pbtxt").read_text()))
     made = dict(PARAMETER.findall(one("triton-gpu", "ConfigMap", "triton")["data"]["config.pbtxt"]))
-    changed = {"max_slots": "512", "token_budget": "16384", "queue_limit": "2048", "kept_states_mb": "8192"}
+    changed = {"queue_limit": "2048", "kept_states_mb": "8192"}
     assert made == {**source, **changed}
+
+
+def test_gateways_have_the_gpu_that_was_asked_for_and_room_for_its_kernels() -> None:
+    pod = gateway("gpu")
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert environment("gpu")["NSM_DEVICE"] == "cuda"
+    assert [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "tmp"] == ["2Gi"]
+    assert "nvidia.com/gpu" not in gateway("default")["containers"][0]["resources"]["limits"]
 
 
 def test_gateways_know_every_triton_server_by_a_name_that_exists() -> None:

@@ -166,8 +166,7 @@ async def test_a_full_queue_is_a_503_that_tells_when_to_come_back(tiny_tokenizer
 async def test_more_choices_than_the_engines_hold_are_refused_for_good(server: Gateway) -> None:
     """By what the engine or the Triton server says, whatever the gateway's own settings are."""
     limit = server.services.backend.max_requests
-    settings = server.services.settings
-    assert limit < settings.max_slots + settings.queue_limit
+    assert limit < server.services.settings.queue_limit
     refused = await server.client.post(PATH, json={"prompt": "x", "n": limit + 1})
     assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
     assert str(limit) in error_of(refused)["message"]

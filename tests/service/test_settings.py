@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from nsm_core.config import EngineConfig
+from nsm_core.config import EngineLimits
 from nsm_core.errors import ConfigError
 from service.settings import OTLP_ENDPOINTS, REDIS_SCHEMES, Settings, is_tracing_on, load_settings, shown
 from service.stores.redis import url as redis_url
@@ -49,13 +49,21 @@ def test_paths_are_absolute_from_the_start(monkeypatch: pytest.MonkeyPatch, tmp_
     assert load_settings(store="sqlite:///there.db").database_path() == tmp_path / "there.db"
 
 
+def test_a_token_budget_below_the_slots_is_refused_by_the_names_of_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"NSM_TOKEN_BUDGET \(--token-budget\): must be at least the 16 of NSM_MAX_SLOTS"
+    ):
+        load_settings(max_slots=16, token_budget=8)
+    assert load_settings(token_budget=8).engine_limits() == EngineLimits(token_budget=8)
+
+
 def test_a_flag_wins_over_its_variable_and_none_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSM_PORT", "9000")
     monkeypatch.setenv("NSM_QUEUE_LIMIT", "7")
     monkeypatch.setenv("NSM_LOG_LEVEL", "DEBUG")
     settings = load_settings(port=9001, queue_limit=None)
     assert (settings.port, settings.queue_limit, settings.log_level) == (9001, 7, "debug")
-    assert settings.engine_config() == EngineConfig(queue_limit=7)
+    assert settings.engine_limits() == EngineLimits(queue_limit=7)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,14 @@ def test_store_choices(store: str, path: str | None) -> None:
     assert settings.database_path() == (None if path is None else Path.cwd() / path)
 
 
-ENGINE = [("executor", "eager"), ("num_threads", 1), ("max_slots", 4), ("queue_limit", 1), ("energy", False)]
+ENGINE = [
+    ("device", "cpu"),
+    ("executor", "eager"),
+    ("num_threads", 1),
+    ("max_slots", 4),
+    ("queue_limit", 1),
+    ("energy", False),
+]
 
 
 def test_triton_servers_are_named_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +129,9 @@ def test_setting_without_effect_for_the_backend_is_refused(given: dict[str, obje
             ["NSM_STORE", "sqlite, sqlite:///PATH, memory, redis://…", "http://localhost"],
         ),
         ("NSM_STORE", "sqlite:///", ["NSM_STORE", "sqlite:///PATH"]),
-        ("NSM_TOKEN_BUDGET", "8", ["NSM_TOKEN_BUDGET (--token-budget)", "16 of NSM_MAX_SLOTS (--max-slots)", "'8'"]),
+        ("NSM_MAX_SLOTS", "0", ["NSM_MAX_SLOTS (--max-slots)", "1", "'0'"]),
+        ("NSM_DEVICE", "tpu", ["NSM_DEVICE (--device)", "auto, cpu, cuda", "'tpu'"]),
+        ("NSM_DEVICE", "cuda:0,cuda:1", ["NSM_DEVICE (--device)", "one device", "'cuda:0,cuda:1'"]),
         ("NSM_GRACE_S", "-1", ["NSM_GRACE_S", "--grace-s", "0", "'-1'"]),
         ("NSM_REQUEST_TIMEOUT_S", "inf", ["NSM_REQUEST_TIMEOUT_S", "86400", "'inf'"]),
         ("NSM_REQUEST_TIMEOUT_S", "nan", ["NSM_REQUEST_TIMEOUT_S", "'nan'"]),

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nsm_core.execution.devices import resolve_device
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_lab.baselines.register import register_baselines
-from nsm_lab.evaluation.devices import resolve_device, resolve_precision
+from nsm_lab.evaluation.devices import resolve_precision
 from nsm_lab.evaluation.mqar.config import MqarConfig
 from nsm_lab.evaluation.mqar.data import Examples, Task, generate
 from nsm_lab.evaluation.mqar.report import Accuracy, Epoch, MqarReport, count_state

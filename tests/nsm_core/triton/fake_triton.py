@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nsm_core.config import EngineConfig
+from nsm_core.config import EngineLimits
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.config import WorkerConfig
 from nsm_core.triton.worker import Worker
@@ -30,8 +30,8 @@ def make_worker(tokenizer: Tokenizer, **config: Any) -> Worker:
 
 def worker_config(**fields: Any) -> WorkerConfig:
     """Those of the engine among the others, as in `config.pbtxt`."""
-    engine = {field.name: fields.pop(field.name) for field in dataclasses.fields(EngineConfig) if field.name in fields}
-    return WorkerConfig(engine=EngineConfig(**engine), **fields)
+    engine = {field.name: fields.pop(field.name) for field in dataclasses.fields(EngineLimits) if field.name in fields}
+    return WorkerConfig(engine=EngineLimits(**engine), **fields)
 
 
 class FakeResponder:

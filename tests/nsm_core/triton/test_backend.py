@@ -310,8 +310,10 @@ def test_T7_a_worker_ends_itself_where_its_server_does_not_let_it_go(
 @pytest.mark.parametrize(
     ("wanted", "has_gpu", "kind", "device"),
     [
-        ("auto", False, "CPU", "cpu"),
-        ("auto", True, "CPU", "cuda:0"),
+        ("auto", False, "CPU", "auto"),
+        ("auto", True, "CPU", "auto"),
+        ("cuda", True, "CPU", "cuda"),
+        ("cuda:1", True, "GPU", "cuda:1"),
         ("auto", True, "GPU", "cuda:3"),
         ("cpu", True, "GPU", "cpu"),
         ("cpu", False, "GPU", "cpu"),

@@ -55,10 +55,15 @@ def test_the_file_names_every_parameter_with_its_default() -> None:
     assert read(model_config(**found)) == WorkerConfig()
 
 
+def test_a_budget_below_the_slots_is_told_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parameter token_budget \(256\) must be at least max_slots"):
+        read(model_config(max_slots="512", token_budget="256"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_slots", "0", "parameter max_slots must be a number of at least 1, got 0"),
+        ("max_slots", "-1", "parameter max_slots must be a number of at least 1, got -1"),
         ("max_slots", "many", "parameter max_slots must be a whole number, got 'many'"),
         ("max_slots", "1.5", "parameter max_slots must be a whole number, got '1.5'"),
         ("queue_limit", "-1", "parameter queue_limit must be a number of at least 0, got -1"),
@@ -67,10 +72,9 @@ def test_the_file_names_every_parameter_with_its_default() -> None:
         ("max_timeout_s", "1e9", r"parameter max_timeout_s must be in \(0, 86400\] seconds, got 1000000000.0"),
         ("max_timeout_s", "60", r"parameter default_timeout_s must be in \(0, 60\] seconds, got 600.0"),
         ("default_timeout_s", "nan", r"parameter default_timeout_s must be in \(0, 86400\] seconds, got nan"),
-        ("max_slots", "512", r"parameter token_budget \(256\) must be at least max_slots"),
         ("drain_s", "inf", "parameter drain_s must be a number of at least 0, got inf"),
         ("drain_s", "1e9", "parameter drain_s must be at most 3600 seconds, got 1000000000.0"),
-        ("device", "tpu", "parameter device must be one of auto, cpu, cuda, got 'tpu'"),
+        ("device", "tpu", "parameter device must be auto, cpu, cuda, or a GPU by its number as cuda:1, got 'tpu'"),
         ("speculation", "ngram", "parameter speculation must be one of off, lookup, got 'ngram'"),
         ("max_slot", "3", "unknown parameter max_slot; known: max_slots, token_budget"),
     ],

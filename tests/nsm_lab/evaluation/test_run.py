@@ -118,5 +118,5 @@ def test_errors_name_the_file_the_line_or_the_device(checkpoint: Path, tmp_path:
         run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, split="test", device="cpu"))
     with pytest.raises(CheckpointError, match="nowhere"):
         run_evaluation(EvalConfig(data=tmp_path, model=tmp_path / "nowhere", device="cpu"))
-    with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
+    with pytest.raises(ConfigError, match="device must be auto, cpu, cuda"):
         run_evaluation(EvalConfig(data=tmp_path, model=checkpoint, device="gpu"))

@@ -42,10 +42,10 @@ def test_a_model_with_a_baseline_layer_is_inspected_and_not_served(
     monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     for command in (("serve", "--port", 0), ("info",), ("generate", "a")):
         result = nsm(*command, "--model", directory)
-        source = "" if command[0] == "info" else " (set by NSM_MODEL or --model)"
         assert_one_line(
             result,
             "layer_pattern 'Nr' has the layer 'r', which is not registered here: baselines are for training, "
-            "evaluation, export and benchmarks (pip install 'nsm-serve[lab]'), not served" + source,
+            "evaluation, export and benchmarks (pip install 'nsm-serve[lab]'), not served "
+            "(set by NSM_MODEL or --model)",
         )
     assert nsm("inspect", "a text", "--model", directory).exit_code == 0
