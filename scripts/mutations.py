@@ -42,8 +42,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("nsm_core", "service")
 LEFT_OUT = ("nsm_core/execution/cuda/*", "nsm_core/ops/*/kernel*.py", "nsm_core/sampling/kernel.py")
-MUTATED = "NSM_MUTATED_FILE"  # read below, when pytest loads this file as a plugin
-IS_AFTER_FAST = "NSM_MUTATIONS_AFTER_FAST"  # likewise: leave out the tests of the fast tier
+MUTATED = "MUTATED_FILE"  # read below, when pytest loads this file as a plugin
+IS_AFTER_FAST = "MUTATIONS_AFTER_FAST"  # likewise: leave out the tests of the fast tier
 TEST_LIMIT_S = 600  # of one test: the runs have the lowest priority, on machines that do other work
 MOST_LEFT_OUT = 5  # tests that fail on the unchanged source; more of them make a comparison worthless
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

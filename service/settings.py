@@ -185,10 +185,11 @@ class Settings(BaseSettings):
         Literal["fp32", "fp16", "int8"], Shown(page="[rounded states](sessions.md#rounded-states)")
     ] = Field(default="fp32", description="Number format of stored states. States that run are always fp32.")
     prefix_cache_mb: Annotated[int, Shown(page="[prefixes](prefixes.md)")] = Field(
-        default=512,
+        default=128,
         ge=0,
         le=2**20,
-        description="Size of the prefix cache, from which stateless requests start; 0: no cache.",
+        description="MiB of the prefix cache, from which stateless requests start; without Redis this is memory of "
+        "the process. 0: no cache.",
     )
 
     playground: Annotated[bool, Shown(section="Playground and logs", page="[playground](playground.md)")] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
@@ -127,7 +128,8 @@ class TritonBackend:
 
     def stats(self) -> EngineStats:
         """Requests, tokens and what requests were charged are this gateway's own. Slots, memory, steps and energy are
-        the servers', by their last heartbeats: the same in every gateway that shares them.
+        the servers', by their last heartbeats: the same in every gateway that shares them. The age of the heartbeat is
+        that of the server that was heard last: while one answers, requests are served.
         """
         stats = EngineStats(
             num_waiting=self._num_unplaced(),
@@ -143,7 +145,8 @@ class TritonBackend:
             stats.max_slots += upstream.max_slots
             stats.state_pool_bytes += upstream.state_pool_bytes
             stats = stats.with_steps(upstream.counted, since=EngineStats())
-        return stats
+        ages = (upstream.heartbeat_age_s for upstream in self.upstreams)
+        return dataclasses.replace(stats, heartbeat_age_s=min(ages, default=0.0))
 
     def _num_unplaced(self) -> int:
         return sum(not generation.is_placed for generation in self._open.values())

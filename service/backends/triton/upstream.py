@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 from nsm_core.errors import ConfigError, EngineDead, NsmError
@@ -52,6 +53,7 @@ class Upstream:
         self._is_described = False  # since it was lost
         self._status: WorkerStatus | None = None
         self._is_suspect = False
+        self._beat_at = time.monotonic()
         self._num_others = 0
         self._most_own = 0  # since the last heartbeat
         self._streams: set[TritonStream] = set()
@@ -65,6 +67,11 @@ class Upstream:
     def is_up(self) -> bool:
         """Its last heartbeat was good and no stream broke since."""
         return self._status is not None and self._status.is_ready and not self._is_suspect
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Time since its last good heartbeat, or since this gateway began to ask."""
+        return time.monotonic() - self._beat_at
 
     @property
     def max_slots(self) -> int:
@@ -164,6 +171,8 @@ class Upstream:
         self._num_others = max(0, engine.num_running + engine.num_waiting - self._most_own)
         self._most_own = len(self._streams)
         self._status, self._is_suspect = status, False
+        if status.is_ready:
+            self._beat_at = time.monotonic()
         self.error = None if status.is_ready else EngineDead("its engine makes no steps")
         if self.is_up != was_up:
             logger.log(*_CHANGES[self.is_up], self.url)

@@ -5,6 +5,7 @@ Processes may share the file; leases and compare-and-set hold between them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sqlite3
@@ -79,6 +80,7 @@ class SqliteSessionStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
+        self._replace_snapshot = functools.partial(replace_snapshot, is_in_memory=path is None)
         self.database: Database = MemoryDatabase()
         if path is not None:
             self.database = FileDatabase(path, max_bytes=max_bytes, busy_timeout_s=busy_timeout_s)
@@ -98,7 +100,7 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 insert_head(connection, head)
-                replace_snapshot(connection, head, version=new.version, snapshot=new.snapshot)
+                self._replace_snapshot(connection, head, version=new.version, snapshot=new.snapshot)
                 append_log(connection, head, new.log_ids, new.marks)
                 return head
 
@@ -132,7 +134,7 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> StoredSession:
             with reading(connection):
                 head = get_head(connection, key, self._clock())
-                raw = get_snapshot(connection, head)
+                raw = get_snapshot(connection, key, head.version, table="snapshots")
             return require_sound(head, raw)
 
         return await self.database.read(work)
@@ -146,7 +148,8 @@ class SqliteSessionStore:
                 head = get_head(connection, key, now)
                 require_log(connection, head)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
-                raw, retained = get_snapshot(connection, head), get_retained(connection, head)
+                raw = get_snapshot(connection, key, head.version, table="snapshots")
+                retained = get_retained(connection, head)
             return LeasedSession(lease=lease, stored=checked(head, raw), retained=retained)
 
         return await self.database.write(work)
@@ -173,7 +176,7 @@ class SqliteSessionStore:
                 end_running(connection, head, commit.turn, now)
                 append_chunk(connection, head, commit.new_ids, commit)
                 apply_retention(connection, head, retention)
-                replace_snapshot(connection, head, version=commit.version, snapshot=commit.snapshot)
+                self._replace_snapshot(connection, head, version=commit.version, snapshot=commit.snapshot)
                 num_log_tokens = head.num_log_tokens + len(commit.new_ids)
                 return move_head(connection, head, commit, num_log_tokens=num_log_tokens, now=now)
 
@@ -191,7 +194,7 @@ class SqliteSessionStore:
                 last_version = cut_log(connection, head, rewind)
                 drop_results(connection, head, last_version)
                 cut_retained(connection, head, rewind)
-                replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
+                self._replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
                 rewound = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
             empty_write_ahead_log(connection)  # the cut tokens are deleted
             return rewound
@@ -252,9 +255,8 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> bytes | None:
             with reading(connection):
                 get_head(connection, key, self._clock())
-                query = f"SELECT snapshot FROM retained_snapshots WHERE {ONE} AND version = ?"
-                row = connection.execute(query, (*key, version)).fetchone()
-            return sound(None if row is None else bytes(row[0]))
+                raw = get_snapshot(connection, key, version, table="retained_snapshots")
+            return sound(raw)
 
         return await self.database.read(work)
 

@@ -91,20 +91,40 @@ def insert_head(connection: sqlite3.Connection, head: SessionHead) -> None:
     connection.execute(f"INSERT INTO sessions ({HEAD_COLUMNS}) VALUES ({placeholders})", values)
 
 
-def get_snapshot(connection: sqlite3.Connection, head: SessionHead) -> bytes | None:
-    query = f"SELECT snapshot FROM snapshots WHERE {ONE} AND version = ?"
-    row = connection.execute(query, (*head.key, head.version)).fetchone()
-    return None if row is None else bytes(row[0])
+def get_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int, *, table: str) -> bytes | None:
+    """`table`: snapshots or retained_snapshots. As a stream: a column of a row would be copied twice on its way."""
+    query = f"SELECT rowid, snapshot IS NULL OR typeof(snapshot) != 'blob' FROM {table} WHERE {ONE} AND version = ?"
+    row = connection.execute(query, (*key, version)).fetchone()
+    if row is None:
+        return None
+    rowid, is_damaged = row
+    if is_damaged:
+        return b""
+    with connection.blobopen(table, "snapshot", rowid, readonly=True) as stream:
+        return bytes(stream.read())
+
+
+def _put_snapshot(connection: sqlite3.Connection, table: str, row: tuple[Any, ...], snapshot: bytes) -> None:
+    """`row`: all but the snapshot, which is the last column and is written into its pages directly."""
+    places = ", ".join("?" * len(row))
+    cursor = connection.execute(f"INSERT INTO {table} VALUES ({places}, zeroblob(?))", (*row, len(snapshot)))
+    with connection.blobopen(table, "snapshot", cursor.lastrowid or 0) as stream:
+        stream.write(snapshot)
 
 
 def replace_snapshot(
-    connection: sqlite3.Connection, head: SessionHead, *, version: int, snapshot: bytes | None
+    connection: sqlite3.Connection, head: SessionHead, *, version: int, snapshot: bytes | None, is_in_memory: bool
 ) -> None:
-    """The old one goes first: the new one then takes its pages, and they are written once."""
+    """In a file the old one goes first: the new one then takes its pages, and they are written once. In memory it goes
+    last: pages that one transaction leaves and takes again would be copied, for a rollback.
+    """
     key = head.key
-    connection.execute(f"DELETE FROM snapshots WHERE {ONE}", key)
+    if not is_in_memory:
+        connection.execute(f"DELETE FROM snapshots WHERE {ONE}", key)
     if snapshot is not None:
-        connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", (*key, version, snapshot))
+        _put_snapshot(connection, "snapshots", (*key, version), snapshot)
+    if is_in_memory:
+        connection.execute(f"DELETE FROM snapshots WHERE {ONE} AND version != ?", (*key, version))
 
 
 def append_chunk(
@@ -298,8 +318,8 @@ def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention
         if snapshot.version not in retention.keep:
             connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
     if retention.add is not None:
-        values = (*key, retention.add.version, retention.add.position, retention.snapshot)
-        connection.execute("INSERT INTO retained_snapshots VALUES (?, ?, ?, ?, ?)", values)
+        row = (*key, retention.add.version, retention.add.position)
+        _put_snapshot(connection, "retained_snapshots", row, retention.snapshot)
 
 
 def cut_retained(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> None:

@@ -21,7 +21,7 @@ GAUGES = {
         "device_memory_bytes",
     ),
     "nsm_engine_heartbeat_age_seconds": (
-        "Time since the engine's thread began its present step, or woke last; 0 on Triton servers.",
+        "Time since the engine's thread began its present step, or woke last; since a Triton server last answered.",
         "heartbeat_age_s",
     ),
 }

@@ -217,6 +217,20 @@ async def test_T2_a_hung_server_loses_its_requests_and_its_place(pair: TwoServer
     assert_same(got, want)
 
 
+async def test_the_heartbeat_is_that_of_the_server_heard_last(pair: TwoServers) -> None:
+    async def is_old() -> bool:
+        return pair.backend.stats().heartbeat_age_s > 0.5
+
+    async def is_fresh() -> bool:
+        return pair.backend.stats().heartbeat_age_s < 0.3
+
+    pair.one.is_hung = True
+    await eventually(lambda: is_up(pair.backend, 1))
+    await eventually(is_fresh)
+    pair.two.is_hung = True
+    await eventually(is_old)
+
+
 async def test_without_a_server_requests_are_refused_until_one_comes_back(tiny_tokenizer: Tokenizer) -> None:
     server = StandIn(random_loaded(tiny_tokenizer))
     async with stand_ins(server), running_backend(server) as backend:

@@ -30,7 +30,7 @@ def test_prefix_store_is_redis_only_beside_sessions_in_redis(store: str, kind: t
 
 
 def test_prefix_bounds_come_from_the_setting() -> None:
-    assert bounds_of(Settings()) == PrefixBounds(max_bytes=512 * MIB, ttl_s=3600.0)
+    assert bounds_of(Settings()) == PrefixBounds(max_bytes=128 * MIB, ttl_s=3600.0)
     assert bounds_of(Settings(prefix_cache_mb=10)).max_bytes == 10 * MIB
 
 
