@@ -1,14 +1,22 @@
-"""How a chat becomes plain text. A template's name is part of the model's config, and so of its fingerprint.
+"""How a chat becomes plain text: by a template that has a name here, or by Jinja that comes with a model's files.
 
-What a name renders never changes: a new wording is a new name.
+What a name renders never changes: a new wording is a new name. The name of an NSM model's template is part of its
+config, and so of its fingerprint.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
-from nsm_core.errors import CheckpointError
+from nsm_core import rwkv_text
+from nsm_core.errors import CheckpointError, InvalidRequest
+from nsm_core.jinja_template import JinjaTemplate
+
+_ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
+_TAG = re.compile(r"<[^<>\s]{1,60}>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +31,9 @@ class ChatMessage:
 class ChatTemplate:
     """`render`: messages -> the text that the assistant's answer continues. `stop`: where that answer ends.
 
-    `answer_prefix`: what the model writes first although it is not part of the answer. `jinja`: `render` as programs
-    that read a `tokenizer_config.json` know templates.
+    `answer_prefix`: the character that the model writes first although it is not part of the answer, if there is one.
+    `jinja`: `render` as programs that read a `tokenizer_config.json` know templates. `has_own_system_message`: a system
+    message stands in place of one that the template has itself, so that none can be put in front of a chat.
     """
 
     name: str
@@ -32,14 +41,20 @@ class ChatTemplate:
     jinja: str
     stop: tuple[str, ...]
     answer_prefix: str
+    has_own_system_message: bool = False
 
     def render_next(self, *messages: ChatMessage) -> str:
         """What `messages` add to a chat that ends with an answer: a session reads this, and nothing again."""
-        answered = [ChatMessage("user", ""), ChatMessage("assistant", "")]
-        return self.render([*answered, *messages]).removeprefix(self.render(answered[:1]) + self.answer_prefix)
+        answered = [ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)]
+        return self.render([*answered, *messages]).partition(_ANSWER)[2]
 
     def render_preface(self, content: str) -> str:
-        """What a system message adds in front of a chat."""
+        """What a system message adds in front of a chat. Raises InvalidRequest where nothing can be put there."""
+        if self.has_own_system_message:
+            raise InvalidRequest(
+                "instructions cannot stand before a chat with this model's template: send a system message in input",
+                param="instructions",
+            )
         rest = [ChatMessage("user", "")]
         return self.render([ChatMessage("system", content), *rest]).removesuffix(self.render(rest))
 
@@ -58,6 +73,19 @@ PLAIN_V1_JINJA = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+
+
+def _rwkv(name: str, opening: str, answer_prefix: str) -> ChatTemplate:
+    return ChatTemplate(
+        name=name,
+        render=lambda messages: rwkv_text.render([(message.role, message.content) for message in messages], opening),
+        jinja=rwkv_text.jinja(opening),
+        stop=rwkv_text.STOP,
+        answer_prefix=answer_prefix,
+    )
+
+
+RWKV = "rwkv-v1"
 TEMPLATES: Mapping[str, ChatTemplate] = {
     template.name: template
     for template in (
@@ -68,12 +96,67 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
             stop=("\n\nUser:", "\nUser:"),
             answer_prefix=" ",
         ),
+        _rwkv(RWKV, "", " "),
+        _rwkv("rwkv-think-v1", rwkv_text.THINK, ">"),
+        _rwkv("rwkv-no-think-v1", rwkv_text.NO_THOUGHT, ">"),
     )
 }
 
 
-def get_template(name: str) -> ChatTemplate:
-    """Raises CheckpointError for a name that this version does not know."""
-    if name not in TEMPLATES:
-        raise CheckpointError(f"unknown chat template {name!r}; known: {', '.join(sorted(TEMPLATES))}")
-    return TEMPLATES[name]
+def get_template(template: str) -> ChatTemplate:
+    """The template of a name, or one in Jinja. Raises CheckpointError for what is neither, or of no use."""
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if "{%" not in template and "{{" not in template:
+        raise CheckpointError(f"unknown chat template {template[:80]!r}; known: {', '.join(sorted(TEMPLATES))}")
+    return _compiled(template)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> ChatTemplate:
+    """Tries the template on small chats: a session reads what each turn adds, so that must not depend on the rest."""
+    compiled = JinjaTemplate(source)
+
+    def render(messages: Sequence[ChatMessage]) -> str:
+        return compiled.render([dataclasses.asdict(message) for message in messages])
+
+    user, answer = ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)
+    system = ChatMessage("system", "a-rule-1618")
+    next_user = ChatMessage("user", "another-question")
+    try:
+        begun = render([user])
+        added = [render([*chat, answer, next_user]).rpartition(_ANSWER)[2] for chat in ([user], [user, answer, user])]
+        history = render([user, answer, next_user])
+    except InvalidRequest as error:
+        raise CheckpointError(f"the chat template cannot render a chat: {error}") from error
+    between, is_asked, _ = added[0].partition(next_user.content)
+    if _QUESTION not in begun or _ANSWER not in history or not is_asked or added[0] != added[1]:
+        raise CheckpointError("the chat template cannot render a chat turn by turn: a turn depends on earlier ones")
+    return ChatTemplate(
+        name="jinja",
+        render=render,
+        jinja=source,
+        stop=_stop_of(between),
+        answer_prefix=_prefix_of(history, begun),
+        has_own_system_message=not _is_put_in_front(render, system, user),
+    )
+
+
+def _stop_of(between: str) -> tuple[str, ...]:
+    """Where an answer ends, by what stands between it and the next question: a tag, or the question's beginning."""
+    tag = _TAG.match(between.lstrip())
+    text = tag[0] if tag is not None else between.rstrip()
+    return (text,) if text.strip() else ()
+
+
+def _prefix_of(history: str, begun: str) -> str:
+    """What a chat that goes on has between the beginning of an answer and the answer, if that is one character."""
+    prefix = history.removeprefix(begun).partition(_ANSWER)[0] if history.startswith(begun) else ""
+    return prefix if len(prefix) == 1 else ""
+
+
+def _is_put_in_front(render: Callable[[Sequence[ChatMessage]], str], system: ChatMessage, user: ChatMessage) -> bool:
+    try:
+        return render([system, user]).endswith(render([user]))
+    except InvalidRequest:  # a template without system messages
+        return False

@@ -143,15 +143,17 @@ class BpeTokenizer(Tokenizer):
 
     file_name = TOKENIZER_FILE
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, *, vocab_size: int = 0) -> None:
+        """`vocab_size`: of the model, if it is larger; ids without a token stand for no bytes."""
         # Text that looks like a special token is text: only code may place one.
         inner.encode_special_tokens = True
         self._inner = inner
         end_id = inner.token_to_id(END_OF_TEXT)
         if end_id is None:
             raise CheckpointError(f"the tokenizer has no {END_OF_TEXT} token")
+        token_bytes = list(_all_token_bytes(inner))
         super().__init__(
-            token_bytes=tuple(_all_token_bytes(inner)),
+            token_bytes=token_bytes + [b""] * (vocab_size - len(token_bytes)),
             end_of_text_id=end_id,
             fingerprint=identity(inner.to_str().encode()),
         )
@@ -159,21 +161,21 @@ class BpeTokenizer(Tokenizer):
             raise CheckpointError("the tokenizer does not give every text back as it was")
 
     @classmethod
-    def load(cls, path: Path) -> BpeTokenizer:
+    def load(cls, path: Path, *, vocab_size: int = 0) -> BpeTokenizer:
         """Reads `tokenizer.json` (or the one in a directory); raises CheckpointError."""
         file = path / TOKENIZER_FILE if path.is_dir() else path
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            return cls(tokenizers.Tokenizer.from_file(str(file)), vocab_size=vocab_size)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"cannot read tokenizer {file}: {error}") from error
 
     @classmethod
-    def from_json(cls, text: str) -> BpeTokenizer:
+    def from_json(cls, text: str, *, vocab_size: int = 0) -> BpeTokenizer:
         """The inverse of `to_json`; raises CheckpointError."""
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
+            return cls(tokenizers.Tokenizer.from_str(text), vocab_size=vocab_size)
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exception

@@ -14,7 +14,7 @@ def load_tokenizer(directory: Path, *, vocab_size: int = 0) -> Tokenizer:
     `vocab_size`: of the model. Raises CheckpointError that says what is missing.
     """
     if (directory / TOKENIZER_FILE).is_file():
-        return BpeTokenizer.load(directory)
+        return BpeTokenizer.load(directory, vocab_size=vocab_size)
     return WorldTokenizer.read(find_vocabulary(directory), vocab_size=vocab_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -78,6 +79,11 @@ class StoredTensor:
         if self.strides is None:
             return flat.reshape(self.shape)
         return flat.as_strided(self.shape, self.strides).contiguous()
+
+    def chunks(self) -> Iterator[bytes]:
+        """Its bytes in the file."""
+        for first in range(0, self.num_bytes, CHUNK_BYTES):
+            yield self.file.read(self.offset + first, min(CHUNK_BYTES, self.num_bytes - first))
 
     def _dequantised(self) -> Tensor:
         kind = self.kind

@@ -29,7 +29,7 @@ def test_the_answer_ends_where_the_next_user_speaks() -> None:
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_P7_message_by_message_is_the_same_text_as_all_at_once(template: ChatTemplate) -> None:
     first, second = ChatMessage("user", "Who are you?"), ChatMessage("user", "User: and\n\nAssistant: where?")
-    answer = ChatMessage("assistant", "Emma.")
+    answer = ChatMessage("assistant", "Who?</think>\nEmma." if "think" in template.name else "Emma.")
     text = template.render([first]) + template.answer_prefix + answer.content + template.render_next(second)
     assert text == template.render([first, answer, second])
 
@@ -51,7 +51,7 @@ def test_the_default_model_has_a_known_template() -> None:
 
 
 def test_an_unknown_template_names_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match=r"unknown chat template 'chatml'; known: plain-v1"):
+    with pytest.raises(CheckpointError, match=r"unknown chat template 'chatml'; known: plain-v1, rwkv-no-think-v1"):
         get_template("chatml")
 
 
