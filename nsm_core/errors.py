@@ -20,6 +20,7 @@ NsmError
 │   └── LogCorrupt       that is its token log, and so nothing can be made from it
 ├── Overloaded           the queue is full, or the server is draining
 ├── DeadlineExceeded     the request's own deadline passed
+├── GrammarFailed        an answer cannot go on within the grammar that its request asked for
 ├── NumericalError       the model gave values that are not finite for this request
 ├── StepFailed           a step of the engine failed with this request in it; the engine goes on
 ├── EngineDead           the engine thread stopped; the process must be replaced
@@ -153,6 +154,10 @@ class Overloaded(NsmError):
 
 class DeadlineExceeded(NsmError):
     """The request's own deadline passed before it finished."""
+
+
+class GrammarFailed(NsmError):
+    """An answer's grammar gave up, at a limit of work or by a fault. Nothing was sampled without it."""
 
 
 class NumericalError(NsmError):

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nsm_core.engine.active_requests import ActiveRequests
-from nsm_core.engine.output import StopMatch
+from nsm_core.engine.output import OutputStep, StopMatch
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
 from nsm_core.engine.request import EndState, Event, Finished, FinishReason, PromptScored, PromptState, TokenEvent
-from nsm_core.engine.runner import Runner, StepResult
+from nsm_core.engine.runner import Runner, Sampled, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import Drafts, Speculation
 from nsm_core.engine.step_stats import StepStats
-from nsm_core.errors import NsmError, NumericalError, StepFailed
+from nsm_core.errors import GrammarFailed, NsmError, StepFailed
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.result import NOT_FINITE, SampledToken
 from nsm_core.sampling.sampler import not_finite
@@ -102,9 +102,7 @@ class ResultApplier:
             if self._active.has(sequence):
                 events += self.finish(sequence, FinishReason.ERROR, error=error)
 
-    def _append_accepted(
-        self, slot: int, sampled: Sequence[SampledToken | NumericalError], num_drafted: int, events: Events
-    ) -> None:
+    def _append_accepted(self, slot: int, sampled: Sequence[Sampled], num_drafted: int, events: Events) -> None:
         """The tokens sampled before the first draft and after each accepted one, up to one that ends the request."""
         sequence = self._active.running[slot]
         num_before = len(sequence.sampled)
@@ -116,13 +114,17 @@ class ResultApplier:
         self._stats.record_drafts(num_drafted=num_drafted, num_accepted=num_accepted)
         self._speculation.record(slot, num_drafted=num_drafted, num_accepted=num_accepted)
 
-    def _append_or_fail(
-        self, slot: int, sampled: SampledToken | NumericalError, routing: TokenRouting | None, events: Events
-    ) -> None:
-        if isinstance(sampled, SampledToken):
-            self._append(slot, sampled, routing, events)
-        else:
-            events += self.finish(self._active.running[slot], FinishReason.ERROR, error=sampled)
+    def _append_or_fail(self, slot: int, sampled: Sampled, routing: TokenRouting | None, events: Events) -> None:
+        error: NsmError | None = None
+        try:
+            if isinstance(sampled, SampledToken):
+                self._append(slot, sampled, routing, events)
+            else:
+                error = sampled
+        except GrammarFailed as failure:
+            error = failure
+        if error is not None:
+            events += self.finish(self._active.running[slot], FinishReason.ERROR, error=error)
 
     def _add_prompt_state(self, chunk: Chunk, state: bytes) -> None:
         sequence = self._active.running[chunk.slot]
@@ -162,9 +164,16 @@ class ResultApplier:
                 index=index, token_id=sampled.token_id, text=text, logprob=sampled.logprob, routing=routing
             )
             events.append((request.request_id, token))
+        self._end_or_hold(slot, sequence, step, events)
+
+    def _end_or_hold(self, slot: int, sequence: RunningSequence, step: OutputStep, events: Events) -> None:
+        """After a token: the request's end, or the copy of a state to which it may rewind."""
+        index = len(sequence.sampled)
         if step.stop is not None:
             events += self.finish(sequence, FinishReason.STOP, text=step.text, stop=step.stop)
-        elif index == request.sampling.max_tokens:
+        elif sequence.is_complete:
+            events += self.finish(sequence, FinishReason.STOP)
+        elif index == sequence.params.max_tokens:
             events += self.finish(sequence, FinishReason.LENGTH)
         elif sequence.may_rewind:
             if step.holding_since is not None:

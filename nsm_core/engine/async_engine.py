@@ -7,6 +7,8 @@ of a step come out in one call to the loop. No lock is held while a step runs.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
@@ -18,6 +20,9 @@ from nsm_core.engine.engine import Engine, Events
 from nsm_core.engine.event_queue import EventQueue
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.grammars.compiler import CompilePool
+from nsm_core.grammars.grammar import Grammar
+from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS
 from nsm_core.stats import EngineStats
 
@@ -37,6 +42,7 @@ class _Submit:
 
     request: GenerationRequest
     at: float
+    matcher: TokenMatcher | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class GenerationHandle:
         self._inbox = inbox
         self._events = EventQueue()
         self._num_tokens = 0
-        self._has_ended = False
+        self.has_ended = False
+        self.is_cancelled = False
         self._timer: asyncio.TimerHandle | None = None
 
     def events(self) -> AsyncIterator[Event]:
@@ -65,6 +72,7 @@ class GenerationHandle:
 
     def cancel(self) -> None:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
+        self.is_cancelled = True
         self._inbox.put(_Cancel(self.request.request_id))
 
     def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -75,11 +83,11 @@ class GenerationHandle:
 
     def deliver(self, event: Event) -> None:
         """On the event loop's thread. After the end, events are ignored."""
-        if self._has_ended:
+        if self.has_ended:
             return
         self._num_tokens += isinstance(event, TokenEvent)
         if isinstance(event, Finished):
-            self._has_ended = True
+            self.has_ended = True
             if self._timer is not None:
                 self._timer.cancel()
         self._events.put(event)
@@ -90,14 +98,14 @@ class GenerationHandle:
         )
         self.cancel()
 
-    def fail(self, error: NsmError) -> None:
-        """Ends the request with `error`, without the engine."""
+    def fail(self, error: NsmError | None) -> None:
+        """Ends the request with `error`, without the engine. None: it was cancelled."""
         request = self.request
         cached = 0 if request.resume is None else request.resume.position
         prompt_tokens = cached + len(request.prompt_ids)
         self.deliver(
             Finished(
-                reason=FinishReason.ERROR,
+                reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached,
                 completion_tokens=self._num_tokens,
@@ -145,6 +153,7 @@ class AsyncEngine:
         self._limit = engine.config.max_requests
         self._queue_limit = engine.config.queue_limit
         self._inbox = _Inbox()
+        self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -168,6 +177,7 @@ class AsyncEngine:
         """
         self._end = self._end or EngineDead("the engine is stopping")
         self._inbox.close()
+        self._compiling.close()
         if self._loop is not None:
             # not a join in an executor: the interpreter would wait for that thread at its end
             await self._has_ended.wait()
@@ -194,8 +204,40 @@ class AsyncEngine:
         if self._loop is not None:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
-        self._inbox.put(_Submit(request, time.monotonic()))
+        if request.sampling.grammar is None:
+            self._inbox.put(_Submit(request, time.monotonic()))
+        else:
+            self._submit_compiled(handle, request.sampling.grammar)
         return handle
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Returns when the grammar stands. Raises InvalidRequest or Overloaded."""
+        await self._compiling.check(grammar)
+
+    def _submit_compiled(self, handle: GenerationHandle, grammar: Grammar) -> None:
+        """Neither this loop nor the engine's thread waits for the grammar, and nothing is sampled before it stands."""
+        loop, arrival = asyncio.get_running_loop(), time.monotonic()
+
+        def enqueue(compiled: concurrent.futures.Future[TokenMatcher]) -> None:
+            error = EngineDead("the engine is stopping") if compiled.cancelled() else compiled.exception()
+            if handle.has_ended or handle.is_cancelled or error is not None:
+                if error is not None and not isinstance(error, NsmError):
+                    logger.error("a grammar was not compiled", exc_info=error)
+                    error = EngineDead(f"the grammar was not compiled: {type(error).__name__}")
+                handle.fail(error)
+                self._handles.pop(handle.request.request_id, None)
+            else:
+                self._inbox.put(_Submit(handle.request, arrival, compiled.result()))
+
+        def call_loop(compiled: concurrent.futures.Future[TokenMatcher]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed before: no reader is left
+                loop.call_soon_threadsafe(enqueue, compiled)
+
+        try:
+            self._compiling.submit(grammar).add_done_callback(call_loop)
+        except NsmError:
+            del self._handles[handle.request.request_id]
+            raise
 
     def _check_num_watched(self, request: GenerationRequest) -> None:
         """Bounds the memory for captured routing; each such request also slows the others down."""
@@ -246,7 +288,7 @@ class AsyncEngine:
 
     def _add(self, command: _Submit) -> Events:
         try:
-            self._engine.add(command.request, arrival=command.at)
+            self._engine.add(command.request, arrival=command.at, matcher=command.matcher)
         except NsmError as error:
             return self._refuse(command, error)
         except Exception as error:  # of one request: the others must not end with it

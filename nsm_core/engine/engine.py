@@ -26,6 +26,8 @@ from nsm_core.engine.step_stats import StepStats
 from nsm_core.errors import InvalidRequest, StepFailed
 from nsm_core.execution.base import ExecutorFactory, SequenceModel
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.grammars.compiler import GrammarCompiler
+from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.model.observer import ModelObserver
 from nsm_core.stats import EngineStats
@@ -64,6 +66,7 @@ class Engine:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
+        self.grammars = GrammarCompiler(tokenizer)
         self._request_check = RequestCheck(
             vocab_size=tokenizer.vocab_size, spec=model.state_spec, fingerprint=fingerprint
         )
@@ -106,15 +109,22 @@ class Engine:
         if request.include_routing:
             self._routing.check()
 
-    def add(self, request: GenerationRequest, *, arrival: float | None = None) -> None:
+    def add(
+        self, request: GenerationRequest, *, arrival: float | None = None, matcher: TokenMatcher | None = None
+    ) -> None:
         """Queues a request that arrived at `arrival` by the clock, or now. Raises as `check`, or Overloaded.
+
+        `matcher`: of its grammar, which is compiled here if it is not given: that may take seconds.
 
         After an error nothing of the request remains here.
         """
         self.check(request)
         if request.request_id in self._active.by_id:
             raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
-        sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival)
+        grammar = request.sampling.grammar
+        if grammar is not None and matcher is None:
+            matcher = self.grammars.matcher(grammar)
+        sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival, matcher)
         self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), boundaries=request.keep_states_at)
         self._active.add(sequence)
 

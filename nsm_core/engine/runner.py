@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from nsm_core.engine.constraints import Constraints
 from nsm_core.engine.overlap import InFlightStep, next_inputs
 from nsm_core.engine.request import Resume
 from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
-from nsm_core.errors import NumericalError
+from nsm_core.errors import GrammarFailed, NumericalError
 from nsm_core.execution.base import Executor
 from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.logprobs import prompt_logprobs
@@ -57,18 +58,23 @@ class HiddenStates:
         return torch.cat([self.chunk(slot)[-length:] for slot, length in zip(slots, lengths, strict=True)])
 
 
+# What a row's sampling gave: a token, or why there is none
+Sampled = SampledToken | NumericalError | GrammarFailed
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step, by slot. A slot whose logits are not finite has a NumericalError; others are unaffected.
+    """The result of a step, by slot. A slot whose logits are not finite has a NumericalError, and one whose grammar
+    gave up a GrammarFailed; others are unaffected.
 
     `sampled`: for slots that have read their whole prompt. `scored`: log-probabilities of the prompt tokens that follow
     those read in this step, if requested. `further`: for slots with drafts, the tokens after `sampled`, one for each
     accepted draft. `num_read`: for decoding slots, the number of tokens read, if not one.
     """
 
-    sampled: dict[int, SampledToken | NumericalError] = dataclasses.field(default_factory=dict)
+    sampled: dict[int, Sampled] = dataclasses.field(default_factory=dict)
     scored: dict[int, tuple[TokenLogprob, ...]] = dataclasses.field(default_factory=dict)
-    further: dict[int, list[SampledToken | NumericalError]] = dataclasses.field(default_factory=dict)
+    further: dict[int, list[Sampled]] = dataclasses.field(default_factory=dict)
     num_read: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -78,7 +84,8 @@ class Runner:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._overlap = executor.overlap
-        self._sampler = Sampler(executor.draw)
+        self._sampler = Sampler(executor.draw, executor.mask)
+        self._constraints = Constraints()
         self.pool = executor.pool
         self._rollback = DraftRollback()
 
@@ -86,6 +93,7 @@ class Runner:
         """Leases the slot and writes the resumed state, or the learned start, into it."""
         resume = sequence.request.resume
         self.pool.lease(slot)
+        self._constraints.open(slot, sequence)
         try:
             self.pool.write(slot, self._executor.initial if resume is None else _unpacked_state(resume, self._executor))
             if self._overlap is not None:
@@ -97,6 +105,7 @@ class Runner:
     def close(self, slot: int) -> None:
         """Frees the slot."""
         self._rollback.remove(slot)
+        self._constraints.close(slot)
         self.pool.free(slot)
 
     def rollback_drafts(self, slot: int, sequence: RunningSequence) -> None:
@@ -251,7 +260,9 @@ class Runner:
             return
         logits = self._executor.logits(hidden.last(slots))
         rows = [sequences[slot] for slot in slots]
-        result.sampled.update(zip(slots, self._sampler.sample(logits, rows), strict=True))
+        masks, failed = self._constraints.masks(slots, sequences, NO_DRAFTS)
+        result.sampled.update(zip(slots, self._sampler.sample(logits, rows, masks), strict=True))
+        result.sampled.update(failed)
 
     def _sample_after_drafts(
         self,
@@ -264,9 +275,11 @@ class Runner:
         """Samples after every draft. A token counts if all drafts before it were sampled too, as in single steps."""
         lengths = [1 + len(drafts.get(slot, ())) for slot in slots]
         rows = [row for slot, length in zip(slots, lengths, strict=True) for row in _rows(sequences[slot], length)]
-        sampled = iter(self._sampler.sample(self._executor.logits(hidden.tails(slots, lengths)), rows))
+        masks, failed = self._constraints.masks(slots, sequences, drafts)
+        sampled = iter(self._sampler.sample(self._executor.logits(hidden.tails(slots, lengths)), rows, masks))
         for slot, length in zip(slots, lengths, strict=True):
-            first, *further = _accepted(list(itertools.islice(sampled, length)), drafts.get(slot, ()))
+            of_slot: list[Sampled] = [*itertools.islice(sampled, length)]
+            first, *further = _accepted([failed[slot]] if slot in failed else of_slot, drafts.get(slot, ()))
             result.sampled[slot] = first
             if slot in drafts:
                 result.further[slot] = further
@@ -288,11 +301,9 @@ def _rows(sequence: RunningSequence, number: int) -> list[SampledRow]:
     return [sequence, *later]
 
 
-def _accepted(
-    sampled: list[SampledToken | NumericalError], drafts: Sequence[int]
-) -> list[SampledToken | NumericalError]:
+def _accepted(sampled: list[Sampled], drafts: Sequence[int]) -> list[Sampled]:
     """`sampled` up to the first token that differs from its draft; sampled[i + 1] was sampled after drafts[i]."""
-    for index, draft in enumerate(drafts):
+    for index, draft in enumerate(drafts[: len(sampled)]):
         token = sampled[index]
         if not isinstance(token, SampledToken) or token.token_id != draft:
             return sampled[: index + 1]

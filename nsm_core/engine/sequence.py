@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from nsm_core.engine.output import NO_IDS, OutputStep, OutputStream
 from nsm_core.engine.request import GenerationRequest, PromptState, Timings
+from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.sampling.counts import TokenCounts
 from nsm_core.sampling.device import pack_sampling_params
 from nsm_core.sampling.result import TokenLogprob
@@ -84,9 +85,17 @@ class RunningSequence:
     It is also the sampler's `SampledRow`, so steps of hundreds of rows create no values for the sampler.
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float) -> None:
-        """`arrival`: in seconds, by the clock of the timeline."""
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer, arrival: float, matcher: TokenMatcher | None = None
+    ) -> None:
+        """`arrival`: in seconds, by the clock of the timeline. `matcher`: of the request's grammar, at its start.
+
+        Raises GrammarFailed when `sampled_ids` are not of the grammar.
+        """
+        if (matcher is None) != (request.sampling.grammar is None):
+            raise ValueError("a request has a matcher if and only if it has a grammar")
         self.request = request
+        self.matcher = matcher
         self.params = request.sampling
         self.packed_params = pack_sampling_params(request.sampling)
         self.timeline = Timeline(arrival)
@@ -105,7 +114,7 @@ class RunningSequence:
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
         # An array as long as the vocabulary, so only for requests with penalties
         self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
-        is_plain = self._counts is None and not request.sampled_ids
+        is_plain = self._counts is None and not request.sampled_ids and matcher is None
         self._num_plain = self.params.max_tokens - 1 if is_plain else 0
         replayed = _replayed_ids(request, tokenizer)
         for token_id in replayed:
@@ -144,6 +153,16 @@ class RunningSequence:
         return NO_COUNTS if self._counts is None else self._counts
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the grammar allows no further token: the answer ends without one that says so."""
+        return self.matcher is not None and self.matcher.is_complete
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether some ids are impossible for the next token."""
+        return self.matcher is not None or len(self.sampled) < self.params.min_tokens
+
+    @property
     def may_rewind(self) -> bool:
         """Whether the end state may be older than the newest state, because a stop string dropped tokens."""
         return self.request.keep_state and bool(self.request.sampling.stop)
@@ -171,10 +190,12 @@ class RunningSequence:
         return text
 
     def append(self, token_id: int) -> OutputStep:
-        """Appends a sampled token."""
+        """Appends a sampled token. Raises GrammarFailed for one that the grammar does not allow."""
         self.sampled.append(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
+        if self.matcher is not None and token_id not in self.output.end_ids:
+            self.matcher.advance(token_id)
         return self.output.feed(token_id)
 
 

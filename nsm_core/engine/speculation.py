@@ -109,7 +109,8 @@ class _DraftedRequest:
             self._drafter.extend(sequence.request.prompt_ids)
         self._drafter.extend(sequence.sampled[self._num_indexed :])
         self._num_indexed = num_sampled
-        return self._drafter.propose(num_drafts)
+        drafts = self._drafter.propose(num_drafts)
+        return drafts if sequence.matcher is None else drafts[: sequence.matcher.num_valid(drafts)]
 
     def record(self, *, num_drafted: int, num_accepted: int) -> None:
         self._pace.record(num_drafted=num_drafted, num_accepted=num_accepted, num_sampled=len(self._sequence.sampled))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from nsm_core.sampling.masks import MaskLogits
 from nsm_core.sampling.sampler import Draw
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State, StateSpec
@@ -119,6 +120,11 @@ class Executor(Protocol):
     @property
     def draw(self) -> Draw:
         """Draws tokens from logits on the host."""
+        ...
+
+    @property
+    def mask(self) -> MaskLogits:
+        """Makes tokens impossible in logits on the host."""
         ...
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.execution.base import Overlap, SequenceModel, TakeSavepoint
+from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -24,6 +25,7 @@ class EagerExecutor:
         self.pool = StatePool(model.state_spec, num_rows, self._device, poison=poison)
 
     draw = staticmethod(draw_reference)
+    mask = staticmethod(mask_reference)
     prompt_unit = 1  # products of other shapes round differently
     savepoint: TakeSavepoint | None = None  # for the same reason
     overlap: Overlap | None = None  # the CPU computes in the calling thread

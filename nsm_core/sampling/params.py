@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from nsm_core.errors import InvalidRequest
+from nsm_core.grammars.grammar import Grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: it is matched on every token
@@ -56,12 +57,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # before end of text or a stop id may come
+    grammar: Grammar | None = None
     logprobs: int | None = None  # None: none; n: the chosen token and the n most likely
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
         self._check_real_numbers()
         self._check_stop()
+        self._check_constraints()
         for name, high in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIASES)):
             num_entries = len(getattr(self, name))
             _check(num_entries <= high, name, f"of at most {high} entries", num_entries)
@@ -75,6 +79,7 @@ class SamplingParams:
             ("top_k", 0, MAX_TOP_K),
             ("seed", 0, 2**SEED_BITS - 1),
             ("choice_index", 0, 2**SEED_BITS - 1),
+            ("min_tokens", 0, math.inf),
             ("logprobs", 0, MAX_TOP_LOGPROBS),
         ):
             value = getattr(self, name)
@@ -104,6 +109,16 @@ class SamplingParams:
             _check(len(text) <= MAX_STOP_CHARS, "stop", expected, f"{text[:20]}… of {len(text)} characters")
             _check(_is_unicode(text), "stop", "made of valid Unicode strings (no unpaired surrogates)", text)
 
+    def _check_constraints(self) -> None:
+        _check(
+            self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
+        )
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequest(
+                f"ignore_eos excludes {self.grammar.param}: end of text comes where the grammar allows it",
+                param="ignore_eos",
+            )
+
     @property
     def is_greedy(self) -> bool:
         """Temperature 0: the most likely token after penalties and bias, no draw."""
@@ -115,9 +130,14 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether some tokens are impossible at some positions."""
+        return self.grammar is not None or self.min_tokens > 0
+
+    @property
     def is_plain(self) -> bool:
-        """Whether tokens are chosen from the raw logits alone: no log-probabilities, bias or penalties."""
-        return self.logprobs is None and not self.logit_bias and not self.has_penalties
+        """Whether tokens are chosen from the raw logits alone: no log-probabilities, bias, penalties or masks."""
+        return self.logprobs is None and not self.logit_bias and not self.has_penalties and not self.is_constrained
 
 
 def top_k_count(top_k: int) -> int:

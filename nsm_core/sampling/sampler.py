@@ -21,6 +21,7 @@ from nsm_core.sampling.device import (
     sample_on_device,
 )
 from nsm_core.sampling.logprobs import to_numpy, token_logprob
+from nsm_core.sampling.masks import MaskLogits, TokenMasks, mask_reference
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.processors import adjust, apply_filters, needs_adjustment, to_weights
 from nsm_core.sampling.result import NOT_FINITE, SampledToken
@@ -84,6 +85,7 @@ class Sampler:
     1. logit bias is added
     2. repetition penalty: logits of tokens sampled before are divided by it when positive, multiplied when not
     3. presence penalty, and frequency penalty times the count, are subtracted
+       Then tokens that a row's mask does not allow are made impossible
     4. temperature 0: the largest logit wins, the lowest id among equals. Otherwise logits are divided by it
     5. top-k, then top-p of the remaining tokens, then min-p against the most likely token
     6. the first id whose cumulative weight, over ids in ascending order, exceeds u times the total, where u is the
@@ -92,47 +94,58 @@ class Sampler:
     A row's result is a function of its own logits, params, position and counts: neighbours and batch size change
     nothing, not even the last bit. Log-probabilities are those of the raw logits, before step 1.
 
-    Plain rows (`SamplingParams.is_plain`) on a GPU are sampled there; their logits are not copied to the host.
+    Plain rows (`SamplingParams.is_plain`, no mask) on a GPU are sampled there; their logits are not copied to the host.
     """
 
-    def __init__(self, draw: Draw | None = None) -> None:
-        """`draw`: that of the executor; None: the reference."""
-        self._draw = draw or draw_reference
+    def __init__(self, draw: Draw | None = None, mask: MaskLogits = mask_reference) -> None:
+        """`draw`, `mask`: those of the executor; by default the references."""
+        self._draw, self._mask = draw or draw_reference, mask
 
-    def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
-        """logits [B, V], one row of it for each of `rows`; not modified.
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampledRow], masks: TokenMasks | None = None
+    ) -> list[SampledToken | NumericalError]:
+        """logits [B, V], one row of it for each of `rows`; not modified. `masks`: of rows that may not have every
+        token; none of them is plain.
 
         A row with NaN or infinite logits gives a NumericalError, returned and not raised: the other rows have tokens.
         """
         if logits.shape[0] != len(rows):
             raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} requests")
         if not (runs_kernels(logits) and fits_device(logits)):
-            return self._sample_on_host(logits, rows)
+            return self._sample_on_host(logits, rows, masks)
         plain_rows = [row.params.is_plain for row in rows]
         if all(plain_rows):
             return _sample_plain(logits, rows)
         chosen: list[SampledToken | NumericalError] = [not_finite(row.position) for row in rows]
-        for wanted, sample in ((True, _sample_plain), (False, self._sample_on_host)):
-            indices = [index for index, plain in enumerate(plain_rows) if plain is wanted]
-            if indices:
-                part = sample(logits[indices], [rows[index] for index in indices])
-                for index, token in zip(indices, part, strict=True):
-                    chosen[index] = token
+        for is_plain in (True, False):
+            indices = [index for index, plain in enumerate(plain_rows) if plain is is_plain]
+            if not indices:
+                continue
+            part, of_part = logits[indices], [rows[index] for index in indices]
+            of_masks = None if masks is None else masks.within(indices)
+            tokens = _sample_plain(part, of_part) if is_plain else self._sample_on_host(part, of_part, of_masks)
+            for index, token in zip(indices, tokens, strict=True):
+                chosen[index] = token
         return chosen
 
     def launch(self, logits: Tensor, rows: Sequence[SampledRow]) -> PendingTokens:
         """Like `sample`, for plain rows; only `PendingTokens.wait` waits for the device."""
         if runs_kernels(logits) and fits_device(logits):
             return launch_on_device(logits, rows)
-        sampled = self._sample_on_host(logits, rows)
+        sampled = self._sample_on_host(logits, rows, None)
         ids = [token.token_id if isinstance(token, SampledToken) else NOT_FINITE for token in sampled]
         return PendingTokens(torch.tensor(ids, device=logits.device))
 
-    def _sample_on_host(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[SampledToken | NumericalError]:
+    def _sample_on_host(
+        self, logits: Tensor, rows: Sequence[SampledRow], masks: TokenMasks | None
+    ) -> list[SampledToken | NumericalError]:
         raw = to_numpy(logits)
         is_finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(raw).all(axis=-1))
         good = [index for index in range(len(rows)) if is_finite[index]]
         adjusted = _adjust(raw, rows, good)
+        if masks is not None:
+            adjusted = raw.copy() if adjusted is raw else adjusted
+            self._mask(adjusted, masks)
         token_ids = adjusted.argmax(axis=-1)  # enough for greedy rows
         drawn = [index for index in good if not rows[index].params.is_greedy]
         if drawn:

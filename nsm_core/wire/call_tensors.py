@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
 from nsm_core.wire import fields
@@ -35,6 +36,13 @@ OPERATIONS = (GENERATE, DESCRIBE, STATUS, INSPECT)
 IGNORED_PARAMETERS = {"id"}
 IGNORED_PREFIX = "triton_"
 
+
+def _grammar(name: str, value: Any) -> Grammar:
+    if not isinstance(value, dict):
+        refuse(name, "an object", value)
+    return Grammar.from_fields(value)
+
+
 _SAMPLING: Mapping[str, fields.Parser] = {
     "max_tokens": fields.whole_number,
     "temperature": fields.number,
@@ -50,6 +58,8 @@ _SAMPLING: Mapping[str, fields.Parser] = {
     "stop": fields.texts,
     "stop_token_ids": fields.whole_numbers,
     "ignore_eos": fields.flag,
+    "min_tokens": fields.whole_number,
+    "grammar": fields.optional(_grammar),
     "logprobs": fields.optional(fields.whole_number),
 }
 _RESUME: Mapping[str, fields.Parser] = {
@@ -144,10 +154,13 @@ def _encode_generate(call: GenerateCall, *, with_state: bool) -> dict[str, Any]:
     sampling = {
         field.name: getattr(call.sampling, field.name)
         for field in dataclasses.fields(SamplingParams)
-        if field.name != "logit_bias" and (field.name == "seed" or getattr(call.sampling, field.name) != field.default)
+        if field.name not in ("logit_bias", "grammar")
+        and (field.name == "seed" or getattr(call.sampling, field.name) != field.default)
     }
     if call.sampling.logit_bias:
         sampling["logit_bias"] = {str(token_id): bias for token_id, bias in call.sampling.logit_bias.items()}
+    if call.sampling.grammar is not None:
+        sampling["grammar"] = call.sampling.grammar.to_fields()
     options: dict[str, Any] = {
         "stream": call.stream,
         "resume": None if call.resume is None else encode_resume(call.resume),

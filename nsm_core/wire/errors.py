@@ -14,6 +14,7 @@ from typing import Any
 from nsm_core.errors import (
     DeadlineExceeded,
     EngineDead,
+    GrammarFailed,
     InvalidRequest,
     NsmError,
     NumericalError,
@@ -59,6 +60,7 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     ),
     EngineDead: _Kind("engine_dead", "UNAVAILABLE", lambda message, _: EngineDead(message)),
     DeadlineExceeded: _Kind("deadline_exceeded", "CANCELLED", lambda message, _: DeadlineExceeded(message)),
+    GrammarFailed: _Kind("grammar_failed", "INTERNAL", lambda message, _: GrammarFailed(message)),
     NumericalError: _Kind("numerical_error", "INTERNAL", lambda message, _: NumericalError(message)),
     StepFailed: _Kind("step_failed", "INTERNAL", lambda message, _: StepFailed(message)),
 }

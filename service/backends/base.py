@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
@@ -75,6 +76,13 @@ class InferenceBackend(Protocol):
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request. Raises Overloaded (queue full), EngineDead, InvalidRequest or StateMismatch at once."""
+        ...
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Returns when the grammar can be used, within seconds and without holding up others.
+
+        Raises InvalidRequest with the reason, or Overloaded.
+        """
         ...
 
     async def inspect_state(

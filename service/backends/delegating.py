@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
@@ -42,6 +43,9 @@ class DelegatingBackend:
 
     def submit(self, request: GenerationRequest) -> Generation:
         return self._backend.submit(request)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._backend.check_grammar(grammar)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

@@ -13,6 +13,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.heap import trim_heap
 from nsm_core.inspection.probe import RoutingProbe
 from nsm_core.inspection.reading import inspect
@@ -92,6 +93,9 @@ class LocalBackend:
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         return self._engine.submit(request)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._engine.check_grammar(grammar)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

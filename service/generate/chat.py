@@ -15,6 +15,7 @@ from service.deps import Arrival, Services
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
+from service.generate.structured import with_grammar
 from service.schemas.chat import ChatBody
 from service.web.sse import TextFrame, frame
 
@@ -138,7 +139,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
     template = get_template(services.backend.model.chat_template)
-    spec = body.to_request(services.limits, template)
+    spec = await with_grammar(services, tenant, body.to_request(services.limits, template))
     prompt = await services.prompts.read(spec.prompts[0], param="messages")
     start = await services.prefix_resume.start(
         tenant,

@@ -13,6 +13,7 @@ from service.deps import Arrival, Services
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
+from service.generate.structured import with_grammar
 from service.prompts import Prompt
 from service.schemas.common import RequestSpec
 from service.schemas.completions import CompletionBody
@@ -152,7 +153,7 @@ class ChoiceText:
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
-    spec = body.to_request(services.limits)
+    spec = await with_grammar(services, tenant, body.to_request(services.limits))
     prompts = [await services.prompts.read(text) for text in spec.prompts]
     starts = [await _start(services, tenant, body, spec, *pair) for pair in zip(spec.prompts, prompts, strict=True)]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)

@@ -22,6 +22,7 @@ from service.deps import Arrival, Services
 from service.generate.completions import KIND, ChoiceText, text_piece
 from service.generate.deltas import Delta, DeltaBuilder
 from service.generate.openai_format import Envelope, usage
+from service.generate.structured import with_grammar
 from service.schemas.sessions import SESSION_ID, GenerateBody
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
@@ -151,7 +152,7 @@ async def open_session_turn(
 ) -> SessionAnswer:
     """Checks the body and begins the turn; errors become the answer's status."""
     services.check_model(body.model)
-    spec = body.to_request(services.limits)
+    spec = await with_grammar(services, key.tenant, body.to_request(services.limits))
     digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
     identity = _identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full

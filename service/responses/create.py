@@ -8,6 +8,7 @@ import uuid
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
 from nsm_core.hashing import identity_of
 from service.deps import Arrival, Services
+from service.generate.structured import with_grammar
 from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer, StoredAnswer, UnstoredResponse
 from service.responses.chain import Chain, TurnPlan, chat_template, plan_turn
@@ -55,7 +56,7 @@ async def open_response(
     if not body.store:
         return await _open_unstored(services, tenant, body, arrival, opened)
     try:
-        opening = _opening(
+        opening = await _opening(
             services, tenant, body, arrival, is_resumable=body.stream or body.background or key is not None
         )
         return await _open_stored(opening, body, opened, digest=digest, earlier=earlier)
@@ -84,7 +85,7 @@ async def _open_unstored(
 ) -> UnstoredResponse:
     context = await find_context(services, tenant, body)
     plan = await make_plan(services, tenant, body, context, body.items())
-    opening = _opening(services, tenant, body, arrival, is_resumable=False)
+    opening = await _opening(services, tenant, body, arrival, is_resumable=False)
     try:
         group = await open_unstored(opening, plan, response_id=opened["id"], is_stream=body.stream)
     except NotFound as error:
@@ -114,10 +115,10 @@ async def _open_stored(
     return StoredAnswer(services, stored, turn, ending, is_background=body.background)
 
 
-def _opening(
+async def _opening(
     services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool
 ) -> Opening:
-    spec = body.to_request(services.limits, chat_template(services))
+    spec = await with_grammar(services, tenant, body.to_request(services.limits, chat_template(services)))
     services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return Opening(
         services=services,

@@ -54,7 +54,7 @@ def opened_response(body: CreateResponseBody, *, response_id: str, model: str) -
         "service_tier": "default",
         "store": body.store,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": body.text_format},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,

@@ -23,6 +23,7 @@ from service.schemas.common import (
     check_n,
     content_schema,
 )
+from service.schemas.structured import StructuredFields
 
 DEFAULT_MAX_TOKENS = 256
 CONTENT_SCHEMA = content_schema({"const": "text"})
@@ -67,7 +68,7 @@ class Message(RequestBody):
         return ChatMessage(role="system" if self.role == "developer" else self.role, content=self.content)
 
 
-class ChatBody(SamplingFields, RoutingFields):
+class ChatBody(SamplingFields, StructuredFields, RoutingFields):
     """Messages in, the assistant's next message out."""
 
     ignored = IGNORED
@@ -100,11 +101,13 @@ class ChatBody(SamplingFields, RoutingFields):
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The prompt is the chat as the model reads it. Raises InvalidRequest."""
         check_n(self.n, 1, limits.max_choices)
+        grammar = self.to_grammar(prefix=template.answer_prefix)
         sampling = self.to_sampling(
             limits,
             max_tokens=self._max_tokens(limits.max_tokens),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            template_stop=template.stop,
+            template_stop=() if grammar else template.stop,  # a grammar says itself where the answer ends
+            grammar=grammar,
         )
         self.check_routing(max_tokens=sampling.max_tokens, num_choices=self.n, param="max_completion_tokens")
         return RequestSpec(

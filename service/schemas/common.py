@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from nsm_core.errors import InvalidRequest
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS
 from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
@@ -39,7 +40,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "suffix": ("",),
@@ -169,6 +169,7 @@ class SamplingFields(RequestBody):
         default=None, description="64 bits, signed or unsigned: in [-2^63, 2^64), -1 being 2^64 - 1; drawn when absent"
     )
     stop: list[str] = Field(default=[], description=f"a string or up to {MAX_STOP_STRINGS} of them")
+    min_tokens: int = Field(default=0, description="end of text and stop ids come after so many tokens at the earliest")
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(default=False, description="go on after end of text")
     include_energy: bool = Field(default=False, description="joules in usage")
@@ -215,7 +216,13 @@ class SamplingFields(RequestBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def to_sampling(
-        self, limits: Limits, *, max_tokens: int, logprobs: int | None = None, template_stop: tuple[str, ...] = ()
+        self,
+        limits: Limits,
+        *,
+        max_tokens: int,
+        logprobs: int | None = None,
+        template_stop: tuple[str, ...] = (),
+        grammar: Grammar | None = None,
     ) -> SamplingParams:
         """The only conversion into SamplingParams; raises InvalidRequest. A seed that is absent is drawn here, once.
 
@@ -241,6 +248,8 @@ class SamplingFields(RequestBody):
             stop=(*self.stop, *template_stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            grammar=grammar,
             logprobs=logprobs,
         )
 

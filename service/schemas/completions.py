@@ -18,6 +18,7 @@ from service.schemas.common import (
     check_max_tokens,
     check_n,
 )
+from service.schemas.structured import StructuredFields
 from service.web.errors import shown
 
 DEFAULT_MAX_TOKENS = 16
@@ -32,7 +33,7 @@ PROMPT_SCHEMA = {
 }
 
 
-class CompletionBody(SamplingFields, RoutingFields):
+class CompletionBody(SamplingFields, StructuredFields, RoutingFields):
     """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
 
     ignored = IGNORED
@@ -81,7 +82,7 @@ class CompletionBody(SamplingFields, RoutingFields):
         return RequestSpec(
             prompts=prompts,
             n=self.n,
-            sampling=self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs),
+            sampling=self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs, grammar=self.to_grammar()),
             timeout_s=self.timeout or limits.timeout_s,
             prompt_logprobs=(self.logprobs or 0) if has_scores else None,
             is_score_only=is_score_only,

@@ -22,6 +22,7 @@ from service.schemas.common import (
 )
 from service.schemas.items import Item, input_item
 from service.schemas.sessions import Metadata
+from service.schemas.structured import RESPONSE_FORMAT_SCHEMA, read_format
 from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -44,7 +45,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 OF_CHAT = {"messages": "input"}
 LENGTHS_OF_CHAT = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
-PLAIN_FORMATS: tuple[Any, ...] = (None, {"type": "text"})
+TEXT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "format": {
+            **RESPONSE_FORMAT_SCHEMA,
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "name": {"type": "string"},
+                "schema": {"type": "object"},
+            },
+        }
+    },
+}
 USUAL_VERBOSITY = (None, "medium")
 
 
@@ -145,17 +158,19 @@ class CreateResponseBody(SamplingFields, ContextFields):
     background: bool = False
     max_output_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     metadata: Metadata = Field(default={})
-    text: Annotated[Any, WithJsonSchema({"description": "plain text only"})] = None
+    text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = None
 
     @field_validator("text", mode="after")
     @classmethod
-    def _plain_text(cls, value: Any) -> None:
+    def _text_format(cls, value: Any) -> Any:
         if value is None:
-            return
+            return None
         if not isinstance(value, dict) or not value.keys() <= {"format", "verbosity"}:
             raise InvalidRequest(f"text must be an object with format and verbosity, got {shown(value)}", param="text")
-        _require_one_of(PLAIN_FORMATS, value.get("format"), "text.format")
+        if value.get("format") is not None:
+            read_format(value["format"], "text.format", "", nested=False)
         _require_one_of(USUAL_VERBOSITY, value.get("verbosity"), "text.verbosity")
+        return value
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CreateResponseBody:
@@ -164,13 +179,24 @@ class CreateResponseBody(SamplingFields, ContextFields):
                 raise InvalidRequest(f"{name} needs store: true", param=name)
         return self
 
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """As the response shows it."""
+        return (self.text or {}).get("format") or {"type": "text"}
+
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """Raises InvalidRequest."""
+        grammar = read_format(self.text_format, "text.format", template.answer_prefix, nested=False)
         max_tokens = min(DEFAULT_MAX_TOKENS, limits.max_tokens)
         if self.max_output_tokens is not None:
             max_tokens = check_max_tokens(self.max_output_tokens, limits.max_tokens, param="max_output_tokens")
         return RequestSpec(
-            sampling=self.to_sampling(limits, max_tokens=max_tokens, template_stop=template.stop),
+            sampling=self.to_sampling(
+                limits,
+                max_tokens=max_tokens,
+                template_stop=() if grammar else template.stop,  # a grammar says itself where the answer ends
+                grammar=grammar,
+            ),
             timeout_s=self.timeout or limits.timeout_s,
         )
 

@@ -28,6 +28,7 @@ from service.schemas.ignored_fields import (
     MAX_METADATA_VALUE_CHARS,
     check_metadata,
 )
+from service.schemas.structured import StructuredFields
 from service.stores.sessions.base import UNSET, Unset
 from service.web.errors import shown
 
@@ -127,7 +128,7 @@ class RewindBody(RequestBody):
         return self
 
 
-class GenerateBody(SamplingFields, RoutingFields):
+class GenerateBody(SamplingFields, StructuredFields, RoutingFields):
     """One turn: read `input`, then sample."""
 
     ignored = IGNORED
@@ -161,7 +162,7 @@ class GenerateBody(SamplingFields, RoutingFields):
     def to_request(self, limits: Limits) -> RequestSpec:
         """The one prompt is the input. Raises InvalidRequest."""
         max_tokens = check_max_tokens(self.max_tokens, limits.max_tokens)
-        sampling = self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs)
+        sampling = self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs, grammar=self.to_grammar())
         self.check_routing(max_tokens=max_tokens)
         return RequestSpec(
             prompts=(self.input,),

@@ -14,6 +14,7 @@ from typing import Any
 import nsm_core.errors
 from nsm_core.engine.request import Finished, FinishReason, TokenEvent, TokenLogprob
 from nsm_core.errors import NsmError
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.hashing import identity_of
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EnergyUse
@@ -155,7 +156,8 @@ def _dump(value: object) -> bytes:
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-    return {**fields, "logit_bias": {str(key): value for key, value in sampling.logit_bias.items()}}
+    grammar = None if sampling.grammar is None else sampling.grammar.to_fields()
+    return {**fields, "logit_bias": {str(key): value for key, value in sampling.logit_bias.items()}, "grammar": grammar}
 
 
 def _sampling_of(fields: Mapping[str, Any]) -> SamplingParams:
@@ -163,6 +165,8 @@ def _sampling_of(fields: Mapping[str, Any]) -> SamplingParams:
         "logit_bias": {int(key): value for key, value in fields["logit_bias"].items()},
         "stop": tuple(fields["stop"]),
         "stop_token_ids": tuple(fields["stop_token_ids"]),
+        # records of earlier versions have none
+        "grammar": None if fields.get("grammar") is None else Grammar.from_fields(fields["grammar"]),
     }
     return SamplingParams(**{**fields, **changes})
 

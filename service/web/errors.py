@@ -23,6 +23,7 @@ from nsm_core.errors import (
     DeadlineExceeded,
     EngineDead,
     Forbidden,
+    GrammarFailed,
     InvalidRequest,
     KeyReused,
     LeaseLost,
@@ -106,6 +107,8 @@ RULES: Mapping[type[NsmError], Rule] = {
     StoreReplaced: Rule(503, SERVER, "store_replaced", retry=False),
     # the client set the deadline: an automatic retry would only double the load
     DeadlineExceeded: Rule(504, SERVER, "deadline_exceeded", retry=False),
+    # the same grammar meets the same limit
+    GrammarFailed: Rule(422, INVALID, "grammar_failed", retry=False),
     NumericalError: Rule(500, SERVER, "numerical_error", retry=False),
     # it may be this request that steps fail with
     StepFailed: Rule(500, SERVER, "step_failed", retry=False),

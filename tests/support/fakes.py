@@ -20,6 +20,8 @@ from nsm_core.engine.request import (
     TokenLogprob,
 )
 from nsm_core.errors import NsmError, Overloaded, SnapshotCorrupt, StateMismatch
+from nsm_core.grammars.compiler import CompilePool, GrammarCompiler
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import TensorLayout
@@ -92,6 +94,7 @@ class FakeBackend:
         self.requests: list[GenerationRequest] = []
         self.running: set[FakeGeneration] = set()
         self.num_cancels = 0
+        self._compiling = CompilePool(GrammarCompiler(self.tokenizer))
         self.held = asyncio.Event()
         self._permits = asyncio.Semaphore(0)
         self._hold = hold
@@ -129,6 +132,10 @@ class FakeBackend:
         """The fake's state has no layers."""
         position = 0 if state is None else int.from_bytes(state[32:], "little")
         return StateReport(position=position, num_bytes=STATE_BYTES, layers=())
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiled as by the real ones; the script is given all the same."""
+        await self._compiling.check(grammar)
 
     async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
         return ()

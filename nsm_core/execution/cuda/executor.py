@@ -21,6 +21,7 @@ from nsm_core.execution.cuda.weights import pack_weights
 from nsm_core.model.nsm import NsmModel
 from nsm_core.sampling.device import to_device
 from nsm_core.sampling.kernel import LARGEST_VOCABULARY
+from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
 from nsm_core.state.spec import State
@@ -63,6 +64,7 @@ class CudaExecutor:
         )
 
     draw = staticmethod(draw_reference)  # for the few rows that are not drawn on the device
+    mask = staticmethod(mask_reference)  # for the same
     prompt_unit = PROMPT_UNIT
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 

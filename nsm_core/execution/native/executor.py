@@ -15,6 +15,7 @@ from torch import Tensor
 from nsm_core.execution.base import Overlap
 from nsm_core.execution.native.draw import draw_tokens
 from nsm_core.execution.native.library import load_library
+from nsm_core.execution.native.masks import mask_tokens
 from nsm_core.execution.native.savepoint import NativeSavepoint
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.nsm import NsmModel
@@ -62,6 +63,7 @@ class NativeExecutor:
         weakref.finalize(self, library.nsm_runner_free, self._runner).atexit = False
 
     draw = staticmethod(draw_tokens)
+    mask = staticmethod(mask_tokens)
     prompt_unit = 1  # every cut of a prompt gives the same bits
     overlap: Overlap | None = None  # the CPU computes in the calling thread
 

@@ -67,6 +67,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "nsm_prefer_huge_pages": (None, (_POINTER, ctypes.c_int64)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_mask": (None, (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT)),
     "nsm_draw": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER)),
     "nsm_runner_free": (None, (_POINTER,)),
 }

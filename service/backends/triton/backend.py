@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.request_check import RequestCheck
 from nsm_core.errors import EngineDead, InvalidRequest, Overloaded
+from nsm_core.grammars.compiler import CompilePool, GrammarCompiler
+from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout
@@ -40,6 +42,7 @@ class TritonBackend:
         self._counts = EngineStats()
         self._model: ModelInfo | None = None
         self._admission: RequestCheck | None = None
+        self._compiling: CompilePool | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -65,10 +68,13 @@ class TritonBackend:
             spec=StateLayout(self._model.state_layout),
             fingerprint=self._model.fingerprint,
         )
+        self._compiling = CompilePool(GrammarCompiler(tokenizer))
         self._end = None
 
     async def stop(self) -> None:
         self._end = self._end or EngineDead("the backend is stopping")
+        if self._compiling is not None:
+            self._compiling.close()
         await asyncio.gather(*(generation.stop() for generation in self._open.values()))
         await self.upstreams.stop()
 
@@ -101,6 +107,12 @@ class TritonBackend:
         if request.prompt_logprobs is not None and num_tokens > limit:
             message = f"a prompt whose tokens are scored must have at most {limit} of them, got {num_tokens}"
             raise InvalidRequest(message, param="prompt")
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiled here only to be checked: the server that runs the request compiles it again."""
+        if self._compiling is None:
+            raise EngineDead("the backend was not started")
+        await self._compiling.check(grammar)
 
     async def inspect_state(
         self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None

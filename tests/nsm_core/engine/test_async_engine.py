@@ -341,7 +341,7 @@ def test_a_loop_that_ends_first_leaves_no_thread_behind(
 async def test_refusals_of_the_engine_itself_reach_the_client(
     gated: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(request: object, *, arrival: float) -> None:
+    def refuse(request: object, **_: object) -> None:
         raise NsmError("no")
 
     monkeypatch.setattr(gated._engine, "add", refuse)

@@ -145,6 +145,11 @@ void nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
 }
 
 // Draws a token of each of the rows indices [num_rows] of logits [..., n]; wholes and parts [num_rows]: see draw.h.
+// Row i of `words` [num_rows, num_words] is of logits row indices[i].
+void nsm_mask(float* logits, int n, const int64_t* indices, int num_rows, const int32_t* words, int num_words) {
+  for (int i = 0; i < num_rows; ++i) nsm::mask(logits + indices[i] * n, n, words + static_cast<int64_t>(i) * num_words, num_words);
+}
+
 int nsm_draw(const char* kernels, const float* logits, int n, const int64_t* indices, int num_rows, const nsm::Wholes* wholes,
              const nsm::Parts* parts, int64_t* out) {
   const Kernels* chosen = kernels_named(kernels);

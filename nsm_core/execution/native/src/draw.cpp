@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace nsm {
 namespace {
@@ -111,6 +112,17 @@ double uniform(const Wholes& place) {
     c3 = static_cast<uint64_t>(a);
   }
   return static_cast<double>(c0 >> 11) * 0x1p-53;
+}
+
+void mask(float* logits, int n, const int32_t* words, int num_words) {
+  constexpr int BITS = 32;
+  for (int at = 0; at < n; at += BITS) {
+    const uint32_t allowed = at / BITS < num_words ? static_cast<uint32_t>(words[at / BITS]) : 0u;
+    if (allowed == 0xffffffffu) continue;
+    const int end = std::min(BITS, n - at);
+    for (int i = 0; i < end; ++i)
+      if ((allowed >> i & 1u) == 0u) logits[at + i] = -std::numeric_limits<float>::infinity();
+  }
 }
 
 int draw(const Kernels& kernels, const float* logits, int n, const Wholes& wholes, const Parts& parts, std::vector<float>& weights) {

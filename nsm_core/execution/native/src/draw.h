@@ -19,7 +19,10 @@ struct Parts {
 // The uniform number in [0, 1) of this place: nsm_core/sampling/rng.py.
 double uniform(const Wholes& place);
 
-// logits [n], finite; `weights` is scratch.
+// Logits [n] of tokens whose bit in `words` is not set become minus infinity: nsm_core/sampling/masks.py.
+void mask(float* logits, int n, const int32_t* words, int num_words);
+
+// logits [n], finite or minus infinity; `weights` is scratch.
 int draw(const Kernels& kernels, const float* logits, int n, const Wholes& wholes, const Parts& parts, std::vector<float>& weights);
 
 }  // namespace nsm

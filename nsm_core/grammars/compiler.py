@@ -1,0 +1,181 @@
+"""Grammars -> matchers over one tokenizer, within limits of time and memory; compiled forms are kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from nsm_core.errors import InvalidRequest, Overloaded
+from nsm_core.grammars.grammar import Grammar
+from nsm_core.grammars.matcher import TokenMatcher
+from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
+
+MAX_STORED = 32  # compiled grammars of one scope
+MAX_SCOPES = 64
+MAX_WAITING = 64  # grammars that wait to be compiled
+COMPILE_TIMEOUT_S = 5.0
+MAX_REASON_CHARS = 300
+# Bounds of the library's work, far above what schemas of APIs need: tests/nsm_core/grammars/test_hostile.py
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# One form of white space, as Python's json writes it: a model that may write any amount of it sometimes never stops.
+# Unknown keywords are refused, also where the schema itself asks for lenience.
+JSON_OPTIONS: dict[str, Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+ANSWER = "answer"  # the name of the grammar behind a prefix
+
+
+class GrammarCompiler:
+    """Any thread may call it. The library and its view of the vocabulary are loaded with the first grammar."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stored: OrderedDict[str, OrderedDict[Grammar, TokenMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar) -> TokenMatcher:
+        """A matcher at the start of an answer. Raises InvalidRequest with the library's reason."""
+        with self._lock:
+            of_scope = self._stored.get(grammar.scope)
+            if of_scope is not None and grammar in of_scope:
+                of_scope.move_to_end(grammar)
+                return of_scope[grammar].copy()
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._store(grammar, compiled)
+            return compiled.copy()
+
+    def _store(self, grammar: Grammar, compiled: TokenMatcher) -> None:
+        of_scope = self._stored.setdefault(grammar.scope, OrderedDict())
+        self._stored.move_to_end(grammar.scope)
+        of_scope[grammar] = compiled
+        of_scope.move_to_end(grammar)
+        if len(of_scope) > MAX_STORED:
+            of_scope.popitem(last=False)
+        if len(self._stored) > MAX_SCOPES:
+            self._stored.popitem(last=False)
+
+    def _compile(self, grammar: Grammar) -> TokenMatcher:
+        try:
+            compiled = LLMatcher(
+                self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS)
+            )
+        except (ValueError, RecursionError) as error:
+            raise _refusal(grammar, str(error)) from error
+        if compiled.is_error():
+            raise _refusal(grammar, compiled.get_error())
+        return TokenMatcher(compiled)
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
+
+
+class CompilePool:
+    """Compiles on a thread of its own, one grammar at a time, so that neither an event loop nor the engine waits."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nsm-grammar")
+        self._num_waiting = 0
+        self._lock = threading.Lock()
+
+    def submit(self, grammar: Grammar) -> Future[TokenMatcher]:
+        """`GrammarCompiler.matcher` on the thread. Raises Overloaded."""
+        with self._lock:
+            if self._num_waiting >= MAX_WAITING:
+                raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled", param=grammar.param)
+            self._num_waiting += 1
+        future = self._thread.submit(self._compiler.matcher, grammar)
+        future.add_done_callback(self._count_done)
+        return future
+
+    async def check(self, grammar: Grammar) -> None:
+        """Returns when the grammar stands. Raises InvalidRequest for one that is refused or takes too long."""
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                await asyncio.wrap_future(self.submit(grammar))
+        except TimeoutError as error:
+            message = f"{grammar.param} was not compiled within {COMPILE_TIMEOUT_S:g} s"
+            raise InvalidRequest(message, param=grammar.param, code="grammar_too_complex") from error
+
+    def close(self) -> None:
+        """Takes no further grammars; never blocks."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _count_done(self, _: Future[TokenMatcher]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.end_of_text_id
+        self.bos_token_id: int | None = None
+        texts = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        # special tokens have no bytes; under names of their own, no grammar's text is ever one of them
+        names = {token_id: f"<|special-{token_id}|>".encode() for token_id, raw in enumerate(texts) if not raw}
+        names[tokenizer.end_of_text_id] = END_OF_TEXT.encode()
+        self.special_token_ids: Sequence[int] = sorted(names)
+        self.tokens: Sequence[bytes] = [names.get(token_id, raw) for token_id, raw in enumerate(texts)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _library_grammar(grammar: Grammar) -> str:
+    """The library's own notation, as JSON."""
+    answer = {"name": ANSWER, **_parts(grammar)}
+    if not grammar.prefix:
+        return json.dumps({"grammars": [answer]})
+    start = {"lark_grammar": f"start: {_literal(grammar.prefix)} @{ANSWER}"}
+    return json.dumps({"grammars": [start, answer]})
+
+
+def _parts(grammar: Grammar) -> dict[str, Any]:
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.source)
+        if not isinstance(schema, dict):
+            raise ValueError("a schema must be a JSON object")
+        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+    if grammar.kind == "regex":
+        text: str = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
+        return {"lark_grammar": text}
+    if grammar.kind == "choice":
+        return {"lark_grammar": "start: " + " | ".join(_literal(text) for text in json.loads(grammar.source))}
+    return {"lark_grammar": grammar.source}
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    line = " ".join(reason.split())[:MAX_REASON_CHARS]
+    return InvalidRequest(
+        f"{grammar.param} cannot be used as a grammar: {line}", param=grammar.param, code="invalid_grammar"
+    )

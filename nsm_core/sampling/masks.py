@@ -1,0 +1,43 @@
+"""Which tokens constrained rows may have, as bits, and their effect on logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """indices [R] int64, rising: rows of a batch's logits. words [R, W] int32: bit i of word w allows token 32 w + i;
+    tokens beyond the last word are not allowed.
+    """
+
+    indices: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int32]
+
+    def within(self, rows: Sequence[int]) -> TokenMasks:
+        """The masks for logits[rows], which have all rows of `indices`."""
+        return TokenMasks(np.searchsorted(np.asarray(rows, np.int64), self.indices), self.words)
+
+
+class MaskLogits(Protocol):
+    """Makes tokens impossible. `mask_reference` is its specification."""
+
+    def __call__(self, logits: Logits, masks: TokenMasks) -> None:
+        """logits [B, V] contiguous, changed in place: those of tokens that are not allowed become minus infinity."""
+        ...
+
+
+def mask_reference(logits: Logits, masks: TokenMasks) -> None:
+    """A `MaskLogits` in numpy, on any machine."""
+    vocab_size = logits.shape[1]
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
+    for index, allowed in zip(masks.indices.tolist(), bits, strict=True):
+        logits[index, : len(allowed)][~allowed] = -np.inf
+        logits[index, len(allowed) :] = -np.inf
