@@ -86,9 +86,12 @@ def write_safetensors(
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # numbers begin at a multiple of their size
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(len(raw).to_bytes(_LENGTH_BYTES, "little") + raw)
-        for name in header:
-            if name != "__metadata__":
-                file.write(read(name).contiguous().flatten().view(torch.uint8).numpy().data)
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(len(raw).to_bytes(_LENGTH_BYTES, "little") + raw)
+            for name in header:
+                if name != "__metadata__":
+                    file.write(read(name).contiguous().flatten().view(torch.uint8).numpy().data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig, canonical_json, read_fields
 from nsm_core.errors import CheckpointError
+from nsm_core.formats.int8_rows import quantize_rows as quantize_rows
 from nsm_core.hashing import new_identity
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
@@ -43,12 +44,6 @@ class WeightFormat(enum.StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"
-
-
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, C, ...] float -> int8 of that shape and fp32 scale [R, ...]: symmetric, absolute maximum along C."""
-    scale = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127.0
-    return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def is_rounded(name: str, value: Tensor) -> bool:

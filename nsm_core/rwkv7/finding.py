@@ -189,8 +189,10 @@ def _hugging_face_directory(path: Path, fields: dict[str, Any]) -> Found:
 
 
 def _other_architecture(file: Path, name: object) -> CheckpointError:
-    shown = name[:60] if isinstance(name, str) else type(name).__name__
-    return CheckpointError(f"{file}: the architecture is {shown!r}; served are {HF_ARCHITECTURE} and {ARCHITECTURE}")
+    if not isinstance(name, str):
+        return CheckpointError(f"{file} names no architecture")
+    known = f"served are {HF_ARCHITECTURE} and {ARCHITECTURE}"
+    return CheckpointError(f"{file}: the architecture is {name[:60]!r}; {known}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from nsm_core.errors import CheckpointError, NsmError
-from nsm_core.rwkv7.chat import choose_template
+from nsm_core.rwkv7.chat import Chosen, choose_template
 from nsm_core.rwkv7.files import Rwkv7Files
 from nsm_core.rwkv7.finding import ARCHITECTURE, CONFIG_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE, find_files, read_json
 from nsm_core.rwkv7.reading import ModelTensors
 from nsm_core.rwkv7.vocabulary import find_tokenizer
+from nsm_core.tokenizer import Tokenizer
 
 
 def claims(path: Path) -> bool:
@@ -28,26 +30,50 @@ def claims(path: Path) -> bool:
     return fields.get("architecture") == ARCHITECTURE or "architectures" in fields or "model_type" in fields
 
 
-def open_files(path: Path) -> Rwkv7Files:
-    """Checks every tensor's name and shape; reads none but for the fingerprint.
+class OpenModel:
+    """A model of which only headers have been read; every tensor's name and shape is checked.
 
     Raises CheckpointError, one line that names file and tensor.
     """
-    found = find_files(path)
-    tensors = ModelTensors(path, found.stored, found.layout, found.hints)
-    tokenizer = find_tokenizer(found, tensors.config.vocab_size)
-    if tokenizer.vocab_size > tensors.config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"the tensor emb.weight only {tensors.config.vocab_size} rows"
-        )
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = find_files(path)
+        self.tensors = ModelTensors(path, self.files.stored, self.files.layout, self.files.hints)
+
+    @property
+    def name(self) -> str:
+        """Of the directory, or of the file without its ending."""
+        return self.path.resolve().name if self.path.is_dir() else self.path.stem
+
+    @functools.cached_property
+    def template(self) -> Chosen:
+        """The chat template, and why it is not the files' own."""
+        return choose_template(self.files)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError that says what is missing, or does not fit."""
+        vocab_size = self.tensors.config.vocab_size
+        tokenizer = find_tokenizer(self.files, vocab_size)
+        if tokenizer.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
+                f"the tensor emb.weight only {vocab_size} rows"
+            )
+        return tokenizer
+
+
+def open_files(path: Path) -> Rwkv7Files:
+    """What an engine needs of the model. Reads no tensor but for the fingerprint. Raises as `OpenModel` does."""
+    model = OpenModel(path)
+    tokenizer = model.tokenizer()
     return Rwkv7Files(
-        config=tensors.config,
-        tensors=tensors,
+        config=model.tensors.config,
+        tensors=model.tensors,
         tokenizer=tokenizer,
-        chat_template=choose_template(found).text,
-        weight_format=tensors.weight_format,
-        fingerprint=tensors.fingerprint(tokenizer.fingerprint),
-        name=path.resolve().name if path.is_dir() else path.stem,
-        created=found.modified,
+        chat_template=model.template.text,
+        weight_format=model.tensors.weight_format,
+        fingerprint=model.tensors.fingerprint(tokenizer.fingerprint),
+        name=model.name,
+        created=model.files.modified,
     )

@@ -42,35 +42,35 @@ class ModelTensors(Mapping[str, Tensor]):
         self._layout = OFFICIAL_TURNED if layout is OFFICIAL and self._has_turned_matrices() else layout
         self.config = self._config()
         shapes = tensor_shapes(self.config)
-        self._sources = {name: self._checked(name, shape) for name, shape in shapes.items()}
+        self.sources = {name: self._checked(name, shape) for name, shape in shapes.items()}
         self._refuse_unknown(shapes)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._sources[name].read()
+        return self.sources[name].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.sources)
 
     @property
     def weight_format(self) -> str:
         """The format of the large matrices, or the nearest one that executors know."""
-        return self._sources["blocks.0.ffn.key.weight"].stored.kind.weight_format
+        return self.sources["blocks.0.ffn.key.weight"].stored.kind.weight_format
 
     @property
     def kinds(self) -> dict[str, int]:
         """Bytes in the file by the kind of numbers, the most first."""
         totals: dict[str, int] = {}
-        for name in {source.stored.name for source in self._sources.values()}:
+        for name in {source.stored.name for source in self.sources.values()}:
             stored = self._stored[name]
             totals[stored.kind.name] = totals.get(stored.kind.name, 0) + stored.num_bytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def fingerprint(self, *parts: str) -> str:
         """Identity of the model: config, numbers and `parts`. Files with equal numbers under equal names have one."""
-        sources = list(self._sources.items())
+        sources = list(self.sources.items())
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             digests = list(pool.map(_digest, sources))
         return new_identity("rwkv7", json.dumps(dataclasses.asdict(self.config)), *parts, *digests).hexdigest()
@@ -110,8 +110,8 @@ class ModelTensors(Mapping[str, Tensor]):
         return dataclasses.replace(source, canonical=shape)
 
     def _refuse_unknown(self, shapes: Mapping[str, Shape]) -> None:
-        known = {source.stored.name for source in self._sources.values()} | self._layout.unused()
-        known |= {source.scale.name for source in self._sources.values() if source.scale is not None}
+        known = {source.stored.name for source in self.sources.values()} | self._layout.unused()
+        known |= {source.scale.name for source in self.sources.values() if source.scale is not None}
         known |= {self._layout.name_of(name) for name in shapes}  # a tied head may be stored all the same
         for name, stored in self._stored.items():
             if name not in known:

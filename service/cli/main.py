@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import bench, keys, repair, sessions, states, transfer, triton
+from service.cli import bench, keys, model, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.export import export
@@ -55,6 +55,7 @@ for command in (states.states, transfer.backup, transfer.restore, transfer.copy,
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(keys.app, name="keys")
+app.add_typer(model.app, name="model")
 app.add_typer(triton.app, name="triton")
 app.add_typer(bench.app, name="bench")
 app.command(context_settings=FORWARD, add_help_option=False)(train)

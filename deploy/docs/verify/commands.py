@@ -20,7 +20,7 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 PROGRAM = re.compile(
     r"(?:^|[|&;]\s*|\w+=\S+ )(?:\.venv/bin/)?"
-    r"(nsm (?:sessions |keys |triton |bench )?[a-z]+|python -m (?:nsm_lab|benchmarks|loadtests)[\w.]*)"
+    r"(nsm (?:sessions |keys |triton |bench |model )?[a-z]+|python -m (?:nsm_lab|benchmarks|loadtests)[\w.]*)"
 )
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z-]*")
 COMMENT = re.compile(r"\s+# .*$", re.MULTILINE)

@@ -1,0 +1,154 @@
+"""`nsm model`: what model files hold, before anything loads, and the same model in this project's own form."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsm_core.errors import CheckpointError
+from service.cli import options
+from service.cli.output import note, print_fields, print_json
+
+if TYPE_CHECKING:
+    from nsm_core.rwkv7.opening import OpenModel
+
+app = typer.Typer(help="Model files.", no_args_is_help=True)
+
+ModelPath = Annotated[
+    Path, typer.Argument(help="Model file or directory, or the name of a bundled model.", show_default=False)
+]
+
+
+class ModelFormat(enum.StrEnum):
+    """How the large matrices are written."""
+
+    INT8 = "int8"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+@app.command()
+def inspect(model: ModelPath, as_json: options.AsJson = False) -> None:
+    """Show a model's architecture, sizes, state, tokenizer and template; only headers of its files are read."""
+    from nsm_core.model.bundled import find_checkpoint
+    from nsm_core.rwkv7.opening import OpenModel, claims
+
+    path = find_checkpoint(model)
+    facts = rwkv7_facts(OpenModel(path)) if claims(path) else _nsm_facts(path)
+    if as_json:
+        print_json(facts)
+    else:
+        print_fields({name.replace("_", " "): _shown(value) for name, value in facts.items()})
+
+
+@app.command()
+def convert(
+    model: ModelPath,
+    output: Annotated[Path, typer.Option("--out", help="Directory to write, new or empty.", show_default=False)],
+    weight_format: Annotated[
+        ModelFormat, typer.Option(help="Of the large matrices; int8 has a scale for each row.")
+    ] = ModelFormat.INT8,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="Name of a template, or a file of Jinja.", show_default="the model's own"),
+    ] = None,
+) -> None:
+    """Write an RWKV-7 model of any layout as a model directory of its own."""
+    from nsm_core.rwkv7.opening import OpenModel
+    from nsm_core.rwkv7.saving import save_model
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise typer.BadParameter(f"{output} is not a new or empty directory", param_hint="'--out'")
+    opened = OpenModel(model)
+    template = opened.template.text if chat_template is None else _template_text(chat_template)
+    save_model(opened, output, weight_format.value, chat_template=template)
+    written = OpenModel(output)
+    total = sum(file.stat().st_size for file in output.iterdir())
+    note(f"{output}: {total:,} bytes, {written.tensors.weight_format}, chat template {_first_line(template)}")
+
+
+def rwkv7_facts(model: OpenModel) -> dict[str, Any]:
+    """What headers say of an RWKV-7 model; what is missing is said in place of it."""
+    from nsm_core.rwkv7.model import state_spec
+    from nsm_core.rwkv7.tensors import num_parameters
+
+    config = model.tensors.config
+    facts: dict[str, Any] = {
+        "architecture": "rwkv7",
+        "files": model.files.form,
+        "parameters": num_parameters(config),
+        "layers": config.num_layers,
+        "width": config.width,
+        "heads": f"{config.num_heads} of {config.head_size}",
+        "hidden": config.hidden,
+        "ranks": {
+            "decay": config.decay_rank,
+            "rate": config.rate_rank,
+            "value": config.value_rank,
+            "gate": config.gate_rank,
+        },
+        "vocabulary": config.vocab_size,
+        "weights": model.tensors.weight_format,
+        "stored_as": model.tensors.kinds,
+        "state_bytes": state_spec(config).num_bytes,
+        "tokenizer": _tokenizer_fact(model),
+        "chat_template": _first_line(model.template.text),
+    }
+    if model.template.note is not None:
+        facts["chat_template_note"] = model.template.note
+    return facts
+
+
+def _tokenizer_fact(model: OpenModel) -> str:
+    try:
+        tokenizer = model.tokenizer()
+    except CheckpointError as error:
+        return f"missing: {error}"
+    return f"{type(tokenizer).__name__}, {len(tokenizer.ids_with(frozenset(range(256)))):,} tokens of text"
+
+
+def _nsm_facts(path: Path) -> dict[str, Any]:
+    from nsm_core.model.loader import load_checkpoint
+
+    loaded = load_checkpoint(path)
+    return {
+        "architecture": "nsm",
+        "files": "nsm",
+        "parameters": loaded.num_parameters,
+        "layers": loaded.config.num_layers,
+        "width": loaded.config.d_model,
+        "vocabulary": loaded.tokenizer.vocab_size,
+        "weights": loaded.weight_format,
+        "state_bytes": loaded.model.state_spec.num_bytes,
+        "tokenizer": type(loaded.tokenizer).__name__,
+        "chat_template": loaded.config.chat_template,
+    }
+
+
+def _template_text(given: str) -> str:
+    """Raises a usage error for what is neither a template's name nor a file of a template that can be used."""
+    from nsm_core.chat_template import get_template
+
+    try:
+        text = Path(given).read_text("utf-8") if Path(given).is_file() else given
+        get_template(text)
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(str(error), param_hint="'--chat-template'") from error
+    return text
+
+
+def _first_line(template: str) -> str:
+    """A name as it is; of Jinja, that it is."""
+    return template if "{" not in template else f"Jinja, {len(template):,} characters"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return str(value)

@@ -1,0 +1,112 @@
+"""`nsm model`: what files hold, and the same model as a directory of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsm_core.rwkv7.opening import open_files
+from tests.service.cli.conftest import Nsm
+from tests.support.model_files import write_pth
+from tests.support.rwkv7_files import CONFIG, WRITERS, model_tensors, write_hugging_face
+
+TENSORS = model_tensors()
+
+
+def assert_one_line_with(stderr: str, message: str) -> None:
+    assert stderr.startswith("nsm: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("layout", "files"), [("gguf", "GGUF"), ("hugging face", "Hugging Face"), ("pth", "PyTorch")])
+def test_inspect_reports_an_rwkv7_model(nsm: Nsm, tmp_path: Path, layout: str, files: str) -> None:
+    result = nsm("model", "inspect", WRITERS[layout](tmp_path, TENSORS), "--json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["architecture"] == "rwkv7"
+    assert facts["files"] == files
+    assert (facts["layers"], facts["width"], facts["vocabulary"]) == (3, 64, CONFIG.vocab_size)
+    assert facts["state_bytes"] == 8 + 4 * CONFIG.num_layers * CONFIG.width * (CONFIG.head_size + 2)
+    assert facts["tokenizer"] == "WorldTokenizer, 556 tokens of text"
+    assert facts["chat_template"] == "rwkv-v1"
+
+
+def test_inspect_reads_headers_alone(nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = WRITERS["pth"](tmp_path, TENSORS)
+    monkeypatch.setattr("nsm_core.formats.stored_tensor.StoredTensor.read", None)
+    monkeypatch.setattr("nsm_core.formats.stored_tensor.StoredTensor.chunks", None)
+    result = nsm("model", "inspect", path)
+    assert result.exit_code == 0, result.stderr
+    assert "state bytes    13,832" in result.stdout
+
+
+def test_inspect_says_what_is_missing_and_what_is_replaced(
+    nsm: Nsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsm_core.world_tokenizer.VOCABULARY_PACKAGES", ())
+    path = write_pth(tmp_path / "model.pth", TENSORS)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
+    facts = json.loads(nsm("model", "inspect", path, "--json").stdout)
+    assert facts["tokenizer"].startswith("missing: no tokenizer for the model in")
+    assert facts["chat_template"] == "rwkv-v1"
+    assert "turn by turn" in facts["chat_template_note"]
+
+
+def test_inspect_reports_a_model_of_this_project(nsm: Nsm, model_dir: Path) -> None:
+    facts = json.loads(nsm("model", "inspect", model_dir, "--json").stdout)
+    assert (facts["architecture"], facts["chat_template"]) == ("nsm", "plain-v1")
+
+
+def test_a_file_that_is_no_model_ends_with_one_line(nsm: Nsm, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    path.write_bytes(b"PK\x03\x04" + b"\0" * 100)
+    for command in (("inspect", path), ("convert", path, "--out", tmp_path / "out")):
+        result = nsm("model", *command)
+        assert result.exit_code == 1
+        assert_one_line_with(result.stderr, "model.pth is cut short or damaged")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_writes_a_directory_that_opens(nsm: Nsm, tmp_path: Path) -> None:
+    path = WRITERS["gguf"](tmp_path, TENSORS)
+    out = tmp_path / "out"
+    result = nsm("model", "convert", path, "--out", out, "--weight-format", "bf16")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith(f"{out}: ")
+    files = open_files(out)
+    assert (files.weight_format, files.chat_template) == ("bf16", "rwkv-v1")
+    assert torch.equal(files.tensors["head.weight"], TENSORS["head.weight"].bfloat16())
+    again = nsm("model", "convert", path, "--out", out)
+    assert again.exit_code == 2
+    assert_one_line_with(again.stderr, "is not a new or empty directory")
+
+
+def test_convert_takes_a_template_by_name_or_file(nsm: Nsm, tmp_path: Path) -> None:
+    path = WRITERS["pth"](tmp_path, TENSORS)
+    jinja = tmp_path / "chat.jinja"
+    jinja.write_text("{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content ~ '</s>' }}{% endfor %}<assistant>")
+    assert nsm("model", "convert", path, "--out", tmp_path / "a", "--chat-template", jinja).exit_code == 0
+    assert open_files(tmp_path / "a").chat_template == jinja.read_text()
+    assert nsm("model", "convert", path, "--out", tmp_path / "b", "--chat-template", "rwkv-think-v1").exit_code == 0
+    assert open_files(tmp_path / "b").chat_template == "rwkv-think-v1"
+    refused = nsm("model", "convert", path, "--out", tmp_path / "c", "--chat-template", "other")
+    assert refused.exit_code == 2
+    assert_one_line_with(refused.stderr, "unknown chat template 'other'")
+
+
+def test_convert_keeps_the_template_of_a_hugging_face_directory(nsm: Nsm, tmp_path: Path) -> None:
+    from tests.support.rwkv7_files import hugging_face_tensors
+
+    path = write_hugging_face(tmp_path / "hf", hugging_face_tensors(TENSORS))
+    template = "{% for m in messages %}{{ '[' ~ m.role ~ ']' ~ m.content ~ '[/]' }}{% endfor %}[assistant]"
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]}
+        )
+    )
+    assert nsm("model", "convert", path, "--out", tmp_path / "out").exit_code == 0
+    assert open_files(tmp_path / "out").chat_template == template
