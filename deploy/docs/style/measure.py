@@ -15,7 +15,7 @@ FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 ENDS = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[`A-Z0-9])")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs)\.")
 HISTORY = re.compile(
-    r"\b(was|were) tried\b|\bbefore that\b|\bwhere it took\b|\bearlier builds?\b|\bformer(ly)?\b|\bused to\b"
+    r"\b(was|were) tried\b|\bbefore that[,.]|\bwhere it took\b|\bearlier builds?\b|\bformer(ly)?\b|\bused to\b"
     r"|\b(tokens|times?|ms) where it was\b|\bthe build before\b|\bat first\b|\bwhat was done\b",
     re.IGNORECASE,
 )
@@ -74,7 +74,7 @@ def _texts(tokens: Sequence[Token], *, in_table: bool) -> Iterator[str]:
 
 def _plain(token: Token) -> str:
     if token.type == "code_inline":
-        return "code"
+        return "Code"  # a capital, since it may begin a sentence
     if token.type in ("softbreak", "hardbreak"):
         return " "
     return token.content if token.type == "text" else ""
