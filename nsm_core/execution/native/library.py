@@ -18,6 +18,14 @@ PORTABLE = "portable"  # the variant that needs no instruction set extension
 _NUM_VARIANTS = 3
 
 
+class Kind(enum.IntEnum):
+    """The kinds of layers: `Kind` in model.h."""
+
+    SLOTS = 0
+    ATTENTION = 1
+    KEYED = 2
+
+
 class Part(enum.IntEnum):
     """The parts of a layer: `Part` in model.h."""
 
@@ -36,6 +44,9 @@ class Part(enum.IntEnum):
     READ_SCALE = 12
     SELECTION_BIAS = 13
     TIMESCALE = 14
+    READ_TAPS = 16
+    WRITE_TAPS = 17
+    SKIP = 18
 
 
 class Shape(ctypes.Structure):
@@ -46,7 +57,7 @@ class Shape(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("vocab_size", "d_model", "num_layers", "heads", "slots", "top_k", "taps")
         ),
-        *((name, ctypes.c_int32) for name in ("mlp_hidden", "kv_heads", "is_softmax_router")),
+        *((name, ctypes.c_int32) for name in ("mlp_hidden", "kv_heads", "is_softmax_router", "slot_width")),
         *((name, ctypes.c_float) for name in ("taper", "eps")),
     )
 
@@ -55,7 +66,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 # name: (result, arguments)
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "nsm_kernels": (ctypes.c_char_p, (_INT,)),
-    "nsm_model_new": (_POINTER, (_POINTER, _POINTER, ctypes.c_char_p)),
+    "nsm_model_new": (_POINTER, (_POINTER, _POINTER, _POINTER, ctypes.c_char_p)),
     "nsm_model_set_matrix": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
     "nsm_model_set_router": (_INT, (_POINTER, _INT, _POINTER, _INT, _INT)),
     "nsm_model_set_floats": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT)),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nsm_core.execution.native.library import Part
 from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 
@@ -82,4 +83,6 @@ def unpacked_model(model: NsmModel, weights: NativeWeights) -> NsmModel:
         if isinstance(block.mixer, PulseMixer):
             logits = block.mixer.router.logits
             memo[id(logits)] = HalfLinear(logits)
+        elif isinstance(block.mixer, KeyedMixer):
+            memo[id(block.mixer.rates)] = HalfLinear(block.mixer.rates)
     return copy.deepcopy(model, memo)

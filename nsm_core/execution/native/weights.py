@@ -10,15 +10,26 @@ import weakref
 import torch
 from torch import Tensor
 
-from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, MAX_SLOTS, Part, Shape, load_library, variants
+from nsm_core.execution.native.library import (
+    LANES,
+    MAX_HEAD_DIM,
+    MAX_SLOTS,
+    Kind,
+    Part,
+    Shape,
+    load_library,
+    variants,
+)
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import SoftmaxRouter
 from nsm_core.model.storage import quantize_rows
 
 BUILD = "nsm_core.execution.native.build"
+KINDS: dict[type, Kind] = {PulseMixer: Kind.SLOTS, WindowAttention: Kind.ATTENTION, KeyedMixer: Kind.KEYED}
 
 
 def native_unsupported_reason(model: object) -> str | None:
@@ -29,13 +40,13 @@ def native_unsupported_reason(model: object) -> str | None:
         return f"the native kernels run models of the class NsmModel, not {type(model).__name__}"
     if model.embedding.weight.device.type != "cpu":
         return "the native kernels run on a CPU"
-    unknown = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
+    unknown = {type(block.mixer) for block in model.layers} - set(KINDS)
     if unknown:
         return f"the native kernels have no layers of the kind {', '.join(sorted(kind.__name__ for kind in unknown))}"
     config = model.config
     if config.projector != "attention":
         return f"the native kernels read slots by attention alone, its projector is {config.projector}"
-    for name in ("d_model", "head_dim", "mlp_hidden"):
+    for name in ("d_model", "head_dim", "mlp_hidden", "slot_width"):
         if getattr(config, name) % LANES != 0:
             return f"the native kernels need a multiple of {LANES}: {name} is {getattr(config, name)}"
     for name, most in (("head_dim", MAX_HEAD_DIM), ("num_memory_slots", MAX_SLOTS)):
@@ -57,9 +68,11 @@ class NativeWeights:
         self.variant = variants()[0] if variant is None else variant
         self.config = model.config
         self._library = library
+        kinds = [KINDS[type(block.mixer)] for block in model.layers]
         windows = [block.mixer.window if isinstance(block.mixer, WindowAttention) else 0 for block in model.layers]
+        per_layer = ctypes.c_int32 * len(kinds)
         self._handle = library.nsm_model_new(
-            ctypes.byref(_shape_of(model)), (ctypes.c_int32 * len(windows))(*windows), self.variant.encode()
+            ctypes.byref(_shape_of(model)), per_layer(*kinds), per_layer(*windows), self.variant.encode()
         )
         if self._handle is None:
             raise ValueError(f"this processor has no kernels {self.variant}; it has {', '.join(variants())}")
@@ -90,6 +103,8 @@ class NativeWeights:
             self._block(index, block)
             if isinstance(block.mixer, PulseMixer):
                 self._slot_layer(index, block.mixer)
+            elif isinstance(block.mixer, KeyedMixer):
+                self._keyed_layer(index, block.mixer)
             elif isinstance(block.mixer, WindowAttention):
                 self._attention_layer(index, block.mixer)
         self._check(self._library.nsm_model_seal(self._handle), "the model")
@@ -113,11 +128,18 @@ class NativeWeights:
             weight, bias = torch.cat((weight, router.strength.weight)), torch.cat((bias, router.strength.bias))
             self._floats(index, Part.SELECTION_BIAS, router.selection_bias)
             self._floats(index, Part.TIMESCALE, router.log_timescale.float().exp())
-        half = weight.half().contiguous()
-        self._check(
-            self._library.nsm_model_set_router(self._handle, index, half.data_ptr(), *half.shape), f"router {index}"
-        )
-        self._floats(index, Part.ROUTER_BIAS, bias)
+        self._router(index, weight, bias)
+
+    def _keyed_layer(self, index: int, mixer: KeyedMixer) -> None:
+        self._matrix(index, Part.PROJECT, mixer.project.weight)
+        self._matrix(index, Part.OUT, mixer.out.weight)
+        self._floats(index, Part.OUT_NORM, mixer.out_norm)
+        self._floats(index, Part.SKIP, mixer.skip)
+        sharpness = mixer.log_sharpness.exp().repeat_interleave(mixer.slots)
+        self._floats(index, Part.READ_TAPS, mixer.conv.read * sharpness)
+        self._floats(index, Part.WRITE_TAPS, mixer.conv.write * sharpness)
+        self._floats(index, Part.CONV, mixer.conv.value)
+        self._router(index, mixer.rates.weight, mixer.rates.bias)
 
     def _attention_layer(self, index: int, mixer: WindowAttention) -> None:
         self._matrix(index, Part.PROJECT, mixer.project.weight)
@@ -128,6 +150,14 @@ class NativeWeights:
         self._check(
             self._library.nsm_model_set_rotary(self._handle, frequencies.data_ptr(), len(frequencies)), "rotary"
         )
+
+    def _router(self, index: int, weight: Tensor, bias: Tensor) -> None:
+        """What stays fp16: the router of slots, or the rates of keyed ones."""
+        half = weight.half().contiguous()
+        self._check(
+            self._library.nsm_model_set_router(self._handle, index, half.data_ptr(), *half.shape), f"router {index}"
+        )
+        self._floats(index, Part.ROUTER_BIAS, bias)
 
     def _matrix(self, index: int, part: Part, weight: Tensor) -> None:
         quantized, scale = quantize_rows(weight)
@@ -163,6 +193,7 @@ def _shape_of(model: NsmModel) -> Shape:
         mlp_hidden=config.mlp_hidden,
         kv_heads=config.num_kv_heads,
         is_softmax_router=int(config.router == "softmax"),
+        slot_width=config.slot_width or config.head_dim,
         taper=config.taper,
         eps=config.norm_eps,
     )

@@ -92,7 +92,7 @@ prompts = st.builds(repetitive_ids, st.integers(0, 30), st.integers(1, 60), st.i
 @needs_native
 @settings(max_examples=scaled(15, full=200), deadline=None)
 @given(
-    st.sampled_from(["N", "NW"]),
+    st.sampled_from(["N", "NW", "KW"]),
     st.lists(st.tuples(prompts, params), min_size=1, max_size=7),
     st.lists(st.integers(0, 30), max_size=7),
     st.integers(6, 64),

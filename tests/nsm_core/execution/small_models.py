@@ -26,6 +26,11 @@ CONFIGS: dict[str, ModelConfig] = {
     "dense-softmax": small_config(VOCABULARY, num_memory_slots=16, write_top_k=16),
     "window": small_config(VOCABULARY, layer_pattern="NW", window=24),
     "full": small_config(VOCABULARY, layer_pattern="NA", max_context=64, conv_taps=3),
+    "keyed": small_config(VOCABULARY, layer_pattern="KW", num_memory_slots=24, slot_width=32, window=24),
+    # more columns than any variant takes together, and some that are left; beside slots of another size
+    "keyed-wide": small_config(
+        VOCABULARY, layer_pattern="KN", num_memory_slots=40, write_top_k=3, slot_width=144, conv_taps=3
+    ),
     "wide-heads": small_config(  # the sizes of a head that have code of their own, grouped as in the bundled model
         VOCABULARY,
         layer_pattern="NW",
@@ -39,6 +44,7 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
 }
 NATIVE = variants()
+FINE = ("router.logits", "router.strength", "rates")  # matrices in fp16
 
 
 @functools.cache
@@ -95,7 +101,7 @@ def quantised_copy(model: NsmModel) -> NsmModel:
     copy = NsmModel(model.config).requires_grad_(False)
     copy.load_state_dict(model.state_dict())
     for name, module in copy.named_modules():
-        if isinstance(module, nn.Linear) and "router" not in name:
+        if isinstance(module, nn.Linear) and not name.endswith(FINE):
             module.weight.copy_(_rounded_rows(module.weight))
             module.register_forward_pre_hook(lambda _, inputs: (round_tokens(inputs[0]),))
         elif isinstance(module, nn.Linear):

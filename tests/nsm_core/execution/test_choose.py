@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nsm_core.errors import ConfigError
+from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
@@ -19,12 +20,27 @@ from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.weights import native_unsupported_reason
 from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.model.tiers import write_tier
 from nsm_core.tokenizer import Tokenizer
 from tests.support.models import RandomModel, as_loaded, random_model, small_config
 
 needs_native = pytest.mark.skipif(not library.variants(), reason="there is no C++ compiler")
+
+
+INT8_ERROR = 0.05  # of a hidden vector, from inputs that are rounded
+
+
+def relative_error(executor: Executor, model: NsmModel) -> float:
+    """How far a hidden vector is from that of the model, after a prompt and a step."""
+    hidden = []
+    for each in (executor, EagerExecutor(model, num_rows=1)):
+        each.pool.lease(0)
+        each.pool.write(0, each.initial)
+        each.read((0,), (list(range(1, 40)),))
+        hidden.append(each.step((0,), (5,)))
+    return float((hidden[0] - hidden[1]).norm() / hidden[1].norm())
 
 
 @pytest.fixture
@@ -123,14 +139,27 @@ def test_a_tier_of_an_int8_model_runs_on_the_native_executor(tiny_tokenizer: Tok
     loaded = load_checkpoint(tmp_path / "small")
     chosen = choose_executor(loaded)
     assert chosen.name == "native"
-    hidden = []
-    for factory, model in ((chosen.factory, chosen.model), (EagerExecutor, loaded.model)):
-        executor = factory(model, num_rows=1, poison=True)
-        executor.pool.lease(0)
-        executor.pool.write(0, executor.initial)
-        executor.read((0,), (list(range(1, 40)),))
-        hidden.append(executor.step((0,), (5,)))
-    assert (hidden[0] - hidden[1]).norm() < 0.05 * hidden[1].norm()  # int8
+    assert relative_error(chosen.factory(chosen.model, num_rows=1, poison=True), loaded.model) < INT8_ERROR
+
+
+@needs_native
+def test_auto_runs_int8_files_of_keyed_layers_on_the_native_one(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = small_config(tiny_tokenizer.vocab_size, layer_pattern="KW", num_memory_slots=24, slot_width=32)
+    save_model(random_model(config), tiny_tokenizer, tmp_path, WeightFormat.INT8)
+    loaded = load_checkpoint(tmp_path)
+    chosen = choose_executor(loaded)
+    assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
+    assert relative_error(chosen.factory(chosen.model, num_rows=1, poison=True), loaded.model) < INT8_ERROR
+
+
+@needs_native
+def test_auto_with_keyed_slots_of_an_odd_width_runs_eagerly_and_names_it(
+    tiny_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(tiny_tokenizer.vocab_size, layer_pattern="K", slot_width=24)
+    loaded = dataclasses.replace(as_loaded(random_model(config), tiny_tokenizer), weight_format="int8")
+    assert choose_executor(loaded).name == "eager"
+    assert "need a multiple of 16: slot_width is 24" in caplog.text
 
 
 @needs_native

@@ -42,15 +42,30 @@ if importlib.util.find_spec("triton") is not None:
     EXECUTORS["cuda"] = make_cuda
 
 
-@pytest.fixture(scope="module")
-def model() -> NsmModel:
-    config = small_config(VOCAB, layer_pattern="NW", window=10)
+CASES = [(name, pattern) for pattern in ("NW", "KW") for name in EXECUTORS if (name, pattern) != ("cuda", "KW")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """An executor, and the layers of a model that it runs."""
+    name, pattern = request.param
+    return name, pattern
+
+
+@pytest.fixture
+def name(case: tuple[str, str]) -> str:
+    return case[0]
+
+
+@functools.cache
+def model_of(pattern: str) -> NsmModel:
+    config = small_config(VOCAB, layer_pattern=pattern, window=10)
     return random_model(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-@pytest.fixture(params=list(EXECUTORS))
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def model(case: tuple[str, str]) -> NsmModel:
+    return model_of(case[1])
 
 
 @pytest.fixture

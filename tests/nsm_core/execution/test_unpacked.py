@@ -45,13 +45,13 @@ def test_unpacked_model_equals_the_rounded_model(name: str) -> None:
     copy = unpacked_model(model, weights_of(name, NATIVE[0]))
     assert not {id(parameter) for parameter in copy.parameters()} - {id(parameter) for parameter in model.parameters()}
     assert {key for key, _ in copy.named_parameters()}.isdisjoint({"embedding.weight", "blocks.0.mlp.up.weight"})
-    assert not [key for key, _ in copy.named_parameters() if key.endswith("router.logits.weight")]
+    assert not [key for key, _ in copy.named_parameters() if key.endswith(("router.logits.weight", "rates.weight"))]
     reference = random_model(CONFIGS[name])
     reference.load_state_dict(model.state_dict())
     for key, parameter in reference.named_parameters():
         if key == "embedding.weight" or key.endswith(("up.weight", "down.weight", "project.weight", "out.weight")):
             parameter.copy_(rounded(model, key))
-        elif key.endswith("router.logits.weight"):
+        elif key.endswith(("router.logits.weight", "rates.weight")):
             parameter.copy_(parameter.half())
     ids = torch.arange(14).view(2, 7)
     hidden, state = copy.forward(ids, copy.initial_state(2))

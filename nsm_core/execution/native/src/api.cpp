@@ -59,12 +59,12 @@ const char* nsm_kernels(int index) {
   return kernels == nullptr ? nullptr : kernels->name;
 }
 
-// windows [num_layers]: of attention layers; 0: slot memory.
-void* nsm_model_new(const Shape* shape, const int32_t* windows, const char* kernels) {
+// kinds [num_layers]: see Kind; windows [num_layers]: of attention layers.
+void* nsm_model_new(const Shape* shape, const int32_t* kinds, const int32_t* windows, const char* kernels) {
   const Kernels* chosen = kernels_named(kernels);
   if (chosen == nullptr) return nullptr;
   try {
-    return new Model(*shape, windows, *chosen);
+    return new Model(*shape, kinds, windows, *chosen);
   } catch (const std::exception&) {
     return nullptr;
   }

@@ -78,6 +78,35 @@ struct SlotWork {
   const float *next_state, *next_tail;
 };
 
+// Keyed slots. A head's route has `slots` channels, its values have `width`.
+struct KeyedLayer {
+  int heads, slots, width, taps;
+  float eps;
+  const float* read_taps;   // [taps, heads * slots], of routes that are read; the head's sharpness is multiplied in
+  const float* write_taps;  // the same of routes that are written
+  const float* value_taps;  // [taps, heads * width]
+  const float* gain;        // [heads * width], of the output norm
+  const float* skip;        // [heads * width], of the values that pass beside the slots
+};
+
+// Consecutive tokens of one text for one head; the first token's rows.
+struct KeyedWork {
+  int head, tokens;
+  const float* projected;  // [tokens, heads (slots + 2 width)]: routes, values, gate
+  const float* rates;      // [tokens, rates_stride], before their activation: strengths [heads], decays [heads]
+  int rates_stride;
+  float* tail;     // [taps-1, heads (slots + width)], before the tokens; this head's channels are advanced in place
+  float* state;    // [slots, width], advanced in place
+  float* scratch;  // [tokens, keyed_scratch(slots, width)]
+  float* columns;  // scratch [slots, MAX_KEYED_COLUMNS]
+  float* out;      // [tokens, heads * width]
+  const float* next_state;  // see SlotWork
+};
+
+constexpr int MAX_KEYED_COLUMNS = 4 * LANES;  // of values that a variant takes together
+
+inline int keyed_scratch(int slots, int width) { return (2 * tiles_of(slots) + tiles_of(width) + 1) * LANES; }
+
 struct AttentionLayer {
   int d_model, head_dim, heads, kv_heads, window;
   float eps;
@@ -115,6 +144,7 @@ struct Kernels {
   void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
                       const Ahead& ahead);
   void (*slots)(const SlotLayer& layer, const SlotWork& work);
+  void (*keyed)(const KeyedLayer& layer, const KeyedWork& work);
   void (*attend)(const AttentionLayer& layer, const AttentionWork& work);
   // exp((x - max) / temperature) of x [n], 0 where fp32 has no normal number for it.
   void (*weigh)(const float* x, int n, float temperature, float* out);

@@ -12,9 +12,10 @@ namespace {
 #include "math.inc"
 #include "matmul.inc"
 #include "slots.inc"
+#include "keyed.inc"
 #include "attention.inc"
 
-const Kernels KERNELS = {"avx512", BLOCK_TOKENS, pack, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, attend, weigh};
+const Kernels KERNELS = {"avx512", BLOCK_TOKENS, pack, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, keyed, attend, weigh};
 }  // namespace
 
 const Kernels* avx512_kernels() { return &KERNELS; }

@@ -24,21 +24,47 @@ auto* matrix_at(AnyModel& model, int layer, int part) {
                            : nullptr;
 }
 
-int routing_rows_of(const Shape& shape) { return shape.heads * shape.slots + (shape.is_softmax_router ? shape.heads : 0); }
-
 // Of all matrices, packed: a multiple of a cache line each, as a tile is.
-size_t matrix_bytes(const Shape& shape, const int32_t* windows) {
+size_t matrix_bytes(const Shape& shape, const int32_t* kinds) {
   const auto packed = [](int rows, int cols) { return static_cast<size_t>(tiles_of(rows)) * LANES * cols; };
   const int d = shape.d_model;
   size_t bytes = packed(shape.vocab_size, d);
-  for (int i = 0; i < shape.num_layers; ++i)
-    bytes += packed(windows[i] == 0 ? 4 * d : d + 2 * shape.kv_heads * (d / shape.heads), d) + packed(d, d) +
-             packed(2 * shape.mlp_hidden, d) + packed(d, shape.mlp_hidden) +
-             (windows[i] == 0 ? 2 * packed(routing_rows_of(shape), d) : 0);
+  for (int i = 0; i < shape.num_layers; ++i) {
+    const Kind kind = static_cast<Kind>(kinds[i]);
+    bytes += packed(shape.projected_width(kind), d) + packed(d, shape.mixed_width(kind)) + packed(2 * shape.mlp_hidden, d) +
+             packed(d, shape.mlp_hidden) + sizeof(uint16_t) * packed(shape.routing_rows(kind), d);
+  }
   return bytes;
 }
 
 }  // namespace
+
+int Shape::projected_width(Kind kind) const {
+  switch (kind) {
+    case KEYED:
+      return heads * (slots + 2 * slot_width);
+    case ATTENTION:
+      return d_model + 2 * kv_heads * head_dim();
+    default:
+      return 4 * d_model;
+  }
+}
+
+int Shape::routing_rows(Kind kind) const {
+  switch (kind) {
+    case KEYED:
+      return 2 * heads;
+    case ATTENTION:
+      return 0;
+    default:
+      return heads * slots + (is_softmax_router ? heads : 0);
+  }
+}
+
+int64_t Shape::memory_floats(Kind kind) const {
+  if (kind == ATTENTION) return 0;
+  return int64_t{heads} * slots * (kind == KEYED ? slot_width : 2 * head_dim());
+}
 
 void prefer_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
@@ -67,10 +93,12 @@ int8_t* Arena::take(size_t bytes) {
   return taken;
 }
 
-Model::Model(const Shape& given, const int32_t* windows, const Kernels& chosen)
-    : shape(given), kernels(chosen), head_dim(given.d_model / given.heads), layers(given.num_layers),
-      arena_(matrix_bytes(given, windows)) {
-  for (int i = 0; i < shape.num_layers; ++i) layers[i].window = windows[i];
+Model::Model(const Shape& given, const int32_t* kinds, const int32_t* windows, const Kernels& chosen)
+    : shape(given), kernels(chosen), head_dim(given.head_dim()), layers(given.num_layers), arena_(matrix_bytes(given, kinds)) {
+  for (int i = 0; i < shape.num_layers; ++i) {
+    layers[i].kind = static_cast<Kind>(kinds[i]);
+    layers[i].window = windows[i];
+  }
 }
 
 bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
@@ -98,7 +126,7 @@ bool Model::get_rows(int layer, int part, const int64_t* rows, int count, float*
 
 bool Model::set_router(int index, const uint16_t* weights, int rows, int cols) {
   Layer& layer = layers[index];
-  if (rows != routing_rows() || cols != shape.d_model) return false;
+  if (rows != shape.routing_rows(layer.kind) || rows < 1 || cols != shape.d_model) return false;
   layer.router = reinterpret_cast<uint16_t*>(arena_.take(sizeof(uint16_t) * tiles_of(rows) * LANES * cols));
   if (layer.router == nullptr) return false;
   kernels.pack_half(weights, rows, cols, layer.router);
@@ -107,22 +135,28 @@ bool Model::set_router(int index, const uint16_t* weights, int rows, int cols) {
 
 size_t Model::floats_of(const Layer& layer, int part) const {
   const size_t d = shape.d_model, slots = static_cast<size_t>(shape.heads) * shape.slots;
-  const bool is_slot_layer = layer.window == 0;
+  const size_t mixed = shape.mixed_width(layer.kind);
+  const bool is_keyed = layer.kind == KEYED, is_attention = layer.kind == ATTENTION;
   switch (part) {
     case MIXER_NORM:
     case MLP_NORM:
       return d;
     case READ_SCALE:
-      return shape.heads;
+      return is_keyed ? 0 : shape.heads;
     case OUT_NORM:
-      return is_slot_layer ? d : 0;
+      return is_attention ? 0 : mixed;
     case CONV:
-      return is_slot_layer ? shape.taps * 3 * d : 0;
+      return is_attention ? 0 : shape.taps * (is_keyed ? mixed : 3 * d);
     case ROUTER_BIAS:
-      return is_slot_layer ? routing_rows() : 0;
+      return shape.routing_rows(layer.kind);
     case SELECTION_BIAS:
     case TIMESCALE:
-      return is_slot_layer && shape.is_softmax_router ? slots : 0;
+      return layer.kind == SLOTS && shape.is_softmax_router ? slots : 0;
+    case READ_TAPS:
+    case WRITE_TAPS:
+      return is_keyed ? shape.taps * slots : 0;
+    case SKIP:
+      return is_keyed ? mixed : 0;
     default:
       return 0;
   }
@@ -148,14 +182,14 @@ bool Model::set_rotary(const double* values, int count) {
 }
 
 bool Model::is_complete(const Layer& layer) const {
-  const int d = shape.d_model, hidden = shape.mlp_hidden, kv = shape.kv_heads * head_dim;
+  const int d = shape.d_model, hidden = shape.mlp_hidden;
   const auto fits = [](const PackedMatrix& matrix, int rows, int cols) {
     return matrix.view.rows == rows && matrix.view.cols == cols;
   };
   for (int part = 0; part < NUM_PARTS; ++part)
     if (floats_of(layer, part) > 0 && layer.parts[part].get() == nullptr) return false;
-  if (layer.window == 0 ? layer.router == nullptr : frequencies.empty()) return false;
-  return fits(layer.project, layer.window == 0 ? 4 * d : d + 2 * kv, d) && fits(layer.out, d, d) &&
+  if (layer.kind == ATTENTION ? frequencies.empty() : layer.router == nullptr) return false;
+  return fits(layer.project, shape.projected_width(layer.kind), d) && fits(layer.out, d, shape.mixed_width(layer.kind)) &&
          fits(layer.up, 2 * hidden, d) && fits(layer.down, d, hidden);
 }
 
@@ -164,9 +198,11 @@ bool Model::seal() {
   for (Layer& layer : layers) {
     if (!is_complete(layer)) return false;
     const auto part = [&layer](int which) { return layer.parts[which].get(); };
-    layer.routing = {layer.router, part(ROUTER_BIAS), routing_rows(), shape.d_model};
+    layer.routing = {layer.router, part(ROUTER_BIAS), shape.routing_rows(layer.kind), shape.d_model};
     layer.slots = {shape.d_model, head_dim, shape.slots, shape.taps, shape.top_k, shape.is_softmax_router != 0, shape.taper,
                    shape.eps, part(CONV), part(READ_SCALE), part(OUT_NORM), part(SELECTION_BIAS), part(TIMESCALE), shape.heads};
+    layer.keyed = {shape.heads, shape.slots, shape.slot_width, shape.taps, shape.eps, part(READ_TAPS), part(WRITE_TAPS),
+                   part(CONV), part(OUT_NORM), part(SKIP)};
     layer.attention = {shape.d_model, head_dim, shape.heads, shape.kv_heads, layer.window, shape.eps, part(READ_SCALE)};
   }
   return true;

@@ -54,11 +54,23 @@ class Arena {
   size_t left_;
 };
 
+// Mirrored by `Kind` in library.py.
+enum Kind : int32_t { SLOTS, ATTENTION, KEYED };
+
 // Mirrored by `Shape` in library.py.
 struct Shape {
   int32_t vocab_size, d_model, num_layers, heads, slots, top_k, taps, mlp_hidden, kv_heads;
   int32_t is_softmax_router;
+  int32_t slot_width;  // of keyed slots
   float taper, eps;
+
+  int head_dim() const { return d_model / heads; }
+  // What a layer of a kind has, in numbers: of a token after its first projection, before its last, and after the router; and of
+  // the memory that its heads write to.
+  int projected_width(Kind kind) const;
+  int mixed_width(Kind kind) const { return kind == KEYED ? heads * slot_width : d_model; }
+  int routing_rows(Kind kind) const;
+  int64_t memory_floats(Kind kind) const;
 };
 
 // What a layer is made of; the numbers are those of `Part` in library.py.
@@ -67,6 +79,7 @@ enum Part : int32_t {
   ROUTER,                                                          // fp16 matrix, its bias: ROUTER_BIAS
   ROUTER_BIAS, MIXER_NORM, MLP_NORM, FINAL_NORM, OUT_NORM, CONV,   // fp32
   READ_SCALE, SELECTION_BIAS, TIMESCALE, ROTARY,                   // fp32; ROTARY: fp64 frequencies
+  READ_TAPS, WRITE_TAPS, SKIP,                                     // fp32, of keyed slots; the taps of their values: CONV
   NUM_PARTS
 };
 
@@ -76,18 +89,20 @@ struct PackedMatrix {
 };
 
 struct Layer {
-  int window = 0;  // 0: slot memory
+  Kind kind = SLOTS;
+  int window = 0;  // of attention
   PackedMatrix project, out, up, down;
   uint16_t* router = nullptr;
   HalfMatrix routing{};
   Buffer<float> parts[NUM_PARTS];
   SlotLayer slots{};
+  KeyedLayer keyed{};
   AttentionLayer attention{};
 };
 
 class Model {
  public:
-  Model(const Shape& shape, const int32_t* windows, const Kernels& kernels);
+  Model(const Shape& shape, const int32_t* kinds, const int32_t* windows, const Kernels& kernels);
   // False: the part does not have this size.
   bool set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
   bool set_router(int layer, const uint16_t* weights, int rows, int cols);
@@ -106,7 +121,6 @@ class Model {
   Buffer<float> final_norm;
   std::vector<double> frequencies;
 
-  int routing_rows() const { return shape.heads * shape.slots + (shape.is_softmax_router ? shape.heads : 0); }
 
  private:
   Arena arena_;
@@ -118,6 +132,11 @@ class Model {
 struct Span {
   int32_t row;
   int first, tokens;  // among the piece's tokens
+};
+
+// Where a head's slots are, and its row's tail.
+struct HeadPlace {
+  float *state, *tail;
 };
 
 class Runner {
@@ -137,8 +156,12 @@ class Runner {
  private:
   void run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden);
   void start(const std::vector<Span>& spans, const int32_t* ids, int tokens);
-  void mix_slots(int index, const std::vector<Span>& spans, int tokens);
-  void mix_attention(int index, const std::vector<Span>& spans, int tokens);
+  void mix(int index, const std::vector<Span>& spans, int tokens);
+  void mix_slots(int index, const std::vector<Span>& spans);
+  void mix_keyed(int index, const std::vector<Span>& spans);
+  void mix_attention(int index, const std::vector<Span>& spans);
+  template <typename Task>
+  void over_heads(int index, const std::vector<Span>& spans, const Task& task);
   void feed_forward(const Layer& layer, int tokens);
   void look_ahead(int index, const std::vector<Span>& spans);
   template <typename Task>
@@ -152,8 +175,8 @@ class Runner {
   const States states_;
   Team team_;
   const int piece_tokens_;
-  int routing_stride_, score_floats_;
-  Buffer<float> x_, normed_, projected_, routing_, mixed_, up_, scratch_, cos_, sin_, scores_;
+  int routing_stride_, score_floats_, keyed_floats_;
+  Buffer<float> x_, normed_, projected_, routing_, mixed_, up_, scratch_, cos_, sin_, scores_, keyed_;
   Buffer<int8_t> bytes_;
   Buffer<float> scale_;
   Buffer<int32_t> sum_;

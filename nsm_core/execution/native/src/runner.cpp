@@ -9,12 +9,30 @@ namespace {
 constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
 constexpr int64_t MOST_AHEAD = int64_t{16} << 20;  // bytes: what is fetched early has to stay in the last cache meanwhile
 
-int widest(const Model& model) { return std::max(model.shape.d_model, model.shape.mlp_hidden); }
+// The most that any layer of the model has of something.
+template <typename Width>
+int most_of(const Model& model, const Width& width) {
+  int most = 0;
+  for (const Layer& layer : model.layers) most = std::max(most, width(layer));
+  return most;
+}
+
+int mixed_width_of(const Model& model) {
+  return most_of(model, [&](const Layer& layer) { return model.shape.mixed_width(layer.kind); });
+}
+
+// Of what products take.
+int widest(const Model& model) { return std::max({model.shape.d_model, model.shape.mlp_hidden, mixed_width_of(model)}); }
 
 int score_floats_of(const Model& model) {
-  int most = 0;
-  for (const Layer& layer : model.layers) most = std::max(most, score_stride(layer.window));
-  return most * (model.shape.heads / std::max(1, model.shape.kv_heads));
+  const int stride = most_of(model, [](const Layer& layer) { return score_stride(layer.window); });
+  return stride * (model.shape.heads / std::max(1, model.shape.kv_heads));
+}
+
+int keyed_floats_of(const Model& model, int piece_tokens) {
+  const int of_tokens = piece_tokens * keyed_scratch(model.shape.slots, model.shape.slot_width);
+  const int all = of_tokens + model.shape.slots * MAX_KEYED_COLUMNS;
+  return most_of(model, [&](const Layer& layer) { return layer.kind == KEYED ? all : 0; });
 }
 
 }  // namespace
@@ -23,19 +41,21 @@ Runner::Runner(const Model& model, States states, int num_threads, int piece_tok
     : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens) {
   const Shape& shape = model.shape;
   const size_t tokens = piece_tokens, d = shape.d_model, threads = num_threads;
-  routing_stride_ = tiles_of(model.routing_rows()) * LANES;
+  routing_stride_ = most_of(model, [&](const Layer& layer) { return tiles_of(shape.routing_rows(layer.kind)) * LANES; });
   score_floats_ = score_floats_of(model);
-  const size_t projected = std::max<size_t>(4 * d, d + 2 * static_cast<size_t>(shape.kv_heads) * model.head_dim);
+  keyed_floats_ = keyed_floats_of(model, piece_tokens);
+  const size_t projected = most_of(model, [&](const Layer& layer) { return shape.projected_width(layer.kind); });
   x_ = Buffer<float>(tokens * d);
   normed_ = Buffer<float>(tokens * d);
   projected_ = Buffer<float>(tokens * projected);
   routing_ = Buffer<float>(tokens * routing_stride_);
-  mixed_ = Buffer<float>(tokens * d);
+  mixed_ = Buffer<float>(tokens * mixed_width_of(model));
   up_ = Buffer<float>(tokens * 2 * shape.mlp_hidden);
   scratch_ = Buffer<float>(threads * shape.mlp_hidden);
   cos_ = Buffer<float>(tokens * model.head_dim / 2);
   sin_ = Buffer<float>(tokens * model.head_dim / 2);
   scores_ = Buffer<float>(threads * score_floats_);
+  keyed_ = Buffer<float>(threads * keyed_floats_);
   bytes_ = Buffer<int8_t>(tokens * widest(model));
   scale_ = Buffer<float>(tokens);
   sum_ = Buffer<int32_t>(tokens);
@@ -93,11 +113,11 @@ void Runner::multiply(const Matrix& matrix, const Quantised& x, int tokens, floa
 // The slots that are written to next are those of the next layer that has any, of the first one in the step to come.
 void Runner::look_ahead(int index, const std::vector<Span>& spans) {
   do index = (index + 1) % model_.shape.num_layers;
-  while (model_.layers[index].window != 0);
+  while (model_.layers[index].kind == ATTENTION);
   ahead_rows_.clear();
   for (const Span& span : spans)
     ahead_rows_.push_back(reinterpret_cast<const int8_t*>(states_.memory[index] + span.row * states_.memory_strides[index]));
-  const int64_t row_bytes = int64_t{2} * model_.shape.d_model * model_.shape.slots * sizeof(float);
+  const int64_t row_bytes = model_.shape.memory_floats(model_.layers[index].kind) * static_cast<int64_t>(sizeof(float));
   ahead_ = {ahead_rows_.data(), row_bytes, 0, std::min<int64_t>(row_bytes * static_cast<int64_t>(spans.size()), MOST_AHEAD)};
 }
 
@@ -115,15 +135,12 @@ void Runner::run_piece(const std::vector<Span>& spans, const int32_t* ids, int t
   for (int index = 0; index < model_.shape.num_layers; ++index) {
     const Layer& layer = model_.layers[index];
     norm_and_quantise(layer.parts[MIXER_NORM].get(), tokens);
-    if (layer.window == 0)
-      mix_slots(index, spans, tokens);
-    else
-      mix_attention(index, spans, tokens);
-    const int d = model_.shape.d_model;
+    mix(index, spans, tokens);
+    const int width = model_.shape.mixed_width(layer.kind);
     for_tokens(tokens, [&](int token, int) {
-      model_.kernels.quantise(mixed_.get() + static_cast<int64_t>(token) * d, d, quantised_, token);
+      model_.kernels.quantise(mixed_.get() + static_cast<int64_t>(token) * width, width, quantised_, token);
     });
-    multiply(layer.out.view, quantised_, tokens, x_.get(), d, true);
+    multiply(layer.out.view, quantised_, tokens, x_.get(), model_.shape.d_model, true);
     feed_forward(layer, tokens);
   }
   const int d = model_.shape.d_model;
@@ -150,39 +167,64 @@ void Runner::start(const std::vector<Span>& spans, const int32_t* ids, int token
   });
 }
 
-void Runner::mix_slots(int index, const std::vector<Span>& spans, int tokens) {
+void Runner::mix(int index, const std::vector<Span>& spans, int tokens) {
   const Layer& layer = model_.layers[index];
-  const int d = model_.shape.d_model, heads = model_.shape.heads;
-  multiply(layer.project.view, quantised_, tokens, projected_.get(), 4 * d, false);
+  multiply(layer.project.view, quantised_, tokens, projected_.get(), model_.shape.projected_width(layer.kind), false);
+  if (layer.kind == ATTENTION) return mix_attention(index, spans);
+  const int d = model_.shape.d_model;
   over_groups(layer.routing.rows, d, tokens, [&](int first, int last) {
     model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, first, last, routing_.get(), routing_stride_, ahead_);
   });
-  team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
-    const Span& span = spans[task / heads];
-    const int head = task % heads;
-    const auto state_of = [&](int number) {
-      return states_.memory[index] + spans[number / heads].row * states_.memory_strides[index] +
-             static_cast<int64_t>(number % heads) * model_.shape.slots * 2 * model_.head_dim;
-    };
-    const auto tail_of = [&](int number) {
-      return states_.tails[index] + spans[number / heads].row * states_.tail_strides[index];
-    };
-    const bool is_last = task + 1 == static_cast<int>(spans.size()) * heads;
-    const float* next_state = is_last ? nullptr : state_of(task + 1);
-    const float* next_tail = is_last ? nullptr : tail_of(task + 1) + (task + 1) % heads * model_.head_dim;
-    model_.kernels.slots(layer.slots, {head, span.tokens, projected_.get() + static_cast<int64_t>(span.first) * 4 * d,
-                                       routing_.get() + static_cast<int64_t>(span.first) * routing_stride_, routing_stride_,
-                                       tail_of(task), state_of(task), mixed_.get() + static_cast<int64_t>(span.first) * d,
-                                       next_state, next_tail});
-  });
+  if (layer.kind == KEYED)
+    mix_keyed(index, spans);
+  else
+    mix_slots(index, spans);
   look_ahead(index, spans);
 }
 
-void Runner::mix_attention(int index, const std::vector<Span>& spans, int tokens) {
+// Calls task(span, head, place, next place, thread) for each head of each span. The next place has no state after the last one.
+template <typename Task>
+void Runner::over_heads(int index, const std::vector<Span>& spans, const Task& task) {
+  const int heads = model_.shape.heads, count = static_cast<int>(spans.size()) * heads;
+  const int64_t head_floats = model_.shape.memory_floats(model_.layers[index].kind) / heads;
+  const auto place_of = [&](int number) -> HeadPlace {
+    if (number == count) return {nullptr, nullptr};
+    const int32_t row = spans[number / heads].row;
+    return {states_.memory[index] + row * states_.memory_strides[index] + number % heads * head_floats,
+            states_.tails[index] + row * states_.tail_strides[index]};
+  };
+  team_.run(count, [&](int number, int thread) {
+    task(spans[number / heads], number % heads, place_of(number), place_of(number + 1), thread);
+  });
+}
+
+void Runner::mix_slots(int index, const std::vector<Span>& spans) {
+  const int64_t d = model_.shape.d_model;
+  over_heads(index, spans, [&](const Span& span, int head, const HeadPlace& place, const HeadPlace& next, int) {
+    const float* next_tail = next.tail == nullptr ? nullptr : next.tail + (head + 1) % model_.shape.heads * model_.head_dim;
+    model_.kernels.slots(model_.layers[index].slots,
+                         {head, span.tokens, projected_.get() + span.first * 4 * d, routing_.get() + int64_t{span.first} * routing_stride_,
+                          routing_stride_, place.tail, place.state, mixed_.get() + span.first * d, next.state, next_tail});
+  });
+}
+
+void Runner::mix_keyed(int index, const std::vector<Span>& spans) {
+  const Shape& shape = model_.shape;
+  over_heads(index, spans, [&](const Span& span, int head, const HeadPlace& place, const HeadPlace& next, int thread) {
+    const int64_t first = span.first;
+    float* scratch = keyed_.get() + int64_t{thread} * keyed_floats_;
+    model_.kernels.keyed(model_.layers[index].keyed,
+                         {head, span.tokens, projected_.get() + first * shape.projected_width(KEYED),
+                          routing_.get() + first * routing_stride_, routing_stride_, place.tail, place.state, scratch,
+                          scratch + keyed_floats_ - shape.slots * MAX_KEYED_COLUMNS,
+                          mixed_.get() + first * shape.mixed_width(KEYED), next.state});
+  });
+}
+
+void Runner::mix_attention(int index, const std::vector<Span>& spans) {
   const Layer& layer = model_.layers[index];
   const int d = model_.shape.d_model, K = model_.head_dim, kv_heads = model_.shape.kv_heads, half = K / 2;
-  const int width = d + 2 * kv_heads * K;
-  multiply(layer.project.view, quantised_, tokens, projected_.get(), width, false);
+  const int width = model_.shape.projected_width(ATTENTION);
   team_.run(static_cast<int>(spans.size()) * kv_heads, [&](int task, int thread) {
     const Span& span = spans[task / kv_heads];
     const int head = task % kv_heads;
