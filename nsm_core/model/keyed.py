@@ -27,8 +27,8 @@ ROUTE_TAPS = (0.7, 0.4, 0.2)
 
 
 def unit_route(logits: Tensor) -> Tensor:
-    """logits [..., M] -> a route of unit length [..., M]."""
-    return F.normalize(F.silu(logits), dim=-1)
+    """logits [..., M] -> a route of unit length [..., M]. Of both signs: routes of one sign all resemble each other."""
+    return F.normalize(logits, dim=-1)
 
 
 class ContextTaps(nn.Module):
@@ -63,7 +63,6 @@ class KeyedMixer(Mixer):
         inner, routes = self.heads * self.width, self.heads * self.slots
         self.project = nn.Linear(d, routes + 2 * inner, bias=False)  # route, value, gate
         self.conv = ContextTaps(config.conv_taps, routes, inner)
-        self.log_sharpness = nn.Parameter(torch.zeros(self.heads))
         self.rates = nn.Linear(d, 2 * self.heads)  # of a head: strength, decay
         nn.init.normal_(self.rates.weight, std=0.1 * d**-0.5)
         with torch.no_grad():
@@ -112,7 +111,7 @@ class KeyedMixer(Mixer):
 
     def _route(self, routes: Tensor, taps: Tensor, reset: Tensor | None) -> Tensor:
         """routes [B, taps - 1 + T, HM] -> [B,T,H,M]."""
-        logits = self._in_heads(convolve(routes.to(taps.dtype), taps, reset)) * self.log_sharpness.exp()[:, None]
+        logits = self._in_heads(convolve(routes.to(taps.dtype), taps, reset))
         return unit_route(logits).to(routes.dtype)
 
     def _rates(self, x: Tensor, valid: Tensor | None) -> dict[str, Tensor]:

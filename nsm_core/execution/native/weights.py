@@ -135,9 +135,8 @@ class NativeWeights:
         self._matrix(index, Part.OUT, mixer.out.weight)
         self._floats(index, Part.OUT_NORM, mixer.out_norm)
         self._floats(index, Part.SKIP, mixer.skip)
-        sharpness = mixer.log_sharpness.exp().repeat_interleave(mixer.slots)
-        self._floats(index, Part.READ_TAPS, mixer.conv.read * sharpness)
-        self._floats(index, Part.WRITE_TAPS, mixer.conv.write * sharpness)
+        self._floats(index, Part.READ_TAPS, mixer.conv.read)
+        self._floats(index, Part.WRITE_TAPS, mixer.conv.write)
         self._floats(index, Part.CONV, mixer.conv.value)
         self._router(index, mixer.rates.weight, mixer.rates.bias)
 

@@ -29,7 +29,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "keyed": small_config(VOCABULARY, layer_pattern="KW", num_memory_slots=24, slot_width=32, window=24),
     # more columns than any variant takes together, and some that are left; beside slots of another size
     "keyed-wide": small_config(
-        VOCABULARY, layer_pattern="KN", num_memory_slots=40, write_top_k=3, slot_width=144, conv_taps=3
+        VOCABULARY, layer_pattern="KN", num_memory_slots=36, write_top_k=3, slot_width=144, conv_taps=3
     ),
     "wide-heads": small_config(  # the sizes of a head that have code of their own, grouped as in the bundled model
         VOCABULARY,

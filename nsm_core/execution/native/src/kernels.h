@@ -82,7 +82,7 @@ struct SlotWork {
 struct KeyedLayer {
   int heads, slots, width, taps;
   float eps;
-  const float* read_taps;   // [taps, heads * slots], of routes that are read; the head's sharpness is multiplied in
+  const float* read_taps;   // [taps, heads * slots], of routes that are read
   const float* write_taps;  // the same of routes that are written
   const float* value_taps;  // [taps, heads * width]
   const float* gain;        // [heads * width], of the output norm
