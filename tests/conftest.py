@@ -34,6 +34,7 @@ pytest_plugins = ["tests.support.redis_servers", "tests.support.triton_servers",
 TESTS = Path(__file__).resolve().parent
 # Markers of tests that --no-skips lets a machine skip: no package of the system would help
 EXCUSED = {"gpu", "image", "other_library", "perf_analyzer", "tmpfs"}
+PROGRAMS = {"chromium": "chromium", "haproxy": "haproxy", "nginx": "nginx", "redis": "redis-server"}
 CAP_SYS_ADMIN = 21
 
 # A run that a shell started in the background has SIGINT ignored, and so would the programs that tests interrupt.
@@ -93,17 +94,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _missing() -> dict[str, str]:
     """Markers whose tests cannot run on this machine, and why."""
-    missing = {}
+    missing = {
+        marker: f"no {program}; Debian has it in a package of this name"
+        for marker, program in PROGRAMS.items()
+        if shutil.which(program) is None
+    }
     if not torch.cuda.is_available():
         missing["gpu"] = "no CUDA device"
-    if shutil.which("redis-server") is None:
-        missing["redis"] = "no redis-server; Debian has it in the package redis-server"
     if shutil.which("prometheus") is None or shutil.which("promtool") is None:
         missing["prometheus"] = "no prometheus; Debian has it, and promtool, in the package prometheus"
-    if shutil.which("nginx") is None:
-        missing["nginx"] = "no nginx; Debian has it in the package nginx"
-    if shutil.which("chromium") is None:
-        missing["chromium"] = "no chromium; Debian has it in the package chromium"
     if shutil.which("buildah") is None or shutil.which("debootstrap") is None or os.geteuid() != 0:
         missing["image"] = "images are built as root with buildah and debootstrap; Debian has packages of these names"
     if not is_installed():

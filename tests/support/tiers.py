@@ -15,7 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "tiers.toml"
-SERVICES = frozenset({"chromium", "gpu", "image", "nginx", "perf_analyzer", "prometheus", "redis", "tmpfs", "triton"})
+SERVICES = frozenset(
+    {"chromium", "gpu", "haproxy", "image", "nginx", "perf_analyzer", "prometheus", "redis", "tmpfs", "triton"}
+)
 
 
 class Tier(enum.IntEnum):
