@@ -1,4 +1,7 @@
-"""Lives of sessions over HTTP, in any order of calls and with restarts, against a model of a dozen lines."""
+"""Lives of sessions over HTTP, in any order of calls, with restarts and clock steps, against a model of a dozen lines.
+
+On SQLite, whose store takes a clock, and on Redis: one server, a Sentinel pair and a cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,34 @@ import dataclasses
 import itertools
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nsm_core.state.snapshot import Snapshot
+from service.stores.redis.url import parse_redis_url
+from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 from tests.support.counts import scaled
 from tests.support.fakes import FakeBackend, state_after
 from tests.support.gateway import FILE_HEADERS, Gateway, error_of, gateway
+from tests.support.redis_servers import Topology, own_prefix
 
 Result = TypeVar("Result")
 
@@ -34,6 +50,8 @@ tokens = st.integers(1, 270)  # of the fake's vocabulary
 inputs = st.lists(tokens, max_size=4) | st.just([7] * 300)  # as long as it takes to keep a snapshot
 lengths = st.integers(1, 6) | st.just(EVERY_TOKEN)
 fractions = st.floats(0.0, 1.0)
+# Seconds that the clock is off. No two of them are as far apart as a turn's result is stored (a day).
+offsets = st.integers(-40_000, 40_000) | st.sampled_from((-11, 0, 11))  # a lease has 10 s
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,13 +86,18 @@ class SessionMachine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         self.keys = itertools.count()
         self.last: tuple[str, dict[str, Any], str, dict[str, Any]] | None = None
+        self.clock_offset_s = 0
+
+    def make_store(self) -> SessionStore:
+        """The same sessions each time."""
+        return SqliteSessionStore(self.directory / "sessions.db", clock=lambda: time.time() + self.clock_offset_s)
 
     @initialize()
     def start(self) -> None:
         self.stack = contextlib.AsyncExitStack()
         self.backend = FakeBackend()
-        store = SqliteSessionStore(self.directory / "sessions.db")
-        self.server: Gateway = self.run(self.stack.enter_async_context(gateway(self.backend, store=store)))
+        opened = gateway(self.backend, store=self.make_store())
+        self.server: Gateway = self.run(self.stack.enter_async_context(opened))
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):
@@ -86,6 +109,32 @@ class SessionMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.run(self.stack.aclose())
         self.start()
+
+    @rule(offset_s=offsets)
+    def step_the_clock(self, offset_s: int) -> None:
+        self.clock_offset_s = offset_s
+
+    @rule(name=names, ids=st.lists(tokens, min_size=1, max_size=3), offset_s=offsets)
+    def step_the_clock_while_a_turn_runs(self, name: str, ids: list[int], offset_s: int) -> None:
+        """Its lease runs out by that clock, or will not for hours; nobody else wants it."""
+        if name not in self.known:
+            return
+
+        async def work() -> httpx.Response:
+            self.backend.hold_on()
+            self.backend.release(1)
+            body = {"input": ids, "max_tokens": 6}
+            turn = asyncio.create_task(self.server.client.post(f"/v1/sessions/{name}/generate", json=body))
+            held = asyncio.create_task(self.backend.held.wait())
+            await asyncio.wait((turn, held), return_when=asyncio.FIRST_COMPLETED)
+            assert not turn.done(), turn.result().text
+            self.clock_offset_s = offset_s
+            self.backend.release_all()
+            self.backend.forget_permits()
+            return await turn
+
+        self.last = None
+        self.expect_turn(self.known[name], ids, 6, self.run(work()))
 
     @rule(name=names)
     def create(self, name: str) -> None:
@@ -294,3 +343,27 @@ SessionMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSessionMachine = SessionMachine.TestCase
+
+
+REDIS_SETTINGS = settings(
+    max_examples=scaled(3, 100),
+    stateful_step_count=scaled(15, 50),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("kind", ["single", "sentinel", "cluster"])
+def test_lives_on_redis_are_those_of_the_model(kind: str, request: pytest.FixtureRequest) -> None:
+    servers: Topology = request.getfixturevalue(f"redis_{kind}")
+
+    class RedisMachine(SessionMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prefix = own_prefix()
+
+        def make_store(self) -> SessionStore:
+            return RedisSessionStore(parse_redis_url(servers.url_with(prefix=self.prefix)))
+
+    run_state_machine_as_test(RedisMachine, settings=REDIS_SETTINGS)

@@ -156,7 +156,8 @@ async def test_a_proxy_and_the_server_agree_on_where_each_message_ends(applicati
 
 async def test_answers_before_the_body_do_not_mix_up_the_connections_that_a_proxy_keeps(proxy: Proxy) -> None:
     limits = httpx.Limits(max_connections=16)
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=LATE, limits=limits) as client:
+    timeout = httpx.Timeout(LATE, pool=None)  # all requests but 16 wait for a connection
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=timeout, limits=limits) as client:
 
         async def ask(number: int) -> None:
             target = f"/early?{number}" if number % 3 == 0 else f"/read?{number}"

@@ -252,3 +252,25 @@ async def test_X6_a_damaged_key_refuses_by_name_or_the_state_is_made_again(
         for key in keys.named(part):
             fault(keys, key, older)
         await assert_typed(server, caplog)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("part", ["log", "marks"])
+async def test_X6_a_damaged_middle_of_a_log_is_named_by_whoever_reads_it_and_found_at_rest(
+    part: str, in_redis: tuple[Callable[[], SessionStore], Keys], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A turn looks at the last chunk alone. It goes on from a sound state; what needs the whole log is refused."""
+    make_store, keys = in_redis
+    async with gateway(FakeBackend(TEXT), store=make_store()) as server:
+        for is_first in (True, False, False):
+            await talk(server, is_first=is_first)
+        (key,) = [key for key in keys.named(part) if keys.client.llen(key) == 3]  # a response has a session of its own
+        middle = keys.client.lindex(key, 1)
+        keys.client.lset(key, 1, middle[:-1] + bytes([middle[-1] ^ 0x11]))
+        answer = await server.client.get("/v1/sessions/s1/export")
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "log_corrupt")
+        assert server.metric("nsm_store_damage_total", part="log") > 0
+        turn = await server.client.post("/v1/sessions/s1/generate", json={"input": [7], "max_tokens": 3})
+        assert turn.status_code == 200, turn.text
+        (verified,) = [one async for one in verify(server.services.store, server.services.backend, [KEY])]
+        assert verified.verdict == "damaged", verified

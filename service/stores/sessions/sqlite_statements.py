@@ -106,8 +106,8 @@ def get_snapshot(connection: sqlite3.Connection, key: SessionKey, version: int, 
 
 def _put_snapshot(connection: sqlite3.Connection, table: str, row: tuple[Any, ...], snapshot: bytes) -> None:
     """`row`: all but the snapshot, which is the last column and is written into its pages directly."""
-    places = ", ".join("?" * len(row))
-    cursor = connection.execute(f"INSERT INTO {table} VALUES ({places}, zeroblob(?))", (*row, len(snapshot)))
+    marks = ", ".join("?" * len(row))
+    cursor = connection.execute(f"INSERT INTO {table} VALUES ({marks}, zeroblob(?))", (*row, len(snapshot)))
     with connection.blobopen(table, "snapshot", cursor.lastrowid or 0) as stream:
         stream.write(snapshot)
 
