@@ -14,8 +14,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from nsm_core.errors import InvalidRequest, Overloaded
-from nsm_core.grammars.grammar import Grammar
+from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from nsm_core.grammars.matcher import TokenMatcher
+from nsm_core.grammars.tool_calls import tools_lark
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 
 MAX_STORED = 32  # compiled grammars of one scope
@@ -42,6 +43,7 @@ JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
+PARAMETERS_PATH = ".function.parameters"  # of a tool's schema in a chat's body
 ANSWER = "answer"  # the name of the grammar behind a prefix
 
 
@@ -77,14 +79,25 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> TokenMatcher:
         try:
-            compiled = LLMatcher(
-                self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS)
-            )
+            compiled = self._read(grammar)
         except (ValueError, RecursionError) as error:
             raise _refusal(grammar, str(error)) from error
-        if compiled.is_error():
-            raise _refusal(grammar, compiled.get_error())
-        return TokenMatcher(compiled)
+        if not compiled.is_error():
+            return TokenMatcher(compiled)
+        if grammar.kind == "tools":
+            self._refuse_tool(grammar)
+        raise _refusal(grammar, compiled.get_error())
+
+    def _read(self, grammar: Grammar) -> LLMatcher:
+        return LLMatcher(self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+
+    def _refuse_tool(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest for the first tool whose own schema is refused."""
+        for index, (_, parameters) in enumerate(json.loads(grammar.source)["tools"]):
+            alone = json_schema_grammar(parameters, param=f"{grammar.param}[{index}]{PARAMETERS_PATH}")
+            compiled = self._read(alone)
+            if compiled.is_error():
+                raise _refusal(alone, compiled.get_error())
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -148,25 +161,39 @@ class _Vocabulary:
 
 def _library_grammar(grammar: Grammar) -> str:
     """The library's own notation, as JSON."""
-    answer = {"name": ANSWER, **_parts(grammar)}
+    answer, *named = _parts(grammar.kind, grammar.source)
     if not grammar.prefix:
-        return json.dumps({"grammars": [answer]})
+        return json.dumps({"grammars": [answer, *named]})
     start = {"lark_grammar": f"start: {_literal(grammar.prefix)} @{ANSWER}"}
-    return json.dumps({"grammars": [start, answer]})
+    return json.dumps({"grammars": [start, {**answer, "name": ANSWER}, *named]})
 
 
-def _parts(grammar: Grammar) -> dict[str, Any]:
-    if grammar.kind == "json_schema":
-        schema = json.loads(grammar.source)
-        if not isinstance(schema, dict):
-            raise ValueError("a schema must be a JSON object")
-        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
-    if grammar.kind == "regex":
-        text: str = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"][0]["lark_grammar"]
-        return {"lark_grammar": text}
-    if grammar.kind == "choice":
-        return {"lark_grammar": "start: " + " | ".join(_literal(text) for text in json.loads(grammar.source))}
-    return {"lark_grammar": grammar.source}
+def _parts(kind: str, source: str) -> list[dict[str, Any]]:
+    """The answer's own grammar, then those that it names."""
+    if kind == "json_schema":
+        return [_schema_part(json.loads(source))]
+    if kind == "regex":
+        return [{"lark_grammar": json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]}]
+    if kind == "choice":
+        return [{"lark_grammar": "start: " + " | ".join(_literal(text) for text in json.loads(source))}]
+    return _tools_parts(json.loads(source)) if kind == "tools" else [{"lark_grammar": source}]
+
+
+def _schema_part(schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be a JSON object")
+    return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+
+
+def _tools_parts(source: dict[str, Any]) -> list[dict[str, Any]]:
+    tools, form = source["tools"], source["form"]
+    lark = tools_lark(
+        [name for name, _ in tools], need=source["need"], has_many=source["has_many"], has_form=form is not None
+    )
+    parts = [{"name": f"arguments_{index}", **_schema_part(schema)} for index, (_, schema) in enumerate(tools)]
+    if form is not None:
+        parts += [{**part, "name": "form"} for part in _parts(form["kind"], form["source"])]
+    return [{"lark_grammar": lark}, *parts]
 
 
 def _literal(text: str) -> str:

@@ -9,14 +9,15 @@ from typing import Any, Literal, get_args
 
 from nsm_core.errors import InvalidRequest
 
-Kind = Literal["json_schema", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "tools"]
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_GRAMMAR_BYTES = 256 * 1024  # of one source
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """`source`: a JSON schema, a regular expression, a JSON list of texts, or a grammar in llguidance's form of Lark.
+    """`source`: a JSON schema, a regular expression, a JSON list of texts, a grammar in llguidance's form of Lark, or
+    tools (`tools_grammar`).
 
     `prefix`: a text that stands in front of the answer. `scope`: compiled forms are shared within one scope only (a
     gateway names the tenant). `param`: the field of the request that refusals name; it changes nothing else.

@@ -12,11 +12,12 @@ from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
 from nsm_core.engine.request import Finished
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
+from service.generate.chat_calls import CallingChoice
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.generate.structured import with_grammar
-from service.schemas.chat import ChatBody
+from service.schemas.chat import ChatBody, core_messages
 from service.web.sse import TextFrame, frame
 
 KIND = "chat.completion"
@@ -34,6 +35,8 @@ class Chat:
         self._tokenizer = tokenizer
         self._envelope = envelope
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
+        has_form = body.to_grammar() is not None
+        self._calling = [CallingChoice(is_either=has_form) for _ in range(body.n)] if body.tool_use.tools else []
 
     def leave(self) -> None:
         self.group.cancel()
@@ -48,10 +51,12 @@ class Chat:
                 frames = []
                 for index, delta in batch:
                     if delta.finished is not None:
-                        frames.append(self._frame(index, {}, reason=finish_reason(delta.finished)))
+                        frames += self._last_frames(index, delta.finished)
                         continue
                     text = self._prefixes[index].cut(delta)
-                    if self._body.logprobs or self._body.include_routing:
+                    if self._calling:
+                        frames += self._calling_frames(index, text, self._prefixes[index].cut_tokens(delta))
+                    elif self._body.logprobs or self._body.include_routing:
                         frames.append(
                             self._frame(index, {"content": text}, tokens=self._prefixes[index].cut_tokens(delta))
                         )
@@ -76,14 +81,39 @@ class Chat:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                "message": {"role": "assistant", **self._content(index, texts[index]), "refusal": None},
                 "logprobs": self._logprobs(tokens[index]),
-                "finish_reason": finish_reason(ends[index]),
+                "finish_reason": self._reason(index, ends[index]),
                 **self._routing(tokens[index]),
             }
             for index in range(self._body.n)
         ]
         return self._envelope.wrap(KIND, choices, usage=self._usage(ends))
+
+    def _calling_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:
+        """Of a choice that may call tools. Tokens come with the first frame, or with one of their own."""
+        has_details = bool(tokens) and (self._body.logprobs or self._body.include_routing)
+        deltas = self._calling[index].feed(text) or ([{"content": ""}] if has_details else [])
+        shown = tokens if has_details else ()
+        return [self._frame(index, delta, tokens=() if number else shown) for number, delta in enumerate(deltas)]
+
+    def _last_frames(self, index: int, end: Finished) -> list[bytes]:
+        rest = self._calling[index].finish() if self._calling else []
+        return [
+            *(self._frame(index, delta) for delta in rest),
+            self._frame(index, {}, reason=self._reason(index, end)),
+        ]
+
+    def _content(self, index: int, texts: list[str]) -> dict[str, Any]:
+        if not self._calling:
+            return {"content": "".join(texts)}
+        self._calling[index].feed("".join(texts))
+        self._calling[index].finish()
+        return self._calling[index].message()
+
+    def _reason(self, index: int, end: Finished) -> str:
+        reason = finish_reason(end)
+        return "tool_calls" if reason == "stop" and self._calling and self._calling[index].has_calls else reason
 
     def _usage(self, ends: list[Finished]) -> dict[str, Any]:
         return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
@@ -158,4 +188,5 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
     """What the chat's next prompt begins with if the client sends the answer back as it got it."""
     said = ChatMessage("assistant", answer.removeprefix(template.answer_prefix))
-    return template.render([*(message.to_core() for message in body.messages), said, ChatMessage("user", "")])
+    messages = core_messages(body.messages, body.tool_use.tools)
+    return template.render([*messages, said, ChatMessage("user", "")])

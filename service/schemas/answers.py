@@ -74,8 +74,9 @@ class AnswerMessage(BaseModel):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[Object] = []
 
 
 class ChatChoice(BaseModel):
@@ -84,7 +85,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: Object | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     routing: list[Object] | None = None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.errors import InvalidRequest
+from nsm_core.grammars.tool_calls import Tool, answer_text, results_message, with_tools
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
     IGNORED,
@@ -24,9 +25,21 @@ from service.schemas.common import (
     content_schema,
 )
 from service.schemas.structured import StructuredFields
+from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
+from service.web.errors import shown
 
 DEFAULT_MAX_TOKENS = 256
 CONTENT_SCHEMA = content_schema({"const": "text"})
+CALLS_SCHEMA = {"type": "array", "items": {"type": "object"}, "description": "of an assistant's message"}
+MAX_NAME_CHARS = 64
+
+
+class Call(NamedTuple):
+    """A call that an assistant's message made."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 class Message(RequestBody):
@@ -34,18 +47,13 @@ class Message(RequestBody):
     its content may be absent: clients replay answers as they got them.
     """
 
-    ignored: ClassVar = {"name": str}
-    unsupported: ClassVar = {
-        "tool_call_id": (),
-        "refusal": (),
-        "tool_calls": ([],),
-        "function_call": (),
-        "audio": (),
-        "annotations": ([],),
-    }
+    unsupported: ClassVar = {"refusal": (), "function_call": (), "audio": (), "annotations": ([],)}
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
+    name: str | None = Field(default=None, max_length=MAX_NAME_CHARS, description="of who speaks; read before the text")
+    tool_calls: Annotated[Any, WithJsonSchema(CALLS_SCHEMA)] = None
+    tool_call_id: str | None = Field(default=None, description="of the call whose result a tool's message is")
 
     @model_validator(mode="before")
     @classmethod
@@ -63,22 +71,69 @@ class Message(RequestBody):
             return "\n".join(_text_of(part) for part in content)
         raise ValueError("must be a string or a list of text parts")
 
-    def to_core(self) -> ChatMessage:
-        """A developer's message is a system message by its older name."""
-        return ChatMessage(role="system" if self.role == "developer" else self.role, content=self.content)
+    @field_validator("tool_calls", mode="after")
+    @classmethod
+    def _read_calls(cls, calls: Any) -> tuple[Call, ...]:
+        if not isinstance(calls, list):
+            raise ValueError("must be a list of calls")
+        return tuple(map(_call_of, calls))
+
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("must have no tool_calls: they are an assistant's")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("must have a tool_call_id if, and only if, it is a tool's")
+        return self
+
+    @property
+    def text(self) -> str:
+        """As the model reads it, with the speaker's name in front."""
+        return self.content if self.name is None else f"{self.name}: {self.content}"
+
+
+def core_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[ChatMessage]:
+    """As the model reads them: a developer's message is a system message by its older name, calls are part of an
+    answer's text, and results that follow each other are one message. Raises InvalidRequest for a result of no call.
+    """
+    read: list[ChatMessage] = []
+    called: set[str] = set()
+    results: list[str] = []
+    for index, message in enumerate(messages):
+        if message.role == "tool":
+            if message.tool_call_id not in called:
+                param = f"messages[{index}].tool_call_id"
+                raise InvalidRequest(
+                    f"{param} must be the id of a call made before, got {shown(message.tool_call_id)}", param=param
+                )
+            results.append(message.content)
+            continue
+        if results:
+            read.append(results_message(results))
+            results = []
+        calls: tuple[Call, ...] = message.tool_calls or ()
+        called.update(call.id for call in calls)
+        role = "system" if message.role == "developer" else message.role
+        read.append(ChatMessage(role, answer_text(message.text, [(call.name, call.arguments) for call in calls])))
+    return with_tools([*read, results_message(results)] if results else read, tools)
 
 
 class ChatBody(SamplingFields, StructuredFields, RoutingFields):
     """Messages in, the assistant's next message out."""
 
-    ignored = IGNORED
-    unsupported = UNSUPPORTED
+    ignored = {name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"}  # noqa: RUF012
+    unsupported = {  # noqa: RUF012
+        name: values for name, values in UNSUPPORTED.items() if name not in ("tools", "tool_choice")
+    }
 
     model: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     max_tokens: int | None = Field(default=None, description="older name of max_completion_tokens")
     n: int = 1
+    tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool = Field(default=True, description="whether an answer may hold several calls")
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}; needs logprobs: true")
     cache_prompt: bool = Field(
@@ -98,20 +153,34 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
             raise InvalidRequest(message, param="max_tokens")
         return self
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """Raises InvalidRequest."""
+        return read_tools(
+            [] if self.tools is None else self.tools,
+            self.tool_choice,
+            has_many=self.parallel_tool_calls,
+            nested=True,
+        )
+
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The prompt is the chat as the model reads it. Raises InvalidRequest."""
+        use = self.tool_use
         check_n(self.n, 1, limits.max_choices)
-        grammar = self.to_grammar(prefix=template.answer_prefix)
+        form = self.to_grammar(prefix="" if use.tools else template.answer_prefix)
+        grammar = use.to_grammar(form, template.answer_prefix)
+        # a form says itself where the answer ends; a text beside tools ends as any other
+        has_stops = form is None and not use.is_forced
         sampling = self.to_sampling(
             limits,
             max_tokens=self._max_tokens(limits.max_tokens),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            template_stop=() if grammar else template.stop,  # a grammar says itself where the answer ends
+            template_stop=template.stop if has_stops else (),
             grammar=grammar,
         )
         self.check_routing(max_tokens=sampling.max_tokens, num_choices=self.n, param="max_completion_tokens")
         return RequestSpec(
-            prompts=(render_chat(template, self.messages),),
+            prompts=(render_chat(template, self.messages, use.tools),),
             n=self.n,
             sampling=sampling,
             timeout_s=self.timeout or limits.timeout_s,
@@ -126,9 +195,21 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
         return min(DEFAULT_MAX_TOKENS, limit)
 
 
-def render_chat(template: ChatTemplate, messages: Sequence[Message]) -> str:
+def render_chat(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     """The text that the assistant's next message continues."""
-    return template.render([message.to_core() for message in messages])
+    return template.render(core_messages(messages, tools))
+
+
+def _call_of(call: Any) -> Call:
+    """Raises ValueError for what is no call as an answer has them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    is_call = isinstance(call, dict) and call.keys() <= {"id", "type", "function", "index"}
+    if not is_call or call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise ValueError(f"must have calls of functions, got {shown(call)}")
+    for name, value in (("id", call.get("id")), ("function.name", function.get("name"))):
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"must have calls whose {name} is a string, got {shown(value)}")
+    return Call(call["id"], function["name"], check_arguments(function.get("arguments")))
 
 
 def _text_of(part: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 from nsm_core.chat_template import get_template
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import SamplingParams
-from service.schemas.chat import ChatBody
+from service.schemas.chat import ChatBody, core_messages
 from service.schemas.common import Limits, RequestSpec
 from service.schemas.completions import CompletionBody
 from service.schemas.responses import CreateResponseBody
@@ -53,7 +53,7 @@ def test_echo_without_new_tokens_scores_the_prompt_only() -> None:
 def test_chat_prompt_is_rendered_and_has_the_stops_of_its_template() -> None:
     body = ChatBody(messages=[{"role": "user", "content": "Hello"}], seed=1, stop="x", max_completion_tokens=7)  # type: ignore[list-item]
     spec = body.to_request(LIMITS, TEMPLATE)
-    assert spec.prompts == (TEMPLATE.render([message.to_core() for message in body.messages]),)
+    assert spec.prompts == (TEMPLATE.render(core_messages(body.messages)),)
     assert (spec.sampling.stop, spec.max_tokens, spec.timeout_s) == (("x", *TEMPLATE.stop), 7, 60.0)
 
 
