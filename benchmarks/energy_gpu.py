@@ -25,7 +25,7 @@ from nsm_core.energy.nvml import NvmlMeter
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Finished, GenerationRequest
 from nsm_core.execution.choose import choose_executor
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.provenance import source_commit
 
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(
-    argv: Sequence[str] | None = None, *, loaded: LoadedModel | None = None, nvml: Any = None, uuid: str | None = None
+    argv: Sequence[str] | None = None, *, loaded: LoadedNsm | None = None, nvml: Any = None, uuid: str | None = None
 ) -> int:
     """`loaded`, `nvml` (pynvml) and `uuid` (of the GPU): None for the real ones."""
     args = parse(argv)

@@ -23,7 +23,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import EndState, Finished, GenerationRequest, Resume
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
 from nsm_core.execution.names import EXECUTOR_NAMES
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.bench.machine import cpu_name
 from nsm_lab.provenance import source_commit
@@ -34,7 +34,7 @@ Timing = tuple[float, float]  # wall and CPU seconds
 class Bench:
     """One engine and the requests that measure it."""
 
-    def __init__(self, loaded: LoadedModel, executor: ChosenExecutor, *, max_slots: int, token_budget: int) -> None:
+    def __init__(self, loaded: LoadedNsm, executor: ChosenExecutor, *, max_slots: int, token_budget: int) -> None:
         self._vocab_size = loaded.tokenizer.vocab_size
         self._fingerprint = loaded.fingerprint
         config = EngineConfig(max_slots=max_slots, token_budget=token_budget, speculation="off")
@@ -113,7 +113,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def header(loaded: LoadedModel, threads: int) -> dict[str, Any]:
+def header(loaded: LoadedNsm, threads: int) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "commit": source_commit(),

@@ -18,7 +18,7 @@ import onnxruntime
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.markdown import table
 from nsm_lab.export.functions import IDS, LOGITS, NEW
@@ -45,7 +45,7 @@ def onnx_step(path: Path, *, in_fp32: bool = False) -> Step:
     return run
 
 
-def torch_step(loaded: LoadedModel) -> Step:
+def torch_step(loaded: LoadedNsm) -> Step:
     @torch.inference_mode()
     def run(ids: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = {name: torch.from_numpy(value) for name, value in state.items()}
@@ -55,11 +55,11 @@ def torch_step(loaded: LoadedModel) -> Step:
     return run
 
 
-def start(loaded: LoadedModel, rows: int) -> dict[str, Any]:
+def start(loaded: LoadedNsm, rows: int) -> dict[str, Any]:
     return {name: value.numpy() for name, value in loaded.model.initial_state(rows).items()}
 
 
-def differences(loaded: LoadedModel, step: Step, num_tokens: int) -> tuple[float, float, int]:
+def differences(loaded: LoadedNsm, step: Step, num_tokens: int) -> tuple[float, float, int]:
     """Largest and mean difference of logits, and at how many tokens the likeliest is the same."""
     own = torch_step(loaded)
     prompt = loaded.tokenizer.encode("It was a bright morning, and the")
@@ -77,7 +77,7 @@ def differences(loaded: LoadedModel, step: Step, num_tokens: int) -> tuple[float
     return largest, total / num_tokens, same
 
 
-def milliseconds(loaded: LoadedModel, step: Step, rows: int) -> float:
+def milliseconds(loaded: LoadedNsm, step: Step, rows: int) -> float:
     """Of CPU time a step, the median: other processes do not count."""
     state, ids, taken = start(loaded, rows), np.full(rows, 5), []
     for _ in range(REPEATS):

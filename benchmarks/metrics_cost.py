@@ -27,7 +27,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.engine.step_stats import meter_of
 from nsm_core.execution.choose import ChosenExecutor, choose_executor
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.observer import MAX_ROWS, MAX_SHARE, OBSERVE_EVERY_S, ModelObserver
 from nsm_core.sampling.params import SamplingParams
 from nsm_lab.provenance import source_commit
@@ -46,7 +46,7 @@ TTFT, E2E = "nsm_time_to_first_token_seconds", "nsm_e2e_request_latency_seconds"
 class Subject:
     """An engine. Its observer's clock stands while another engine runs, so that looks are as rare as in a server."""
 
-    def __init__(self, loaded: LoadedModel, chosen: ChosenExecutor, *, batch: int, is_seen: bool) -> None:
+    def __init__(self, loaded: LoadedNsm, chosen: ChosenExecutor, *, batch: int, is_seen: bool) -> None:
         self._batch = batch
         self._ran_s = 0.0
         self._began: float | None = None
@@ -69,9 +69,7 @@ class Subject:
         return (time.process_time() - cpu) / num_tokens
 
 
-def make_engine(
-    loaded: LoadedModel, chosen: ChosenExecutor, *, batch: int, clock: Callable[[], float] | None
-) -> Engine:
+def make_engine(loaded: LoadedNsm, chosen: ChosenExecutor, *, batch: int, clock: Callable[[], float] | None) -> Engine:
     """`clock`: of the observer; None for no accounts."""
     return Engine(
         loaded.model,
@@ -79,12 +77,12 @@ def make_engine(
         fingerprint=loaded.fingerprint,
         config=EngineConfig(max_slots=batch, token_budget=max(256, batch), speculation="off"),
         executor=chosen.factory,
-        meter=None if clock is None else meter_of(loaded.model),
+        meter=None if clock is None else meter_of(loaded.device),
         observer=None if clock is None else ModelObserver(loaded.model, clock=clock),
     )
 
 
-def compare_engines(loaded: LoadedModel, chosen: ChosenExecutor, args: argparse.Namespace) -> list[dict[str, float]]:
+def compare_engines(loaded: LoadedNsm, chosen: ChosenExecutor, args: argparse.Namespace) -> list[dict[str, float]]:
     rows = []
     print(f"{'batch':>5} {'plain us/token':>15} {'seen us/token':>15} {'costs':>8} {'spread':>8}")
     for batch in args.batches:
@@ -116,9 +114,9 @@ def us(work: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def parts(loaded: LoadedModel, backend: LocalBackend) -> dict[str, float]:
+def parts(loaded: LoadedNsm, backend: LocalBackend) -> dict[str, float]:
     """Each alone, in microseconds."""
-    ledger, now = EnergyLedger(meter_of(loaded.model)), iter(range(10**9))
+    ledger, now = EnergyLedger(meter_of(loaded.device)), iter(range(10**9))
     tokens = {str(number): 1 for number in range(16)}
     observer = ModelObserver(loaded.model)
     state = loaded.model.initial_state(MAX_ROWS)
@@ -127,7 +125,7 @@ def parts(loaded: LoadedModel, backend: LocalBackend) -> dict[str, float]:
     record = metrics.requests.start(arrival=time.monotonic())
     return {
         ACCOUNTS: us(lambda: ledger.work(tokens, 0.01, now=next(now) * 1e-3), 1000),
-        "a reading of the meter": us(meter_of(loaded.model).read, 1000),
+        "a reading of the meter": us(meter_of(loaded.device).read, 1000),
         SAMPLE: us(lambda: observer.observe(names, is_fresh=[True] * MAX_ROWS, ids=[1] * MAX_ROWS, state=state), 3),
         "a token's sample in the gateway": us(record.token, 10_000),
         "a scrape": us(metrics.render, 5),
@@ -218,7 +216,7 @@ def main() -> None:
     chosen = choose_executor(loaded, args.executor)
     rows = [] if args.clocks_only else compare_engines(loaded, chosen, args)
     config = EngineConfig(speculation="off")
-    backend = LocalBackend(loaded, config, executor=args.executor, meter=meter_of(loaded.model))
+    backend = LocalBackend(loaded, config, executor=args.executor, meter=meter_of(loaded.device))
     alone = parts(loaded, backend)
     for name, value in alone.items():
         print(f"{name:<44} {value:>10.1f} us")

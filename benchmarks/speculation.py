@@ -27,7 +27,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Event, Finished, GenerationRequest, Resume
 from nsm_core.execution.choose import choose_executor
 from nsm_core.model.bundled import CHECKPOINTS
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.stats import EngineStats
 from nsm_lab.provenance import source_commit
@@ -43,7 +43,7 @@ EventsById = dict[str, list[Event]]
 class Pair:
     """Two engines, without and with drafts, on the weights of one executor."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedNsm) -> None:
         chosen = choose_executor(loaded, "native")
         self.fingerprint, self.encode = loaded.fingerprint, loaded.tokenizer.encode
         self.plain, self.drafting = (

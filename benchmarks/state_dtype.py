@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.session_rewind import KEY, book_ids, redis_case, run_turns, snapshot_of, sqlite_case
 from nsm_core.config import EngineConfig
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
@@ -78,7 +78,7 @@ async def main() -> None:
 
 
 def measure_snapshots(
-    loaded: LoadedModel, backend: LocalBackend, ids: tuple[int, ...], args: argparse.Namespace
+    loaded: LoadedNsm, backend: LocalBackend, ids: tuple[int, ...], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Of the state after one of the texts; medians."""
     num_tokens = text_len(args)

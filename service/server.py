@@ -30,7 +30,7 @@ from service.web.connection import connection_class
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from nsm_core.model.loader import LoadedModel
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
 
 Made = TypeVar("Made")
 
@@ -85,9 +85,9 @@ def make_backend(settings: Settings) -> InferenceBackend:
     from nsm_core.execution.devices import engine_config
     from service.backends.local import LocalBackend
 
-    def make(loaded: LoadedModel) -> LocalBackend:
+    def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
         config = engine_config(settings.engine_limits(), loaded)
-        meter = meter_of(loaded.model) if settings.energy else None
+        meter = meter_of(loaded.device) if settings.energy else None
         with naming("executor"):
             return LocalBackend(loaded, config, executor=settings.executor, meter=meter)
 
@@ -97,22 +97,22 @@ def make_backend(settings: Settings) -> InferenceBackend:
         raise ConfigError(f"{label('max_slots')} is too large: {error}") from error
 
 
-def with_model(settings: Settings, make: Callable[[LoadedModel], Made]) -> Made:
+def with_model(settings: Settings, make: Callable[[LoadedModel[SequenceModel]], Made]) -> Made:
     """What `make` makes of the model, on the device and with the threads of the settings.
 
     Raises CheckpointError, DeviceUnusable, and what `make` raises.
     """
     import torch  # a gateway whose models run elsewhere needs none
 
+    from nsm_core.architectures import load_model
     from nsm_core.execution.devices import on_device
-    from nsm_core.model.loader import load_checkpoint
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
 
-    def load(device: str) -> LoadedModel:
+    def load(device: str) -> LoadedModel[SequenceModel]:
         with naming("model"):
-            return load_checkpoint(settings.model, device)
+            return load_model(settings.model, device)
 
     with naming("device", only=DeviceUnusable):
         return on_device(settings.device, settings.executor, load, make)
@@ -128,10 +128,10 @@ def make_triton_backend(settings: Settings) -> InferenceBackend:
 
     fingerprint = None
     if settings.model is not None:
-        from nsm_core.model import storage
+        from nsm_core.architectures import identify
 
         with naming("model"):
-            fingerprint = storage.fingerprint(settings.model)
+            fingerprint, _ = identify(settings.model)
     with naming("triton_tls_dir"):
         tls = None if settings.triton_tls_dir is None else TritonTls.read_directory(settings.triton_tls_dir)
     return TritonBackend(settings.triton_urls(), wait_s=TRITON_WAIT_S, fingerprint=fingerprint, tls=tls)

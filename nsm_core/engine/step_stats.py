@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from nsm_core.energy.estimate import CORE_WATTS
 from nsm_core.energy.factory import make_meter
@@ -20,9 +19,8 @@ from nsm_core.state.pool import StatePool
 from nsm_core.stats import EnergyUse, EngineStats
 
 
-def meter_of(model: nn.Module, *, core_watts: float = CORE_WATTS) -> EnergyMeter:
-    """The meter of the GPU that the model is on, and of the CPUs. `core_watts`: of one busy core, for an estimate."""
-    device = next(model.parameters()).device
+def meter_of(device: torch.device, *, core_watts: float = CORE_WATTS) -> EnergyMeter:
+    """The meter of the GPU that a model is on, and of the CPUs. `core_watts`: of one busy core, for an estimate."""
     uuids = [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
     return make_meter(gpu_uuids=uuids, core_watts=core_watts)
 

@@ -11,33 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from nsm_core.loaded_model import SequenceModel as SequenceModel  # part of this seam, defined below the models
 from nsm_core.sampling.masks import MaskLogits
 from nsm_core.sampling.sampler import Draw
 from nsm_core.state.pool import StatePool
-from nsm_core.state.spec import State, StateSpec
-
-
-class SequenceModel(Protocol):
-    """A model that can be served. Functional: it never modifies a state that it is given."""
-
-    @property
-    def state_spec(self) -> StateSpec: ...
-
-    def initial_state(self, batch_size: int) -> State:
-        """The start of a sequence, tensors [batch_size, *shape]."""
-        ...
-
-    def forward(self, ids: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
-        """ids [B,T], right-padded to `lengths` [B]; returns hidden [B,T,d] and the state after each row's end."""
-        ...
-
-    def step(self, ids: Tensor, state: State) -> tuple[Tensor, State]:
-        """ids [B] -> hidden [B,d] and the new state."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., d] -> logits [..., V] fp32."""
-        ...
+from nsm_core.state.spec import State
 
 
 class Savepoint(Protocol):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from nsm_core.errors import ConfigError, DeviceUnusable
-from nsm_core.execution.base import Executor, ExecutorFactory
+from nsm_core.execution.base import Executor
+from nsm_core.execution.chosen import ChosenExecutor as ChosenExecutor
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, cuda_unsupported_reason
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
@@ -19,32 +21,33 @@ from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
-from nsm_core.model.loader import LoadedModel
+from nsm_core.execution.rwkv7.choose import choose_rwkv7
+from nsm_core.loaded_model import LoadedModel, SequenceModel
+from nsm_core.model import loader as nsm_loader
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat
+from nsm_core.rwkv7 import loader as rwkv7_loader
 
 logger = logging.getLogger("nsm.execution")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChosenExecutor:
-    """`model`: for the factory and for observers: the loaded model, or a copy that needs less memory.
-
-    `numerics`: the class within which equal input gives equal bits, of states that the executor computes.
-    """
-
-    name: str
-    factory: ExecutorFactory
-    model: NsmModel
-    numerics: str
-
-
-def choose_executor(loaded: LoadedModel, name: ExecutorName = "auto") -> ChosenExecutor:
+def choose_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "auto") -> ChosenExecutor:
     """The executor of `loaded`, with torch's current number of threads. Logs the choice and its reason.
 
     Raises ConfigError if `native` or `cuda` was requested and is not available.
     """
-    if name.startswith("cuda") or (name == "auto" and loaded.model.embedding.weight.is_cuda):
+    # The one place that knows which architecture is computed how
+    choices: dict[str, Callable[[LoadedModel[Any], ExecutorName], ChosenExecutor]] = {
+        nsm_loader.ARCHITECTURE: _choose_nsm,
+        rwkv7_loader.ARCHITECTURE: choose_rwkv7,
+    }
+    return choices[loaded.architecture](loaded, name)
+
+
+def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExecutor:
+    if name == "native-fp32":
+        raise ConfigError(f"{loaded.name} has no fp32 kernels: its executors are native (int8), eager and cuda")
+    if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
         reason = cuda_unsupported_reason(loaded.model)
         if reason is None:
             return _cuda(loaded, CudaWeights(name.removeprefix("cuda-")) if "-" in name else CudaWeights.BF16)
@@ -69,11 +72,11 @@ def choose_executor(loaded: LoadedModel, name: ExecutorName = "auto") -> ChosenE
     return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
 
 
-def _eager_reason(loaded: LoadedModel, name: ExecutorName) -> str | None:
+def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | None:
     """The reason to use the eager executor without trying the native one; None if there is none."""
     if name == "eager":
         return "as requested"
-    if loaded.model.embedding.weight.device.type != "cpu":
+    if loaded.device.type != "cpu":
         return "the model is not on a CPU"
     if loaded.weight_format != WeightFormat.INT8:
         return f"its file holds {loaded.weight_format} weights, which the native one would round to int8"
@@ -82,7 +85,7 @@ def _eager_reason(loaded: LoadedModel, name: ExecutorName) -> str | None:
     return None
 
 
-def _native(loaded: LoadedModel) -> ChosenExecutor:
+def _native(loaded: LoadedModel[NsmModel]) -> ChosenExecutor:
     num_threads = torch.get_num_threads()
     rounding = "" if loaded.weight_format == WeightFormat.INT8 else f", {loaded.weight_format} weights rounded to int8"
     logger.info(
@@ -93,10 +96,10 @@ def _native(loaded: LoadedModel) -> ChosenExecutor:
     return ChosenExecutor("native", factory, unpacked_model(loaded.model, weights), NUMERICS)
 
 
-def _cuda(loaded: LoadedModel, weights: CudaWeights) -> ChosenExecutor:
+def _cuda(loaded: LoadedModel[NsmModel], weights: CudaWeights) -> ChosenExecutor:
     logger.info("%s runs on the executor for GPUs, matrices in %s", loaded.name, weights)
     factory = functools.partial(_make_cuda, options=CudaOptions(weights=weights, capture_at_start=True))
-    return ChosenExecutor("cuda", factory, loaded.model, cuda_numerics(weights, loaded.model.embedding.weight.device))
+    return ChosenExecutor("cuda", factory, loaded.model, cuda_numerics(weights, loaded.device))
 
 
 def _make_cuda(model: NsmModel, *, num_rows: int, poison: bool, options: CudaOptions) -> Executor:

@@ -12,7 +12,7 @@ from nsm_core.config import EngineConfig, EngineLimits
 from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.execution.cuda.options import cuda_unsupported_reason
 from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, check_device_name
-from nsm_core.model.loader import LoadedModel
+from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.ops.dispatch import has_compiler
 
 logger = logging.getLogger("nsm.execution")
@@ -59,8 +59,8 @@ def gpu_missing_reason(index: int = 0) -> str | None:
 def on_device(
     requested: str,
     executor: ExecutorName,
-    load: Callable[[str], LoadedModel],
-    make: Callable[[LoadedModel], Made],
+    load: Callable[[str], LoadedModel[SequenceModel]],
+    make: Callable[[LoadedModel[SequenceModel]], Made],
 ) -> Made:
     """What `make` makes of the model that `load` puts on a device.
 
@@ -84,9 +84,9 @@ def on_device(
     return make(_logged(load, "cpu"))
 
 
-def engine_config(limits: EngineLimits, loaded: LoadedModel) -> EngineConfig:
+def engine_config(limits: EngineLimits, loaded: LoadedModel[SequenceModel]) -> EngineConfig:
     """The limits with the defaults for the device that the model is on. Raises ConfigError."""
-    device = loaded.model.embedding.weight.device
+    device = loaded.device
     if device.type == "cpu":
         return limits.resolve(max_slots=CPU_SLOTS, token_budget=CPU_TOKEN_BUDGET)
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -102,7 +102,7 @@ def slots_within(num_bytes: int, state_bytes: int) -> int:
     return 1 << max(0, fitting.bit_length() - 1)
 
 
-def _logged(load: Callable[[str], LoadedModel], device: str) -> LoadedModel:
+def _logged(load: Callable[[str], LoadedModel[SequenceModel]], device: str) -> LoadedModel[SequenceModel]:
     logger.info(
         "loading the model on %s", device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
     )
@@ -111,15 +111,15 @@ def _logged(load: Callable[[str], LoadedModel], device: str) -> LoadedModel:
 
 def _reason_against_gpus(executor: ExecutorName) -> str | None:
     """Why `auto` does not even try a GPU."""
-    if executor == "native":
-        return "the native executor is for CPUs"
+    if executor.startswith("native"):
+        return "native executors are for CPUs"
     reason = gpu_missing_reason()
     if reason is None and executor != "eager" and not has_compiler():
         reason = "the compiler of the kernels for GPUs (triton) is not installed"
     return reason
 
 
-def _with_kernels(loaded: LoadedModel, executor: ExecutorName) -> LoadedModel:
+def _with_kernels(loaded: LoadedModel[SequenceModel], executor: ExecutorName) -> LoadedModel[SequenceModel]:
     """Raises DeviceUnusable if the kernels cannot run the model and nobody asked for another executor."""
     reason = None if executor == "eager" else cuda_unsupported_reason(loaded.model)
     if reason is not None:

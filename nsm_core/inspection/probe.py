@@ -11,6 +11,7 @@ from torch import Tensor
 from nsm_core.inspection.layer_hooks import clear_hooked, hookable_layers, hooked
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
 from nsm_core.inspection.routing_capture import Capture, capture, has_states
+from nsm_core.loaded_model import SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
 
@@ -49,6 +50,11 @@ class RoutingProbe:
         for name, value in after.items():
             joined[name][row] = value[0]
         return joined
+
+
+def probe_of(model: SequenceModel) -> RoutingProbe | None:
+    """None of an architecture that routes no tokens: its requests cannot ask for routing."""
+    return RoutingProbe(model) if isinstance(model, NsmModel) else None
 
 
 def _describe(name: str, seen: Capture, row: int) -> LayerRouting:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from nsm_core.loaded_model import SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.state.inspection import UNTOUCHED
@@ -116,6 +117,11 @@ class ModelObserver:
                 layer.num_pruned += int((was & ~is_now).sum())
             seen[request_id] = now
         self._used = seen
+
+
+def observer_of(model: SequenceModel) -> ModelObserver | None:
+    """None of an architecture without routers."""
+    return ModelObserver(model) if isinstance(model, NsmModel) else None
 
 
 def _routers(model: NsmModel) -> Iterator[tuple[str, Router]]:

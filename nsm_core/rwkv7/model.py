@@ -39,11 +39,19 @@ class Rwkv7Model:
     """RWKV-7 in fp32 PyTorch, the reference of its kernels. A SequenceModel; for inference only.
 
     Nothing is read from `tensors` before the first use of `weights`, so that an executor with a layout of its own can
-    pack the tensors one by one and these never exist.
+    pack the tensors one by one and these never exist. `num_ids`: how many ids have logits, the first; tokenizers have
+    some fewer than models have rows.
     """
 
-    def __init__(self, config: Rwkv7Config, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: Rwkv7Config,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        num_ids: int | None = None,
+    ) -> None:
         self.config = config
+        self.num_ids = config.vocab_size if num_ids is None else num_ids
         self.tensors = tensors
         self.device = torch.device(device)
         self.state_spec = state_spec(config)
@@ -77,8 +85,8 @@ class Rwkv7Model:
         return hidden[:, 0], state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., V] in fp32."""
-        return torch.nn.functional.linear(hidden, self.weights.head)
+        """hidden [..., D] -> logits [..., num_ids] in fp32."""
+        return torch.nn.functional.linear(hidden, self.weights.head[: self.num_ids])
 
     def _read(self, ids: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
         weights, eps = self.weights, self.config.norm_eps

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from nsm_core.architectures import load_model
 from nsm_core.errors import ConfigError
 from nsm_core.execution.devices import on_device
 from nsm_core.execution.names import AUTO_DEVICE
-from nsm_core.model.loader import load_checkpoint
 from nsm_core.triton.call_stats import MeasuredResponder
 from nsm_core.triton.config import WorkerConfig, read_config
 from nsm_core.triton.metrics import TritonMetrics
@@ -69,7 +69,7 @@ class Backend:
             worker = on_device(
                 device_of(config, args),
                 config.executor,
-                lambda device: load_checkpoint(config.model, device),
+                lambda device: load_model(config.model, device),
                 lambda loaded: Worker(loaded, config),
             )
         except MemoryError as error:

@@ -20,8 +20,8 @@ from nsm_core.errors import EngineDead, InvalidRequest, NsmError
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.devices import engine_config
 from nsm_core.heap import trim_heap
-from nsm_core.model.loader import LoadedModel
-from nsm_core.model.observer import ModelObserver
+from nsm_core.loaded_model import LoadedModel, SequenceModel
+from nsm_core.model.observer import observer_of
 from nsm_core.sampling.params import SEED_BITS
 from nsm_core.state.inspection import inspect_state
 from nsm_core.triton.call_stats import CallStats, MeasuredResponder
@@ -54,7 +54,7 @@ class _Open:
 class Worker:
     """What stands behind the Triton model; knows nothing of Triton. `start` and `stop` once each."""
 
-    def __init__(self, loaded: LoadedModel, config: WorkerConfig) -> None:
+    def __init__(self, loaded: LoadedModel[SequenceModel], config: WorkerConfig) -> None:
         chosen = choose_executor(loaded, config.executor)
         self._engine_config = engine_config(config.engine, loaded)
         self._model, self._tokenizer, self._fingerprint = chosen.model, loaded.tokenizer, loaded.fingerprint
@@ -69,8 +69,8 @@ class Worker:
                 fingerprint=loaded.fingerprint,
                 config=self._engine_config,
                 executor=chosen.factory,
-                meter=meter_of(loaded.model, core_watts=config.energy_core_watts) if config.energy else None,
-                observer=ModelObserver(chosen.model),
+                meter=meter_of(loaded.device, core_watts=config.energy_core_watts) if config.energy else None,
+                observer=observer_of(chosen.model),
             ),
             after_step=self._stepped.set,
         )

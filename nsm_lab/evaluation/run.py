@@ -12,7 +12,7 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution.devices import resolve_device
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_lab.baselines.register import register_baselines
 from nsm_lab.evaluation.config import HISTORY_LISTS, EvalConfig, Part
 from nsm_lab.evaluation.devices import resolve_precision
@@ -71,7 +71,7 @@ class _Subject:
     def __init__(
         self,
         config: EvalConfig,
-        loaded: LoadedModel,
+        loaded: LoadedNsm,
         device: str,
         documents: list[EncodedDocument],
         log: Callable[[str], None],
@@ -175,7 +175,7 @@ class _Subject:
         )
 
 
-def _provenance(loaded: LoadedModel, device: str) -> Provenance:
+def _provenance(loaded: LoadedNsm, device: str) -> Provenance:
     return Provenance(
         model=loaded.name,
         fingerprint=loaded.fingerprint,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nsm_core.errors import ConfigError
-from nsm_core.model.loader import LoadedModel
+from nsm_core.model.loader import LoadedNsm
 from nsm_core.model.storage import CONFIG_FILE
 from nsm_core.tokenizer import TOKENIZER_FILE
 from nsm_lab.export.functions import (
@@ -33,7 +33,7 @@ VERSION = 1  # of the manifest
 
 
 def export_model(
-    loaded: LoadedModel,
+    loaded: LoadedNsm,
     directory: Path,
     form: Format,
     *,
@@ -66,7 +66,7 @@ def check_target(directory: Path) -> None:
         raise ConfigError(f"{directory} is there and not an empty folder")
 
 
-def manifest(loaded: LoadedModel, functions: list[Function], form: Format, *, is_int8: bool) -> dict[str, Any]:
+def manifest(loaded: LoadedNsm, functions: list[Function], form: Format, *, is_int8: bool) -> dict[str, Any]:
     """What the files are: plain JSON values."""
     return {
         "version": VERSION,
@@ -85,7 +85,7 @@ def manifest(loaded: LoadedModel, functions: list[Function], form: Format, *, is
     }
 
 
-def _described(loaded: LoadedModel, function: Function, form: Format) -> dict[str, Any]:
+def _described(loaded: LoadedNsm, function: Function, form: Format) -> dict[str, Any]:
     layout = loaded.model.state_spec.layout()
     state = [{"name": tensor.name, "shape": ["batch", *tensor.shape], "dtype": tensor.dtype} for tensor in layout]
     ids = {"name": IDS, "shape": ["batch", *function.ids_shape], "dtype": "int64"}
@@ -98,7 +98,7 @@ def _described(loaded: LoadedModel, function: Function, form: Format) -> dict[st
     }
 
 
-def _write_function(loaded: LoadedModel, function: Function, directory: Path, form: Format, is_int8: bool) -> None:
+def _write_function(loaded: LoadedNsm, function: Function, directory: Path, form: Format, is_int8: bool) -> None:
     path = directory / (function.name + SUFFIXES[form])
     program = trace(loaded.model, function)
     if form == "torch":
@@ -109,7 +109,7 @@ def _write_function(loaded: LoadedModel, function: Function, directory: Path, fo
     write_onnx(program, loaded.model, path, is_int8=is_int8)
 
 
-def _require_onnx(loaded: LoadedModel) -> None:
+def _require_onnx(loaded: LoadedNsm) -> None:
     from nsm_lab.export.onnx_file import REFUSED
 
     refuse_kinds(loaded.config.layer_pattern, loaded.config.num_layers, REFUSED, "ONNX")

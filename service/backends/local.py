@@ -15,14 +15,14 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.heap import trim_heap
-from nsm_core.inspection.probe import RoutingProbe
+from nsm_core.inspection.probe import probe_of
 from nsm_core.inspection.reading import inspect
 from nsm_core.inspection.report import LayerReport
 from nsm_core.inspection.shared_copy import shared_copy
 from nsm_core.inspection.summary import summarise
-from nsm_core.model.loader import LoadedModel
+from nsm_core.loaded_model import LoadedModel, SequenceModel
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.observer import ModelObserver
+from nsm_core.model.observer import observer_of
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.inspection import inspect_state
 from nsm_core.state.report import Detail, StateReport
@@ -35,7 +35,7 @@ class LocalBackend:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: LoadedModel[SequenceModel],
         config: EngineConfig,
         *,
         executor: ExecutorName = "auto",
@@ -60,8 +60,8 @@ class LocalBackend:
                 config=config,
                 executor=chosen.factory,
                 meter=meter,
-                observer=ModelObserver(chosen.model),
-                probe=RoutingProbe(chosen.model),
+                observer=observer_of(chosen.model),
+                probe=probe_of(chosen.model),
             )
         )
         self._meter = meter
@@ -116,8 +116,13 @@ class LocalBackend:
         return self._engine.stats()
 
 
-def _inspect_text(model: NsmModel, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-    """With a shared copy of the model: the engine's thread runs the model itself at the same time."""
+def _inspect_text(model: SequenceModel, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    """With a shared copy of the model: the engine's thread runs the model itself at the same time.
+
+    Nothing of an architecture whose layers route no tokens to memory slots.
+    """
+    if not isinstance(model, NsmModel):
+        return ()
     start = None if state is None else model.state_spec.unpack(state)
     if start is not None:
         start = {name: value.to(model.embedding.weight.device) for name, value in start.items()}

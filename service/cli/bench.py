@@ -15,7 +15,7 @@ from service.cli.output import console, note, print_json
 from service.cli.progress import progress
 
 if TYPE_CHECKING:
-    from nsm_core.model.loader import LoadedModel
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
     from nsm_lab.bench.gate import Verdict
     from nsm_lab.bench.result import BenchResult
     from service.backends.local import LocalBackend
@@ -241,7 +241,7 @@ def _engine_factory(settings: Settings) -> Callable[[], LocalBackend]:
 
     register_baselines()
 
-    def make(loaded: LoadedModel) -> LocalBackend:
+    def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
         config = dataclasses.replace(engine_config(settings.engine_limits(), loaded), speculation="off")
         return LocalBackend(loaded, config, executor=settings.executor)
 

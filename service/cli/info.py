@@ -11,7 +11,7 @@ from service.cli import options
 from service.cli.output import print_fields, print_json
 
 if TYPE_CHECKING:
-    from nsm_core.model.loader import LoadedModel
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
     from service.settings import Settings
 
 PACKAGES = ("nsm-serve", "torch", "tokenizers", "numpy", "fastapi")
@@ -37,23 +37,26 @@ def info(
         print_fields({name.replace("_", " "): _shown(value) for name, value in facts.items()})
 
 
-def _facts(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
+def _facts(loaded: LoadedModel[SequenceModel], settings: Settings) -> dict[str, Any]:
     from nsm_core.execution.choose import choose_executor
     from nsm_core.model.loader import has_slots
+    from nsm_core.model.nsm import NsmModel
 
     spec, chosen = loaded.model.state_spec, choose_executor(loaded, settings.executor)
+    config = loaded.model.config if isinstance(loaded.model, NsmModel) else None
     return {
         "model": settings.served_model_name or loaded.name,
+        "architecture": loaded.architecture,
         "fingerprint": loaded.fingerprint,
-        "device": str(loaded.model.embedding.weight.device),
+        "device": str(loaded.device),
         "executor": chosen.name,
         "numerics": chosen.numerics,
         "parameters": loaded.num_parameters,
         "weights": loaded.weight_format,
         "vocabulary": loaded.tokenizer.vocab_size,
-        "chat_template": loaded.config.chat_template,
+        "chat_template": loaded.chat_template,
         "state_bytes": spec.num_bytes,
-        "num_states": loaded.config.num_memory_slots if has_slots(loaded.config) else None,
+        "num_states": config.num_memory_slots if config is not None and has_slots(config) else None,
         "state_layout": [dataclasses.asdict(tensor) for tensor in spec.layout()],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nsm_core.inspection.reading import Inspection
     from nsm_core.inspection.report import LayerReport
-    from nsm_core.model.loader import LoadedModel
+    from nsm_core.model.loader import LoadedNsm
     from service.settings import Settings
     from service.state.recent_text import RecentText
 
@@ -72,7 +72,7 @@ def inspect(
     _print(inspection, as_json=as_json)
 
 
-def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[LoadedModel, Inspection]:
+def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[LoadedNsm, Inspection]:
     """From its start-of-text token on."""
     loaded = _load(settings)
     ids = [loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode(text)]
@@ -81,7 +81,7 @@ def _inspect_text(settings: Settings, text: str, max_tokens: int) -> tuple[Loade
     return loaded, _read(loaded, ids[:max_tokens], None)
 
 
-def _inspect_session(settings: Settings, key: SessionKey, max_tokens: int) -> tuple[LoadedModel, Inspection]:
+def _inspect_session(settings: Settings, key: SessionKey, max_tokens: int) -> tuple[LoadedNsm, Inspection]:
     """Its last tokens, on top of the state before them."""
     recent = asyncio.run(_recent(settings, key, max_tokens))
     if not recent.ids:
@@ -104,15 +104,16 @@ async def _recent(settings: Settings, key: SessionKey, num_tokens: int) -> Recen
             await backend.stop()
 
 
-def _load(settings: Settings) -> LoadedModel:
+def _load(settings: Settings) -> LoadedNsm:
+    from nsm_core.architectures import require_nsm
     from nsm_lab.baselines.register import register_baselines
     from service.server import with_model
 
     register_baselines()
-    return with_model(settings, lambda loaded: loaded)
+    return with_model(settings, require_nsm)
 
 
-def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspection:
+def _read(loaded: LoadedNsm, ids: Sequence[int], raw: bytes | None) -> Inspection:
     from nsm_core.inspection.reading import inspect as inspect_ids
 
     state = None if raw is None else loaded.model.state_spec.unpack(raw, loaded.model.embedding.weight.device)
@@ -121,7 +122,7 @@ def _read(loaded: LoadedModel, ids: Sequence[int], raw: bytes | None) -> Inspect
 
 
 def _write(
-    loaded: LoadedModel, inspection: Inspection, *, html: Path | None, png: Path | None, token: int | None
+    loaded: LoadedNsm, inspection: Inspection, *, html: Path | None, png: Path | None, token: int | None
 ) -> None:
     from service.generate.openai_format import token_text
 

@@ -140,19 +140,18 @@ async def _read_log(settings: Settings, key: SessionKey) -> tuple[SessionHead, t
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
     """The tokenizer of the session's model; raises StateMismatch when the model at hand is another."""
+    from nsm_core.architectures import identify
     from nsm_core.errors import StateMismatch
-    from nsm_core.model import storage
     from nsm_core.model.bundled import find_checkpoint
-    from nsm_core.tokenizer import BpeTokenizer
 
-    directory = find_checkpoint(settings.model)
-    fingerprint = storage.fingerprint(directory)
+    fingerprint, tokenizer = identify(settings.model)
     if fingerprint != head.model_fingerprint:
         raise StateMismatch(
-            f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, {directory} is "
-            f"{fingerprint[:12]}: name the right one with --model, or print token ids with --ids"
+            f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, "
+            f"{find_checkpoint(settings.model)} is {fingerprint[:12]}: name the right one with --model, "
+            "or print token ids with --ids"
         )
-    return BpeTokenizer.load(directory)
+    return tokenizer
 
 
 def _print_table(heads: list[SessionHead]) -> None:

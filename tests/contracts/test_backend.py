@@ -23,6 +23,7 @@ from service.backends.base import InferenceBackend
 from tests.nsm_core.engine.harness import Outcome, make_request, random_ids
 from tests.support.backends import BACKENDS, triton_backend
 from tests.support.models import local_backend
+from tests.support.rwkv7 import rwkv7_backend
 from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
 
 
@@ -31,6 +32,8 @@ from tests.support.triton_servers import MAX_SLOTS, QUEUE_LIMIT, eventually
 async def backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> AsyncIterator[InferenceBackend]:
     if request.param == "local":
         backend: InferenceBackend = local_backend(tiny_tokenizer, max_slots=MAX_SLOTS, queue_limit=QUEUE_LIMIT)
+    elif request.param == "rwkv7":
+        backend = rwkv7_backend(tiny_tokenizer, max_slots=MAX_SLOTS, queue_limit=QUEUE_LIMIT)
     else:
         backend = triton_backend(request.getfixturevalue("triton"))
     await backend.start()

@@ -20,7 +20,7 @@ from nsm_core.config import EngineConfig
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, PromptScored, PromptState, TokenEvent
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded, SnapshotCorrupt, StateMismatch
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.tokenizer_files import tokenizer_from_json
 from nsm_core.wire.call_tensors import decode_resume, encode_call
@@ -48,12 +48,12 @@ def stream_call(**fields: Any) -> GenerateCall:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_model_dir: Path) -> LoadedModel:
+def loaded(tiny_model_dir: Path) -> LoadedNsm:
     return load_checkpoint(tiny_model_dir)
 
 
 @pytest.fixture
-def engine(loaded: LoadedModel) -> Engine:
+def engine(loaded: LoadedNsm) -> Engine:
     """The same model without Triton."""
     return Engine(loaded.model, loaded.tokenizer, fingerprint=loaded.fingerprint, config=EngineConfig())
 
@@ -83,7 +83,7 @@ async def test_a_stream_carries_exactly_what_the_engine_says(client: TritonClien
     assert kinds == [PromptScored, PromptState, PromptState, *[TokenEvent] * 12, Finished]
 
 
-async def test_a_text_is_read_behind_the_start_token(client: TritonClient, loaded: LoadedModel) -> None:
+async def test_a_text_is_read_behind_the_start_token(client: TritonClient, loaded: LoadedNsm) -> None:
     ids = (loaded.tokenizer.end_of_text_id, *loaded.tokenizer.encode("It was"))
     by_text = await client.call(stream_call(prompt_ids=None, text="It was"))
     by_ids = await client.call(stream_call(prompt_ids=ids))
@@ -137,7 +137,7 @@ async def test_a_state_that_is_not_kept_is_asked_for_on_the_same_stream(client: 
     assert 0 < after.num_bytes <= after.max_bytes == 2**20
 
 
-async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTriton, loaded: LoadedModel) -> None:
+async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTriton, loaded: LoadedNsm) -> None:
     room = 2**20 // loaded.model.state_spec.num_bytes
     calls = [stream_call(prompt_ids=(number,), sampling=sampling(1), keep_state=True) for number in range(room + 4)]
     for start in range(0, len(calls), 32):
@@ -303,7 +303,7 @@ async def test_only_the_outputs_asked_for_are_sent(triton: RunningTriton) -> Non
     assert result.as_numpy("text_output") is None
 
 
-async def test_the_worker_describes_itself(client: TritonClient, loaded: LoadedModel, triton: RunningTriton) -> None:
+async def test_the_worker_describes_itself(client: TritonClient, loaded: LoadedNsm, triton: RunningTriton) -> None:
     description = decode_description((await client.call(DescribeCall())).tensors[0])
     assert description.model == loaded.info
     assert (description.max_slots, description.queue_limit) == (MAX_SLOTS, QUEUE_LIMIT)

@@ -1,4 +1,6 @@
-"""What a gateway's model runs on, as a parameter of the tests that prove its promises: an engine here, or Triton."""
+"""What a gateway's model runs on, as a parameter of the tests that prove its promises: an engine here with a model of
+either architecture, or Triton.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
 from service.backends.triton.backend import TritonBackend
 from tests.support.models import local_backend
+from tests.support.rwkv7 import rwkv7_backend, save_rwkv7
 from tests.support.triton_servers import RunningTriton
 
-BACKENDS = ["local", pytest.param("triton", marks=pytest.mark.triton)]
+BACKENDS = ["local", "rwkv7", pytest.param("triton", marks=pytest.mark.triton)]
 MakeBackend = Callable[[], InferenceBackend]
 
 
@@ -26,6 +29,8 @@ def make_backend(request: pytest.FixtureRequest, tiny_tokenizer: Tokenizer) -> M
     """Each call: another backend, not started, of one and the same model over the tiny tokenizer."""
     if request.param == "local":
         return lambda: local_backend(tiny_tokenizer)
+    if request.param == "rwkv7":
+        return lambda: rwkv7_backend(tiny_tokenizer)
     server: RunningTriton = request.getfixturevalue("triton")
     return lambda: triton_backend(server)
 
@@ -35,4 +40,11 @@ def backend_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> di
     """Of a server process: the model in it, or in a Triton server that lives on when it is killed."""
     if request.param == "local":
         return {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
+    if request.param == "rwkv7":
+        return {"MODEL": request.getfixturevalue("tiny_rwkv7_dir"), "NUM_THREADS": 1}
     return {"TRITON_URL": request.getfixturevalue("triton").grpc_url}
+
+
+@pytest.fixture(scope="session")
+def tiny_rwkv7_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
+    return save_rwkv7(tmp_path_factory.mktemp("tiny-rwkv7") / "model", tiny_tokenizer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsm_core.config import EngineConfig, ModelConfig
-from nsm_core.model.loader import LoadedModel
+from nsm_core.model.loader import ARCHITECTURE, LoadedNsm
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.tokenizer import Tokenizer
@@ -68,12 +68,14 @@ def save_small_model(directory: Path, tokenizer: Tokenizer, *, seed: int = 0, **
 
 def as_loaded(
     model: NsmModel, tokenizer: Tokenizer, *, fingerprint: str = "random", numerics: str = "cpu/fp32/test"
-) -> LoadedModel:
+) -> LoadedNsm:
     """As if it had been read from a directory of this fingerprint."""
-    return LoadedModel(
+    return LoadedNsm(
+        architecture=ARCHITECTURE,
         model=model,
+        device=torch.device("cpu"),
         tokenizer=tokenizer,
-        config=model.config,
+        chat_template=model.config.chat_template,
         fingerprint=fingerprint,
         numerics=numerics,
         name="random",

@@ -1,12 +1,22 @@
-"""Small RWKV-7 models with random weights."""
+"""Small RWKV-7 models with random weights, and the ways to hand them out."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from nsm_core.config import EngineConfig
+from nsm_core.loaded_model import LoadedModel
 from nsm_core.rwkv7.config import Rwkv7Config
+from nsm_core.rwkv7.files import Rwkv7Files
+from nsm_core.rwkv7.loader import loaded_from
+from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.rwkv7.tensors import tensor_shapes
+from nsm_core.tokenizer import TOKENIZER_FILE, Tokenizer
+from service.backends.local import LocalBackend
 
 
 def small_config(**changes: int) -> Rwkv7Config:
@@ -43,3 +53,33 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
         return (1.0 if part.endswith("weight") else 0.0) + 0.1 * noise
     fan_in = shape[0] if part[-1] in "12" else shape[1]  # the small networks multiply from the right
     return noise * fan_in**-0.5
+
+
+def random_rwkv7(tokenizer: Tokenizer, *, weight_format: str = "int8") -> LoadedModel[Rwkv7Model]:
+    """As if it had been read from a file of this format."""
+    config = small_config(vocab_size=tokenizer.vocab_size)
+    files = Rwkv7Files(
+        config=config,
+        tensors=random_tensors(config),
+        tokenizer=tokenizer,
+        chat_template="plain-v1",
+        weight_format=weight_format,
+        fingerprint="random-rwkv7",
+        name="random-rwkv7",
+        created=1_700_000_000,
+    )
+    return loaded_from(files, torch.device("cpu"))
+
+
+def rwkv7_backend(tokenizer: Tokenizer, **limits: int) -> LocalBackend:
+    """A random model in this process, on int8 kernels where they are built."""
+    config = EngineConfig(**{"max_slots": 4, "token_budget": 32, "queue_limit": 32, **limits})
+    return LocalBackend(random_rwkv7(tokenizer), config)
+
+
+def save_rwkv7(directory: Path, tokenizer: Tokenizer) -> Path:
+    """A directory with a file of official names and a tokenizer, as servers load it."""
+    directory.mkdir()
+    save_file(random_tensors(small_config(vocab_size=tokenizer.vocab_size)), directory / "rwkv7-random.safetensors")
+    tokenizer.save(directory / TOKENIZER_FILE)
+    return directory

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from nsm_core.model.loader import LoadedModel
+from nsm_core.model.loader import LoadedNsm
 from nsm_core.tokenizer import Tokenizer
 from nsm_core.triton.worker import Worker
 from nsm_core.wire.errors import Failure, encode_failure
@@ -30,9 +30,7 @@ MAX_SLOTS, QUEUE_LIMIT = 2, 3
 DATATYPES = {"O": "BYTES", "i": "INT32", "u": "UINT8"}
 
 
-def random_loaded(
-    tokenizer: Tokenizer, *, fingerprint: str = "stand-in", numerics: str = "cpu/fp32/test"
-) -> LoadedModel:
+def random_loaded(tokenizer: Tokenizer, *, fingerprint: str = "stand-in", numerics: str = "cpu/fp32/test") -> LoadedNsm:
     return as_loaded(RandomModel(), tokenizer, fingerprint=fingerprint, numerics=numerics)
 
 
@@ -80,7 +78,7 @@ class StandIn(service_pb2_grpc.GRPCInferenceServiceServicer):
     from the next start on.
     """
 
-    def __init__(self, loaded: LoadedModel, **config: Any) -> None:
+    def __init__(self, loaded: LoadedNsm, **config: Any) -> None:
         limits = {"max_slots": MAX_SLOTS, "queue_limit": QUEUE_LIMIT, "token_budget": 32, "drain_s": 0.0}
         self.config = worker_config(**{**limits, **config})
         self.loaded = loaded

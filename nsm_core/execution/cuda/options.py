@@ -56,8 +56,10 @@ def numerics(weights: CudaWeights, device: torch.device) -> str:
     return f"cuda/{weights}/kernels-2/torch-{torch.__version__}/{torch.cuda.get_device_name(device)}"
 
 
-def cuda_unsupported_reason(model: NsmModel) -> str | None:
+def cuda_unsupported_reason(model: object) -> str | None:
     """The reason why the executor for GPUs cannot run the model; None if it can."""
+    if not isinstance(model, NsmModel):
+        return f"there are none for models of the class {type(model).__name__}"
     if not runs_kernels(model.embedding.weight):
         return "it is not on a GPU, or the kernels' compiler (triton) is not installed"
     kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}

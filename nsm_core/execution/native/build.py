@@ -21,19 +21,25 @@ SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "build"
 # No contraction of products and sums: where one rounding is meant the kernels say so, and all variants give equal bits
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno", "-pthread")
+PORTABLE = ("-O2", "-ftree-vectorize")
+AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 # The options of each source; those with an instruction set of their own are empty on other processors
 UNITS = {
     "api.cpp": ("-O2",),
     "draw.cpp": ("-O2",),
     "model.cpp": ("-O2",),
+    "rwkv7_api.cpp": ("-O2",),
+    "rwkv7_model.cpp": ("-O2",),
+    "rwkv7_runner.cpp": ("-O2",),
     "runner.cpp": ("-O2",),
     "team.cpp": ("-O2",),
-    "kernels_portable.cpp": ("-O2", "-ftree-vectorize"),
-    "kernels_avx2.cpp": ("-O3", "-mavx2", "-mfma", "-mf16c"),
-    "kernels_avx512.cpp": (
-        *("-O3", "-mavx2", "-mfma", "-mf16c"),
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-    ),
+    "kernels_portable.cpp": PORTABLE,
+    "kernels_avx2.cpp": AVX2,
+    "kernels_avx512.cpp": AVX512,
+    "rwkv7_portable.cpp": PORTABLE,
+    "rwkv7_avx2.cpp": AVX2,
+    "rwkv7_avx512.cpp": AVX512,
 }
 
 

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import functools
 import logging
+from collections.abc import Mapping
 
 from nsm_core.execution.native.build import library_path
 
@@ -64,7 +65,8 @@ class Shape(ctypes.Structure):
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 # name: (result, arguments)
-_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+Functions = Mapping[str, tuple[type | None, tuple[type, ...]]]
+_FUNCTIONS: Functions = {
     "nsm_kernels": (ctypes.c_char_p, (_INT,)),
     "nsm_model_new": (_POINTER, (_POINTER, _POINTER, _POINTER, ctypes.c_char_p)),
     "nsm_model_set_matrix": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
@@ -95,10 +97,15 @@ def load_library() -> ctypes.CDLL | None:
     except OSError as error:
         logger.warning("the native kernels do not load: %s", error)
         return None
-    for name, (result, arguments) in _FUNCTIONS.items():
+    declare(library, _FUNCTIONS)
+    return library
+
+
+def declare(library: ctypes.CDLL, functions: Functions) -> None:
+    """Tells ctypes the types of functions of the library."""
+    for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return library
 
 
 def variants() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native import library
 from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
 from nsm_core.execution.native.weights import native_unsupported_reason
-from nsm_core.model.loader import LoadedModel, load_checkpoint
+from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import WeightFormat, save_model
 from nsm_core.model.tiers import write_tier
@@ -44,7 +44,7 @@ def relative_error(executor: Executor, model: NsmModel) -> float:
 
 
 @pytest.fixture
-def int8(tiny_tokenizer: Tokenizer) -> LoadedModel:
+def int8(tiny_tokenizer: Tokenizer) -> LoadedNsm:
     loaded = as_loaded(random_model(small_config(tiny_tokenizer.vocab_size)), tiny_tokenizer)
     return dataclasses.replace(loaded, weight_format="int8")
 
@@ -52,7 +52,7 @@ def int8(tiny_tokenizer: Tokenizer) -> LoadedModel:
 @needs_native
 @pytest.mark.parametrize("name", ["auto", "native"])
 def test_int8_files_run_on_the_native_one(
-    int8: LoadedModel, name: ExecutorName, caplog: pytest.LogCaptureFixture
+    int8: LoadedNsm, name: ExecutorName, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         chosen = choose_executor(int8, name)
@@ -62,13 +62,13 @@ def test_int8_files_run_on_the_native_one(
     assert f"native executor, kernels {library.variants()[0]}, {torch.get_num_threads()} threads" in caplog.text
 
 
-def test_eager_by_name_is_eager(int8: LoadedModel) -> None:
+def test_eager_by_name_is_eager(int8: LoadedNsm) -> None:
     chosen = choose_executor(int8, "eager")
     assert (chosen.name, chosen.numerics) == ("eager", int8.numerics)
     assert isinstance(chosen.factory(int8.model, num_rows=2, poison=False), EagerExecutor)
 
 
-def test_auto_runs_fp32_files_eagerly(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_runs_fp32_files_eagerly(int8: LoadedNsm, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         chosen = choose_executor(dataclasses.replace(int8, weight_format="fp32"))
     assert chosen.name == "eager"
@@ -76,14 +76,14 @@ def test_auto_runs_fp32_files_eagerly(int8: LoadedModel, caplog: pytest.LogCaptu
 
 
 @needs_native
-def test_fp32_files_are_rounded_where_that_was_asked_for(int8: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp32_files_are_rounded_where_that_was_asked_for(int8: LoadedNsm, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert choose_executor(dataclasses.replace(int8, weight_format="fp32"), "native").name == "native"
     assert "fp32 weights rounded to int8" in caplog.text
 
 
 def test_X18_a_machine_without_kernels_still_runs_and_names_the_command_that_builds_them(
-    int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    int8: LoadedNsm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nsm_core.execution.native.weights.load_library", lambda: None)
     assert choose_executor(int8).name == "eager"
@@ -111,7 +111,7 @@ def test_auto_with_an_unsupported_projector_runs_eagerly_and_logs_the_reason(
 
 @needs_native
 def test_auto_on_a_portable_processor_runs_eagerly_unless_native_is_named(
-    int8: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    int8: LoadedNsm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nsm_core.execution.choose.variants", lambda: ("portable",))
     with caplog.at_level(logging.INFO):

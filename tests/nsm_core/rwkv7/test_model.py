@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from nsm_core.rwkv7.tensors import num_parameters, tensor_shapes
 from nsm_core.state.spec import POSITION, State
 from tests.support.rwkv7 import random_tensors, small_config
 
+PAGE = Path(__file__).parents[3] / "docs/models.md"
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -73,10 +76,30 @@ def test_a_given_state_stays_as_it_is(model: Rwkv7Model) -> None:
     assert all(torch.equal(state[name], value) for name, value in copy.items())
 
 
-def test_state_spec_has_the_published_size() -> None:
-    config = small_config(vocab_size=65536, width=768, num_layers=12, head_size=64, hidden=3072)
+# docs/models.md
+STATE_SIZES = {
+    "0.1B": (12, 768, 2.4),
+    "0.4B": (24, 1024, 6.5),
+    "1.5B": (24, 2048, 13.0),
+    "2.9B": (32, 2560, 21.6),
+    "7.2B": (32, 4096, 34.6),
+    "13.3B": (61, 4096, 66.0),
+}
+
+
+@pytest.mark.parametrize("size", STATE_SIZES)
+def test_states_have_the_size_that_the_page_says(size: str) -> None:
+    layers, width, megabytes = STATE_SIZES[size]
+    config = small_config(vocab_size=65536, width=width, num_layers=layers, head_size=64, hidden=4 * width)
+    num_bytes = Rwkv7Model(config, {}).state_spec.num_bytes
+    assert num_bytes == 8 + 4 * layers * 66 * width
+    assert round(num_bytes / 1e6, 1) == megabytes
+    assert f"| {size} | {megabytes:.1f} MB |" in PAGE.read_text("utf-8")
+
+
+def test_a_state_has_two_tokens_and_a_matrix_in_each_layer() -> None:
+    config = small_config(width=768, head_size=64)
     spec = Rwkv7Model(config, {}).state_spec
-    assert spec.num_bytes == 8 + 4 * 12 * 66 * 768
     assert spec.tensors[0].name == POSITION
     assert [tensor.shape for tensor in spec.tensors[1:4]] == [(768,), (768,), (12, 64, 64)]
 

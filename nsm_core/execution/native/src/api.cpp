@@ -7,6 +7,7 @@
 #include "model.h"
 
 using nsm::Kernels;
+using nsm::kernels_named;
 using nsm::Model;
 using nsm::Runner;
 using nsm::Shape;
@@ -41,15 +42,15 @@ const Kernels* kernels_at(int index) {
   }
 }
 
-const Kernels* kernels_named(const char* name) {
+}  // namespace
+
+const Kernels* nsm::kernels_named(const char* name) {
   for (int index = 0; index < 3; ++index) {
     const Kernels* kernels = kernels_at(index);
     if (kernels != nullptr && std::strcmp(kernels->name, name) == 0) return kernels;
   }
   return nullptr;
 }
-
-}  // namespace
 
 extern "C" {
 

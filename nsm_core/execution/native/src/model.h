@@ -12,6 +12,9 @@
 
 namespace nsm {
 
+// The kernels of this name; null where this processor cannot run them.
+const Kernels* kernels_named(const char* name);
+
 // Zeroed memory on cache lines.
 template <typename T>
 class Buffer {

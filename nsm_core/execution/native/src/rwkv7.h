@@ -1,0 +1,59 @@
+// RWKV-7 (nsm_core/rwkv7): what a processor's variant of its kernels offers. No standard library here, as in kernels.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace nsm {
+
+// fp32 weights [rows, cols] and bias [rows], packed as a HalfMatrix is.
+struct FloatMatrix {
+  const float* weights;
+  const float* bias;
+  int rows, cols;
+};
+
+struct Rwkv7Layer {
+  int width, head_size;
+  bool is_first;    // its values are those that the other layers mix into theirs
+  float head_eps;
+  const float* removal_key;  // [width], like the others
+  const float* key_rate;
+  const float* bonus;
+  const float* head_gain;
+  const float* head_bias;
+};
+
+// Consecutive tokens of one text for one head; all [tokens, width], at the first token's row.
+struct Rwkv7Work {
+  int head, tokens;
+  const float *r, *k, *v;
+  const float *decay, *rate, *gate;  // the small networks' outputs, before the sigmoids of decay and rate
+  const float* value_mix;            // before its sigmoid; unused in the first layer
+  float* first_value;                // written in the first layer, read in the others
+  float* state;                      // [head_size keys, head_size values] of this head, advanced in place
+  float* out;
+};
+
+struct Rwkv7Kernels {
+  void (*pack_float)(const float* weights, int rows, int cols, float* packed);
+  void (*matmul_float)(const FloatMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
+                       bool is_added);
+  void (*layer_norm)(const float* x, const float* gain, const float* bias, int width, float eps, float* out);
+  // out = x + (before - x) * share
+  void (*shift)(const float* x, const float* before, const float* share, int width, float* out);
+  void (*tanh)(float* x, int n);
+  void (*sigmoid)(float* x, int n);
+  void (*relu_squared)(float* x, int n);
+  // x as two rows of int8, `token` and the one after it: the second holds what the first leaves over, in steps 254 times as fine.
+  void (*quantise_twice)(const float* x, int width, float* scratch, const Quantised& out, int token);
+  // y += both
+  void (*add_two)(const float* first, const float* second, int width, float* y);
+  void (*heads)(const Rwkv7Layer& layer, const Rwkv7Work& work);
+};
+
+// Null where the processor (or the compiler's target) lacks the instructions.
+const Rwkv7Kernels* avx512_rwkv7_kernels();
+const Rwkv7Kernels* avx2_rwkv7_kernels();
+const Rwkv7Kernels* portable_rwkv7_kernels();
+
+}  // namespace nsm

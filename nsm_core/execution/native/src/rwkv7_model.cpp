@@ -1,0 +1,136 @@
+#include "rwkv7_model.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace nsm {
+namespace {
+
+struct Size {
+  int rows, cols;
+};
+
+// Of a matrix; no rows: no layer of this number has it.
+Size size_of(const Rwkv7Shape& shape, int layer, int part) {
+  const int d = shape.width;
+  switch (part) {
+    case RECEPTANCE:
+    case KEY:
+    case VALUE:
+    case OUTPUT:
+      return {d, d};
+    case CHANNEL_KEY:
+      return {shape.hidden, d};
+    case CHANNEL_VALUE:
+      return {d, shape.hidden};
+    case HEAD:
+      return {layer == 0 ? shape.vocab_size : 0, d};
+    case DECAY_IN:
+      return {shape.decay_rank, d};
+    case DECAY_OUT:
+      return {d, shape.decay_rank};
+    case RATE_IN:
+      return {shape.rate_rank, d};
+    case RATE_OUT:
+      return {d, shape.rate_rank};
+    case VALUE_IN:
+      return {layer == 0 ? 0 : shape.value_rank, d};
+    case VALUE_OUT:
+      return {layer == 0 ? 0 : d, shape.value_rank};
+    case GATE_IN:
+      return {shape.gate_rank, d};
+    case GATE_OUT:
+      return {d, shape.gate_rank};
+    default:
+      return {0, 0};
+  }
+}
+
+bool is_large(int part) { return part <= HEAD; }
+
+int count_of(const Rwkv7Shape& shape, int layer, int part) {
+  switch (part) {
+    case FIRST_NORM:
+    case FIRST_NORM_BIAS:
+    case LAST_NORM:
+    case LAST_NORM_BIAS:
+      return layer == 0 ? shape.width : 0;
+    case TIME_SHIFT:
+      return 6 * shape.width;
+    default:
+      return part >= FIRST_NORM && part < NUM_RWKV7_PARTS ? shape.width : 0;
+  }
+}
+
+size_t packed_bytes(const Rwkv7Shape& shape, int part, Size size) {
+  const size_t number = !shape.is_int8 ? sizeof(float) : is_large(part) ? 1 : sizeof(uint16_t);
+  return number * tiles_of(size.rows) * LANES * size.cols;
+}
+
+size_t all_bytes(const Rwkv7Shape& shape) {
+  size_t bytes = 0;
+  for (int layer = 0; layer < shape.num_layers; ++layer)
+    for (int part = 0; part < NUM_MATRICES; ++part) bytes += packed_bytes(shape, part, size_of(shape, layer, part));
+  return bytes;
+}
+
+}  // namespace
+
+Rwkv7Model::Rwkv7Model(const Rwkv7Shape& given, const Kernels& chosen, const Rwkv7Kernels& chosen_own)
+    : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes(given)) {}
+
+// Null: the part has another size.
+Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols, size_t number_bytes) {
+  if (layer < 0 || layer >= shape.num_layers || part < 0 || part >= NUM_MATRICES) return nullptr;
+  const Size size = size_of(shape, layer, part);
+  if (rows < 1 || rows != size.rows || cols != size.cols) return nullptr;
+  Rwkv7Matrix& matrix = layers[layer].matrices[part];
+  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
+  if (matrix.weights == nullptr) matrix.weights = arena_.take(padded * cols * number_bytes);
+  if (matrix.weights == nullptr) return nullptr;
+  matrix.rows = rows, matrix.cols = cols;
+  matrix.by_row = Buffer<float>(padded);
+  return &matrix;
+}
+
+bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
+  if (!shape.is_int8 || !is_large(part)) return false;
+  Rwkv7Matrix* matrix = place(layer, part, rows, cols, 1);
+  if (matrix == nullptr) return false;
+  matrix->kind = Rwkv7Matrix::INT8;
+  kernels.pack(weights, rows, cols, matrix->weights);
+  std::copy(scale, scale + rows, matrix->by_row.get());
+  return true;
+}
+
+bool Rwkv7Model::set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols) {
+  if (shape.is_int8 && is_large(part)) return false;
+  Rwkv7Matrix* matrix = place(layer, part, rows, cols, shape.is_int8 ? sizeof(uint16_t) : sizeof(float));
+  if (matrix == nullptr) return false;
+  matrix->kind = shape.is_int8 ? Rwkv7Matrix::HALF : Rwkv7Matrix::FLOAT;
+  if (shape.is_int8)
+    kernels.pack_half(static_cast<const uint16_t*>(weights), rows, cols, reinterpret_cast<uint16_t*>(matrix->weights));
+  else
+    own.pack_float(static_cast<const float*>(weights), rows, cols, reinterpret_cast<float*>(matrix->weights));
+  if (bias != nullptr) std::copy(bias, bias + rows, matrix->by_row.get());
+  return true;
+}
+
+bool Rwkv7Model::set_floats(int layer, int part, const float* values, int count) {
+  if (layer < 0 || layer >= shape.num_layers || count < 1 || count != count_of(shape, layer, part)) return false;
+  layers[layer].floats[part] = Buffer<float>(count);
+  std::copy(values, values + count, layers[layer].floats[part].get());
+  return true;
+}
+
+bool Rwkv7Model::seal() const {
+  for (int layer = 0; layer < shape.num_layers; ++layer) {
+    for (int part = 0; part < NUM_MATRICES; ++part)
+      if (size_of(shape, layer, part).rows > 0 && matrix(layer, part).weights == nullptr) return false;
+    for (int part = FIRST_NORM; part < NUM_RWKV7_PARTS; ++part)
+      if (count_of(shape, layer, part) > 0 && floats(layer, part) == nullptr) return false;
+  }
+  return true;
+}
+
+}  // namespace nsm

@@ -1,0 +1,243 @@
+#include <algorithm>
+
+#include "rwkv7_model.h"
+
+namespace nsm {
+namespace {
+
+constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
+enum Input { R, W, K, V, A, G, NUM_INPUTS };  // the order of TIME_SHIFT
+enum Small { DECAY, RATE, VALUE_MIX, GATE, NUM_SMALL };
+enum Bytes { BYTES_R, BYTES_K, BYTES_V, BYTES_HIDDEN, NUM_BYTES };
+
+int padded(int count) { return tiles_of(count) * LANES; }
+
+}  // namespace
+
+Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads, int piece_tokens)
+    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), is_int8_(model.shape.is_int8 != 0) {
+  const Rwkv7Shape& shape = model.shape;
+  const size_t tokens = piece_tokens, floats = tokens * shape.width;
+  for (Buffer<float>* buffer : {&x_, &normed_, &r_, &k_, &v_, &first_value_, &read_}) *buffer = Buffer<float>(floats);
+  for (Buffer<float>& buffer : mixed_) buffer = Buffer<float>(floats);
+  const int ranks[NUM_SMALL] = {shape.decay_rank, shape.rate_rank, shape.value_rank, shape.gate_rank};
+  for (int i = 0; i < NUM_SMALL; ++i) {
+    inner_[i] = Buffer<float>(tokens * padded(ranks[i]));
+    outer_[i] = Buffer<float>(floats);
+  }
+  hidden_ = Buffer<float>(tokens * shape.hidden);
+  if (is_int8_) {
+    scratch_ = Buffer<float>(static_cast<size_t>(num_threads) * shape.hidden);
+    two_ = Buffer<float>(2 * floats);
+    for (int i = 0; i < NUM_BYTES; ++i) {
+      const size_t rows = i == BYTES_HIDDEN ? 2 * tokens : tokens;
+      const int width = i == BYTES_HIDDEN ? shape.hidden : shape.width;
+      bytes_[i] = Buffer<int8_t>(rows * width);
+      scales_[i] = Buffer<float>(rows);
+      sums_[i] = Buffer<int32_t>(rows);
+      quantised_[i] = {bytes_[i].get(), scales_[i].get(), sums_[i].get(), width};
+    }
+  }
+  before_.resize(tokens);
+}
+
+void Rwkv7Runner::run(const int32_t* rows, const int32_t* counts, int num_rows, const float* embedded, float* hidden) {
+  std::vector<Span> spans;
+  int filled = 0;
+  const auto flush = [&] {
+    run_piece(spans, filled, embedded, hidden);
+    embedded += static_cast<int64_t>(filled) * model_.shape.width;
+    hidden += static_cast<int64_t>(filled) * model_.shape.width;
+    spans.clear();
+    filled = 0;
+  };
+  for (int i = 0; i < num_rows; ++i)
+    for (int left = counts[i]; left > 0;) {
+      const int some = std::min(left, piece_tokens_ - filled);
+      spans.push_back({rows[i], filled, some});
+      filled += some;
+      left -= some;
+      if (filled == piece_tokens_) flush();
+    }
+  if (filled > 0) flush();
+}
+
+template <typename Task>
+void Rwkv7Runner::for_tokens(int tokens, const Task& task) {
+  const int groups = std::min(tokens, team_.size() * TASKS_PER_THREAD);
+  team_.run(groups, [&](int group, int thread) {
+    for (int token = group * tokens / groups; token < (group + 1) * tokens / groups; ++token) task(token, thread);
+  });
+}
+
+void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last) {
+  const Rwkv7Matrix& matrix = *product.matrix;
+  switch (matrix.kind) {
+    case Rwkv7Matrix::INT8:
+      model_.kernels.matmul({matrix.weights, matrix.by_row.get(), matrix.rows, matrix.cols}, *product.bytes, product.tokens, first, last,
+                            product.y, product.stride, product.is_added, Ahead{});
+      break;
+    case Rwkv7Matrix::HALF:
+      model_.kernels.matmul_half({reinterpret_cast<const uint16_t*>(matrix.weights), matrix.by_row.get(), matrix.rows, matrix.cols},
+                                 product.x, product.x_stride, product.tokens, first, last, product.y, product.stride, Ahead{});
+      break;
+    case Rwkv7Matrix::FLOAT:
+      model_.own.matmul_float({reinterpret_cast<const float*>(matrix.weights), matrix.by_row.get(), matrix.rows, matrix.cols}, product.x,
+                              product.x_stride, product.tokens, first, last, product.y, product.stride, product.is_added);
+  }
+}
+
+// All of them as one job: threads meet once, not after each.
+void Rwkv7Runner::multiply(std::initializer_list<Product> products) {
+  const int most = team_.size() == 1 ? 1 : team_.size() * TASKS_PER_THREAD;
+  const auto parts_of = [&](const Product& product) { return std::min((tiles_of(product.matrix->rows) + GROUP - 1) / GROUP, most); };
+  int total = 0;
+  for (const Product& product : products) total += parts_of(product);
+  team_.run(total, [&](int part, int) {
+    for (const Product& product : products) {
+      const int parts = parts_of(product);
+      if (part < parts) {
+        const int tiles = tiles_of(product.matrix->rows), groups = (tiles + GROUP - 1) / GROUP;
+        multiply_tiles(product, part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP));
+        return;
+      }
+      part -= parts;
+    }
+  });
+}
+
+void Rwkv7Runner::norm_all(int layer, int part, const float* x, int tokens, float* out) {
+  const int d = model_.shape.width;
+  const float *gain = model_.floats(layer, part), *bias = model_.floats(layer, part + 1);
+  for_tokens(tokens, [&](int token, int) {
+    const int64_t first = static_cast<int64_t>(token) * d;
+    model_.own.layer_norm(x + first, gain, bias, d, model_.shape.norm_eps, out + first);
+  });
+}
+
+template <typename Task>
+void Rwkv7Runner::over_shifted(const std::vector<Span>& spans, const std::vector<float*>& shifts, const std::vector<int64_t>& strides,
+                               int layer, int tokens, const Task& task) {
+  const int d = model_.shape.width;
+  const auto kept = [&](const Span& span) { return shifts[layer] + span.row * strides[layer]; };
+  for (const Span& span : spans)
+    for (int i = 0; i < span.tokens; ++i)
+      before_[span.first + i] = i == 0 ? kept(span) : normed_.get() + static_cast<int64_t>(span.first + i - 1) * d;
+  for_tokens(tokens, [&](int token, int thread) { task(token, thread, normed_.get() + static_cast<int64_t>(token) * d, before_[token]); });
+  for (const Span& span : spans) {
+    const float* last = normed_.get() + static_cast<int64_t>(span.first + span.tokens - 1) * d;
+    std::copy(last, last + d, kept(span));
+  }
+}
+
+void Rwkv7Runner::run_piece(const std::vector<Span>& spans, int tokens, const float* embedded, float* hidden) {
+  norm_all(0, FIRST_NORM, embedded, tokens, x_.get());
+  for (int layer = 0; layer < model_.shape.num_layers; ++layer) {
+    norm_all(layer, TIME_NORM, x_.get(), tokens, normed_.get());
+    time_mix(layer, spans, tokens);
+    norm_all(layer, CHANNEL_NORM, x_.get(), tokens, normed_.get());
+    channel_mix(layer, spans, tokens);
+  }
+  norm_all(0, LAST_NORM, x_.get(), tokens, hidden);
+  for (const Span& span : spans) states_.positions[span.row] += span.tokens;
+}
+
+void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens) {
+  const Rwkv7Shape& shape = model_.shape;
+  const int d = shape.width;
+  const float* shares = model_.floats(layer, TIME_SHIFT);
+  over_shifted(spans, states_.time_shifts, states_.time_strides, layer, tokens, [&](int token, int, const float* x, const float* before) {
+    for (int i = 0; i < NUM_INPUTS; ++i)
+      model_.own.shift(x, before, shares + static_cast<int64_t>(i) * d, d, mixed_[i].get() + static_cast<int64_t>(token) * d);
+    if (!is_int8_) return;
+    model_.kernels.quantise(mixed_[R].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
+    model_.kernels.quantise(mixed_[K].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_K], token);
+    model_.kernels.quantise(mixed_[V].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_V], token);
+  });
+  const auto large = [&](int part, Input input, Bytes bytes, Buffer<float>& y) {
+    return Product{&model_.matrix(layer, part), mixed_[input].get(), d, &quantised_[bytes], y.get(), d, false, tokens};
+  };
+  const auto inner = [&](int part, Input input, Small small) {
+    const Rwkv7Matrix& matrix = model_.matrix(layer, part);
+    return Product{&matrix, mixed_[input].get(), d, nullptr, inner_[small].get(), padded(matrix.rows), false, tokens};
+  };
+  const auto outer = [&](int part, Small small) {
+    const Rwkv7Matrix& matrix = model_.matrix(layer, part);
+    return Product{&matrix, inner_[small].get(), padded(matrix.cols), nullptr, outer_[small].get(), d, false, tokens};
+  };
+  // The first layer's matrices of the value residual have no rows: no work
+  multiply({large(RECEPTANCE, R, BYTES_R, r_), large(KEY, K, BYTES_K, k_), large(VALUE, V, BYTES_V, v_), inner(DECAY_IN, W, DECAY),
+            inner(RATE_IN, A, RATE), inner(VALUE_IN, V, VALUE_MIX), inner(GATE_IN, G, GATE)});
+  for_tokens(tokens, [&](int token, int) {
+    const int decay = padded(shape.decay_rank), gate = padded(shape.gate_rank);
+    model_.own.tanh(inner_[DECAY].get() + static_cast<int64_t>(token) * decay, decay);
+    model_.own.sigmoid(inner_[GATE].get() + static_cast<int64_t>(token) * gate, gate);
+  });
+  multiply({outer(DECAY_OUT, DECAY), outer(RATE_OUT, RATE), outer(VALUE_OUT, VALUE_MIX), outer(GATE_OUT, GATE)});
+  read_heads(layer, spans);
+  if (is_int8_)
+    for_tokens(tokens, [&](int token, int) {
+      model_.kernels.quantise(read_.get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
+    });
+  multiply({{&model_.matrix(layer, OUTPUT), read_.get(), d, &quantised_[BYTES_R], x_.get(), d, true, tokens}});
+}
+
+void Rwkv7Runner::read_heads(int layer, const std::vector<Span>& spans) {
+  const Rwkv7Shape& shape = model_.shape;
+  const int heads = model_.num_heads(), size = shape.head_size;
+  const auto floats = [&](int part) { return model_.floats(layer, part); };
+  const Rwkv7Layer own = {shape.width, size, layer == 0, shape.head_eps, floats(REMOVAL_KEY), floats(KEY_RATE), floats(BONUS),
+                          floats(HEAD_NORM), floats(HEAD_NORM_BIAS)};
+  team_.run(static_cast<int>(spans.size()) * heads, [&](int task, int) {
+    const Span& span = spans[task / heads];
+    const int head = task % heads;
+    const int64_t first = static_cast<int64_t>(span.first) * shape.width;
+    float* state = states_.matrices[layer] + span.row * states_.matrix_strides[layer] + static_cast<int64_t>(head) * size * size;
+    model_.own.heads(own, {head, span.tokens, r_.get() + first, k_.get() + first, v_.get() + first, outer_[DECAY].get() + first,
+                           outer_[RATE].get() + first, outer_[GATE].get() + first, outer_[VALUE_MIX].get() + first,
+                           first_value_.get() + first, state, read_.get() + first});
+  });
+}
+
+void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tokens) {
+  const int d = model_.shape.width, hidden = model_.shape.hidden;
+  over_shifted(spans, states_.channel_shifts, states_.channel_strides, layer, tokens,
+               [&](int token, int, const float* x, const float* before) {
+                 float* mixed = mixed_[K].get() + static_cast<int64_t>(token) * d;
+                 model_.own.shift(x, before, model_.floats(layer, CHANNEL_SHIFT), d, mixed);
+                 if (is_int8_) model_.kernels.quantise(mixed, d, quantised_[BYTES_K], token);
+               });
+  multiply({{&model_.matrix(layer, CHANNEL_KEY), mixed_[K].get(), d, &quantised_[BYTES_K], hidden_.get(), hidden, false, tokens}});
+  for_tokens(tokens, [&](int token, int thread) {
+    float* inner = hidden_.get() + static_cast<int64_t>(token) * hidden;
+    model_.own.relu_squared(inner, hidden);
+    // A square has a few large numbers and many small ones: in one row of int8 the small ones would vanish
+    if (is_int8_)
+      model_.own.quantise_twice(inner, hidden, scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_[BYTES_HIDDEN], 2 * token);
+  });
+  const Rwkv7Matrix& value = model_.matrix(layer, CHANNEL_VALUE);
+  if (!is_int8_) {
+    multiply({{&value, hidden_.get(), hidden, nullptr, x_.get(), d, true, tokens}});
+    return;
+  }
+  multiply({{&value, nullptr, 0, &quantised_[BYTES_HIDDEN], two_.get(), d, false, 2 * tokens}});
+  for_tokens(tokens, [&](int token, int) {
+    const float* first = two_.get() + static_cast<int64_t>(2 * token) * d;
+    model_.own.add_two(first, first + d, d, x_.get() + static_cast<int64_t>(token) * d);
+  });
+}
+
+void Rwkv7Runner::logits(const float* hidden, int tokens, float* out) {
+  const int d = model_.shape.width, vocab = model_.shape.vocab_size;
+  for (int first = 0; first < tokens; first += piece_tokens_) {
+    const int some = std::min(piece_tokens_, tokens - first);
+    const float* part = hidden + static_cast<int64_t>(first) * d;
+    if (is_int8_)
+      for_tokens(some, [&](int token, int) {
+        model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
+      });
+    multiply({{&model_.matrix(0, HEAD), part, d, &quantised_[BYTES_R], out + static_cast<int64_t>(first) * vocab, vocab, false, some}});
+  }
+}
+
+}  // namespace nsm

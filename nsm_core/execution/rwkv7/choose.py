@@ -1,0 +1,74 @@
+"""Chooses the executor of an RWKV-7 model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from nsm_core.errors import ConfigError
+from nsm_core.execution.chosen import ChosenExecutor
+from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.names import ExecutorName
+from nsm_core.execution.native.library import PORTABLE, variants
+from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
+from nsm_core.execution.rwkv7.weights import Rwkv7Precision, Rwkv7Weights, rwkv7_unsupported_reason
+from nsm_core.loaded_model import LoadedModel
+from nsm_core.rwkv7.model import Rwkv7Model
+
+logger = logging.getLogger("nsm.execution")
+
+PRECISIONS: dict[ExecutorName, Rwkv7Precision] = {
+    "native": Rwkv7Precision.INT8,
+    "native-fp32": Rwkv7Precision.FP32,
+}
+
+
+def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecutor:
+    """`auto` rounds nothing: int8 kernels for an int8 file, else fp32 ones. Raises ConfigError as `choose_executor`."""
+    if name.startswith("cuda"):
+        raise ConfigError(
+            f"{loaded.name} is an RWKV-7 model, which the executor for GPUs cannot run: "
+            "on a GPU it runs on the eager one (NSM_EXECUTOR=eager)"
+        )
+    reason = _eager_reason(loaded, name)
+    if reason is None:
+        return _native(loaded, PRECISIONS.get(name, _precision_of(loaded)))
+    if name in PRECISIONS:
+        raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
+    logger.log(
+        logging.INFO if name == "eager" else logging.WARNING,
+        "%s runs on the eager executor%s: %s",
+        *(loaded.name, "" if name == "eager" else ", several times slower than a native one", reason),
+    )
+    loaded.model.weights  # noqa: B018 - read now: a bad tensor is told before the server listens
+    return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
+
+
+def _eager_reason(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> str | None:
+    if name == "eager":
+        return "as requested"
+    if loaded.device.type != "cpu":
+        return "the native kernels run on a CPU, and there are none for GPUs"
+    if name == "auto" and variants()[:1] == (PORTABLE,):
+        return "the native kernels for this processor are plain C++, slower than PyTorch where there are many tokens"
+    return rwkv7_unsupported_reason(loaded.model.config)
+
+
+def _precision_of(loaded: LoadedModel[Rwkv7Model]) -> Rwkv7Precision:
+    return Rwkv7Precision.INT8 if loaded.weight_format == Rwkv7Precision.INT8 else Rwkv7Precision.FP32
+
+
+def _native(loaded: LoadedModel[Rwkv7Model], precision: Rwkv7Precision) -> ChosenExecutor:
+    num_threads = torch.get_num_threads()
+    is_rounded = precision is Rwkv7Precision.INT8 and loaded.weight_format != precision
+    rounding = f", {loaded.weight_format} weights rounded to int8" if is_rounded else ""
+    logger.info(
+        "%s runs on the native executor in %s, kernels %s, %d threads%s",
+        *(loaded.name, precision, variants()[0], num_threads, rounding),
+    )
+    weights = Rwkv7Weights(loaded.model, precision)
+    factory = functools.partial(Rwkv7Executor, num_threads=num_threads, weights=weights)
+    name = next(name for name, own in PRECISIONS.items() if own is precision)
+    return ChosenExecutor(name, factory, loaded.model, numerics(precision))

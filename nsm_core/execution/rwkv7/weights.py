@@ -1,0 +1,176 @@
+"""An RWKV-7 model's weights in the layout of its native kernels, packed from the file one tensor at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import sys
+import weakref
+
+import torch
+from torch import Tensor
+
+from nsm_core.errors import CheckpointError
+from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
+from nsm_core.execution.rwkv7.library import Rwkv7Part, Rwkv7Shape, load_rwkv7_library
+from nsm_core.model.storage import quantize_rows
+from nsm_core.rwkv7.config import Rwkv7Config
+from nsm_core.rwkv7.model import Rwkv7Model
+from nsm_core.rwkv7.weights import CheckedTensors
+
+BUILD = "nsm_core.execution.native.build"
+LARGE = {
+    Rwkv7Part.RECEPTANCE: "att.receptance.weight",
+    Rwkv7Part.KEY: "att.key.weight",
+    Rwkv7Part.VALUE: "att.value.weight",
+    Rwkv7Part.OUTPUT: "att.output.weight",
+    Rwkv7Part.CHANNEL_KEY: "ffn.key.weight",
+    Rwkv7Part.CHANNEL_VALUE: "ffn.value.weight",
+}
+# The first of two small matrices; the second follows it
+SMALL = {
+    Rwkv7Part.DECAY_IN: "w",
+    Rwkv7Part.RATE_IN: "a",
+    Rwkv7Part.VALUE_IN: "v",
+    Rwkv7Part.GATE_IN: "g",
+}
+VECTORS = {
+    Rwkv7Part.TIME_NORM: "ln1.weight",
+    Rwkv7Part.TIME_NORM_BIAS: "ln1.bias",
+    Rwkv7Part.CHANNEL_NORM: "ln2.weight",
+    Rwkv7Part.CHANNEL_NORM_BIAS: "ln2.bias",
+    Rwkv7Part.CHANNEL_SHIFT: "ffn.x_k",
+    Rwkv7Part.REMOVAL_KEY: "att.k_k",
+    Rwkv7Part.KEY_RATE: "att.k_a",
+    Rwkv7Part.BONUS: "att.r_k",
+    Rwkv7Part.HEAD_NORM: "att.ln_x.weight",
+    Rwkv7Part.HEAD_NORM_BIAS: "att.ln_x.bias",
+}
+ONCE = {
+    Rwkv7Part.FIRST_NORM: "blocks.0.ln0.weight",
+    Rwkv7Part.FIRST_NORM_BIAS: "blocks.0.ln0.bias",
+    Rwkv7Part.LAST_NORM: "ln_out.weight",
+    Rwkv7Part.LAST_NORM_BIAS: "ln_out.bias",
+}
+
+
+class Rwkv7Precision(enum.StrEnum):
+    """How the kernels hold matrices: int8 (small ones fp16, activations int8 beside them), or everything fp32."""
+
+    INT8 = "int8"
+    FP32 = "fp32"
+
+
+def rwkv7_unsupported_reason(config: Rwkv7Config) -> str | None:
+    """Why a model of these sizes cannot run on the native kernels here, in words; None when it can."""
+    if load_rwkv7_library() is None:
+        return f"the native kernels were not built: {sys.executable} -m {BUILD} builds them, with a C++ compiler"
+    for name in ("width", "head_size", "hidden"):
+        if getattr(config, name) % LANES != 0:
+            return f"the native kernels need a multiple of {LANES}: {name} is {getattr(config, name)}"
+    if config.head_size > MAX_HEAD_DIM:
+        return f"the native kernels take at most {MAX_HEAD_DIM}: head_size is {config.head_size}"
+    return None
+
+
+class Rwkv7Weights:
+    """A packed copy of a model's tensors; at its peak it needs the memory of one tensor more.
+
+    `embedding`: [V, D] in the dtype of the file; rows of it are read, never multiplied. `variant`: one of `variants()`.
+    Raises ValueError for a model that `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor.
+    """
+
+    def __init__(self, model: Rwkv7Model, precision: Rwkv7Precision, variant: str | None = None) -> None:
+        reason, library = rwkv7_unsupported_reason(model.config), load_rwkv7_library()
+        if reason is not None or library is None:
+            raise ValueError(reason)
+        self.config, self.precision, self.num_ids = model.config, precision, model.num_ids
+        self._library = library
+        self._tensors = CheckedTensors(model.config, model.tensors)
+        self._handle = library.nsm_rwkv7_model_new(
+            ctypes.byref(_shape_of(model, precision)), (variant or variants()[0]).encode()
+        )
+        if self._handle is None:
+            raise ValueError(f"no memory for the weights, or no kernels {variant or variants()[0]} here")
+        weakref.finalize(self, library.nsm_rwkv7_model_free, self._handle).atexit = False
+        # A copy: what lies in a mapped file may be overwritten
+        self.embedding = self._tensors.stored("emb.weight").clone()
+        self._pack()
+
+    @property
+    def handle(self) -> int:
+        """The address that the library knows the model by; lives as long as this object."""
+        return int(self._handle)
+
+    def _pack(self) -> None:
+        for part, name in ONCE.items():
+            self._floats(0, part, self._tensors[name])
+        self._large(0, Rwkv7Part.HEAD, "head.weight", num_rows=self.num_ids)
+        for layer in range(self.config.num_layers):
+            prefix = f"blocks.{layer}."
+            for part, name in LARGE.items():
+                self._large(layer, part, prefix + name)
+            for part, name in VECTORS.items():
+                self._floats(layer, part, self._tensors[prefix + name])
+            shifts = [self._tensors[f"{prefix}att.x_{letter}"] for letter in "rwkvag"]
+            self._floats(layer, Rwkv7Part.TIME_SHIFT, torch.cat(shifts))
+            for part, letter in SMALL.items():
+                if letter != "v" or layer > 0:
+                    self._small(layer, part, f"{prefix}att.{letter}")
+        self._check(self._library.nsm_rwkv7_seal(self._handle), "the model")
+
+    def _large(self, layer: int, part: Rwkv7Part, name: str, num_rows: int | None = None) -> None:
+        weight = self._tensors[name][:num_rows]
+        if self.precision is Rwkv7Precision.FP32:
+            self._matrix(layer, part, weight, None)
+            return
+        quantized, scale = quantize_rows(weight)
+        quantized, scale = quantized.contiguous(), scale.contiguous()
+        done = self._library.nsm_rwkv7_set_int8(
+            self._handle, layer, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
+        )
+        self._check(done, name)
+
+    def _small(self, layer: int, part: Rwkv7Part, name: str) -> None:
+        """Two matrices that official files multiply from the right, and the vector that is added to their product."""
+        bias = self._tensors[f"{name}0"] if not name.endswith("g") else None
+        for index, own in enumerate((None, bias)):
+            weight = self._tensors[f"{name}{index + 1}"].T.contiguous()
+            if self.precision is Rwkv7Precision.INT8:
+                weight = weight.half()
+                if not bool(weight.isfinite().all()):
+                    raise CheckpointError(f"the tensor {name}{index + 1} holds numbers that fp16 cannot")
+            self._matrix(layer, Rwkv7Part(part + index), weight, own)
+
+    def _matrix(self, layer: int, part: Rwkv7Part, weight: Tensor, bias: Tensor | None) -> None:
+        address = None if bias is None else bias.data_ptr()
+        done = self._library.nsm_rwkv7_set_matrix(self._handle, layer, part, weight.data_ptr(), address, *weight.shape)
+        self._check(done, f"{part.name} {layer}")
+
+    def _floats(self, layer: int, part: Rwkv7Part, values: Tensor) -> None:
+        flat = values.flatten()
+        done = self._library.nsm_rwkv7_set_floats(self._handle, layer, part, flat.data_ptr(), len(flat))
+        self._check(done, f"{part.name} {layer}")
+
+    @staticmethod
+    def _check(is_done: int, part: str) -> None:
+        if not is_done:
+            raise ValueError(f"the native kernels cannot take this model: {part} has another size")
+
+
+def _shape_of(model: Rwkv7Model, precision: Rwkv7Precision) -> Rwkv7Shape:
+    config = model.config
+    return Rwkv7Shape(
+        vocab_size=model.num_ids,
+        width=config.width,
+        num_layers=config.num_layers,
+        head_size=config.head_size,
+        hidden=config.hidden,
+        decay_rank=config.decay_rank,
+        rate_rank=config.rate_rank,
+        value_rank=config.value_rank,
+        gate_rank=config.gate_rank,
+        is_int8=int(precision is Rwkv7Precision.INT8),
+        norm_eps=config.norm_eps,
+        head_eps=config.head_norm_eps,
+    )
