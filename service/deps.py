@@ -6,7 +6,8 @@ import dataclasses
 import json
 import logging
 import time
-from typing import Annotated
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -21,8 +22,9 @@ from service.prompts import PromptEncoder
 from service.schemas.common import MAX_CHOICES, Limits
 from service.settings import Settings
 from service.stores.prefixes.resume import PrefixResume
-from service.stores.records.base import RecordStore
+from service.stores.records.base import Kind, Record, RecordStore
 from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.request_context import ARRIVAL
 from service.telemetry.tracing.tracing import Tracing
@@ -91,6 +93,43 @@ class Services:
             raise NotFound(message, param="model", code="model_not_found")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TenantScope:
+    """The services on behalf of one tenant: its sessions and its documents, by their ids alone."""
+
+    services: Services
+    tenant: str
+
+    def session_key(self, session_id: str) -> SessionKey:
+        return SessionKey(self.tenant, session_id)
+
+    async def get_record(self, kind: Kind, record_id: str) -> Record | None:
+        return await self.services.records.get(tenant=self.tenant, kind=kind, record_id=record_id)
+
+    async def put_record(
+        self,
+        kind: Kind,
+        record_id: str,
+        document: Mapping[str, Any],
+        *,
+        expected_version: int,
+        holds: Collection[str] = (),
+    ) -> int:
+        """The new version. `holds`: sessions that the document needs from now on. Raises VersionConflict."""
+        return await self.services.records.put(
+            tenant=self.tenant,
+            kind=kind,
+            record_id=record_id,
+            document=document,
+            expected_version=expected_version,
+            holds=holds,
+        )
+
+    async def delete_record(self, kind: Kind, record_id: str) -> bool:
+        """Whether there was one."""
+        return await self.services.records.delete(tenant=self.tenant, kind=kind, record_id=record_id)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """Id and time of arrival (`time.monotonic()`) of one HTTP request."""
@@ -118,3 +157,10 @@ async def get_tenant(request: Request) -> str:
 ServicesDep = Annotated[Services, Depends(get_services)]
 ArrivalDep = Annotated[Arrival, Depends(get_arrival)]
 TenantDep = Annotated[str, Depends(get_tenant)]
+
+
+async def get_scope(services: ServicesDep, tenant: TenantDep) -> TenantScope:
+    return TenantScope(services, tenant)
+
+
+ScopeDep = Annotated[TenantScope, Depends(get_scope)]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from nsm_core.engine.request import Finished
 from nsm_core.errors import NotFound, NsmError, TurnCancelled
-from service.deps import Services
+from service.deps import Services, TenantScope
 from service.generate.chat import PrefixCutter
 from service.generate.choices import RequestGroup, ends_of
 from service.responses.chain import chat_template
@@ -27,7 +27,6 @@ from service.responses.format import (
 from service.responses.records import StoredResponse
 from service.responses.running import ResponseText, finish_response, refresh_status, wait_for_result
 from service.schemas.items import new_item_id
-from service.stores.sessions.key import SessionKey
 from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource
 from service.web.errors import report
 
@@ -96,9 +95,8 @@ class StoredAnswer:
 class ReadAnswer:
     """A response that was begun before, wherever its turn runs now, or its stored result."""
 
-    def __init__(self, services: Services, tenant: str, stored: StoredResponse) -> None:
-        self._services = services
-        self._tenant = tenant
+    def __init__(self, scope: TenantScope, stored: StoredResponse) -> None:
+        self._scope = scope
         self._stored = stored
         self._source: TurnSource | None = None
 
@@ -108,30 +106,30 @@ class ReadAnswer:
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """From the first one, each as the first client got it."""
-        stored = await refresh_status(self._services, self._tenant, self._stored)
+        stored = await refresh_status(self._scope, self._stored)
         if stored.has_ended:
             yield _events_of(stored)
             return
-        text, num_given, ended = ResponseText(self._services), 0, None
+        services = self._scope.services
+        text, num_given, ended = ResponseText(services), 0, None
         try:
-            self._source = await self._services.turns.follow(
-                SessionKey(self._tenant, stored.chain.end.session_id), turn_id=stored.id
-            )
-            async with contextlib.aclosing(_until_end(self._services, stored, self._source, text)) as batches:
+            key = self._scope.session_key(stored.chain.end.session_id)
+            self._source = await services.turns.follow(key, turn_id=stored.id)
+            async with contextlib.aclosing(_until_end(services, stored, self._source, text)) as batches:
                 async for batch in batches:
                     num_given += len(batch)
                     yield batch
         except (NotFound, TurnCancelled):  # it ended without an end of its own
-            ended = await wait_for_result(self._services, self._tenant, stored)
-        ended = ended or await finish_response(self._services, self._tenant, stored, text)
+            ended = await wait_for_result(self._scope, stored)
+        ended = ended or await finish_response(self._scope, stored, text)
         _require_ended(ended, text.end)
         yield _events_of(ended)[num_given:]
 
     async def collect(self) -> Response:
         """Of one that runs in the background: as it is now."""
-        stored = await refresh_status(self._services, self._tenant, self._stored)
+        stored = await refresh_status(self._scope, self._stored)
         if not stored.has_ended and not stored.response["background"]:
-            stored = await wait_for_result(self._services, self._tenant, stored)
+            stored = await wait_for_result(self._scope, stored)
             _require_ended(stored, None)
         return stored.response
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsm_core.chat_template import ChatTemplate, get_template
-from service.deps import Services
+from service.deps import Services, TenantScope
 from service.schemas.items import Item, message_of
-from service.stores.sessions.key import SessionKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,7 @@ class TurnPlan:
 
 
 async def plan_turn(
-    services: Services,
-    tenant: str,
+    scope: TenantScope,
     base: Chain | None,
     *,
     instructions: str | None,
@@ -96,7 +94,7 @@ async def plan_turn(
 
     Raises NotFound or InvalidRequest.
     """
-    encoder, template = services.prompts, chat_template(services)
+    encoder, template = scope.services.prompts, chat_template(scope.services)
     text_ids = await encoder.encode(_text(template, base, items), param="input")
     if base is not None and base.instructions == instructions:
         return TurnPlan(
@@ -106,7 +104,7 @@ async def plan_turn(
             num_instruction_tokens=base.num_instruction_tokens,
             plain=base.plain,
         )
-    chain_ids = await _chain_ids(services, tenant, base)
+    chain_ids = await _chain_ids(scope, base)
     plain = None if base is None else base.plain_end
     if instructions is None:
         num_read = 0 if plain is None else plain.num_log_tokens
@@ -130,10 +128,10 @@ def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> 
     return template.render(messages) if base is None else template.render_next(*messages)
 
 
-async def _chain_ids(services: Services, tenant: str, base: Chain | None) -> tuple[int, ...]:
+async def _chain_ids(scope: TenantScope, base: Chain | None) -> tuple[int, ...]:
     """The chain without instructions, from the token that starts a text."""
     if base is None:
-        return (services.backend.tokenizer.end_of_text_id,)
-    key = SessionKey(tenant, base.end.session_id)
-    log_ids = await services.store.read_log(key, stop=base.end.num_log_tokens)
+        return (scope.services.backend.tokenizer.end_of_text_id,)
+    key = scope.session_key(base.end.session_id)
+    log_ids = await scope.services.store.read_log(key, stop=base.end.num_log_tokens)
     return (log_ids[0], *log_ids[1 + base.num_instruction_tokens :])

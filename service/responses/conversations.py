@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nsm_core.errors import InvalidRequest, NotFound, SessionBusy, VersionConflict
-from service.deps import Services
+from service.deps import TenantScope
 from service.messages import quoted
 from service.responses.chain import Chain
 from service.responses.records import MAX_TRIES, StoredResponse, let_go_of_sessions
@@ -86,54 +86,51 @@ def item_not_found(item_id: str, *, param: str = "item_id") -> NotFound:
 
 
 async def create_conversation(
-    services: Services,
-    tenant: str,
+    scope: TenantScope,
     *,
     items: Sequence[Item],
     metadata: Mapping[str, str],
 ) -> Conversation:
     """Raises QuotaExceeded."""
-    await _require_room(services, tenant, [*items, dict(metadata)])
+    await _require_room(scope, [*items, dict(metadata)])
     conversation = Conversation(
         id=f"conv_{uuid.uuid4().hex}",
         created_at=int(time.time()),
         metadata=metadata,
         item_ids=tuple(item["id"] for item in items),
     )
-    await _put_items(services, tenant, conversation.id, items)
-    return await _put(services, tenant, conversation)
+    await _put_items(scope, conversation.id, items)
+    return await _put(scope, conversation)
 
 
 async def load_conversation(
-    services: Services, tenant: str, conversation_id: str, *, param: str = "conversation_id"
+    scope: TenantScope, conversation_id: str, *, param: str = "conversation_id"
 ) -> Conversation:
     """Raises NotFound."""
-    record = await services.records.get(tenant=tenant, kind="conversation", record_id=conversation_id)
+    record = await scope.get_record("conversation", conversation_id)
     if record is None:
         raise conversation_not_found(conversation_id, param=param)
     return Conversation.from_record(record)
 
 
-async def set_metadata(
-    services: Services, tenant: str, conversation_id: str, metadata: Mapping[str, str]
-) -> Conversation:
+async def set_metadata(scope: TenantScope, conversation_id: str, metadata: Mapping[str, str]) -> Conversation:
     """New metadata, as a whole. Raises NotFound."""
     return await _change(
-        services, tenant, conversation_id, lambda conversation: dataclasses.replace(conversation, metadata=metadata)
+        scope, conversation_id, lambda conversation: dataclasses.replace(conversation, metadata=metadata)
     )
 
 
-async def delete_conversation(services: Services, tenant: str, conversation_id: str) -> None:
+async def delete_conversation(scope: TenantScope, conversation_id: str) -> None:
     """The conversation and its items; its responses stay. Raises NotFound."""
-    conversation = await load_conversation(services, tenant, conversation_id)
-    if not await services.records.delete(tenant=tenant, kind="conversation", record_id=conversation_id):
+    conversation = await load_conversation(scope, conversation_id)
+    if not await scope.delete_record("conversation", conversation_id):
         raise conversation_not_found(conversation_id)
     for item_id in conversation.item_ids:
-        await _delete_item(services, tenant, conversation_id, item_id)
-    await let_go_of_sessions(services, tenant, conversation.session_ids)
+        await _delete_item(scope, conversation_id, item_id)
+    await let_go_of_sessions(scope, conversation.session_ids)
 
 
-async def add_items(services: Services, tenant: str, conversation_id: str, items: Sequence[Item]) -> None:
+async def add_items(scope: TenantScope, conversation_id: str, items: Sequence[Item]) -> None:
     """The next response reads them. Raises NotFound, QuotaExceeded, or InvalidRequest when the conversation is full."""
     ids = tuple(item["id"] for item in items)
 
@@ -143,25 +140,25 @@ async def add_items(services: Services, tenant: str, conversation_id: str, items
             raise InvalidRequest(f"a conversation must have at most {MAX_ITEMS} items, got {num_items}", param="items")
         return dataclasses.replace(conversation, item_ids=(*conversation.item_ids, *ids))
 
-    add(await load_conversation(services, tenant, conversation_id))
-    await _require_room(services, tenant, items)
+    add(await load_conversation(scope, conversation_id))
+    await _require_room(scope, items)
     try:
-        await _put_items(services, tenant, conversation_id, items)
-        await _change(services, tenant, conversation_id, add)
+        await _put_items(scope, conversation_id, items)
+        await _change(scope, conversation_id, add)
     except (InvalidRequest, NotFound):  # others were faster: nobody would ever read these or delete them
         for item_id in ids:
-            await _delete_item(services, tenant, conversation_id, item_id)
+            await _delete_item(scope, conversation_id, item_id)
         raise
 
 
-async def read_items(services: Services, tenant: str, conversation_id: str, item_ids: Sequence[str]) -> list[Item]:
+async def read_items(scope: TenantScope, conversation_id: str, item_ids: Sequence[str]) -> list[Item]:
     """Those of the items that are still there."""
     names = [_item_key(conversation_id, item_id) for item_id in item_ids]
-    records = await services.records.get_many(tenant=tenant, kind="item", record_ids=names)
+    records = await scope.services.records.get_many(tenant=scope.tenant, kind="item", record_ids=names)
     return [dict(record.document) for record in records if record is not None]
 
 
-async def delete_item(services: Services, tenant: str, conversation_id: str, item_id: str) -> Conversation:
+async def delete_item(scope: TenantScope, conversation_id: str, item_id: str) -> Conversation:
     """The conversation without it; what had read it is given up. Raises NotFound."""
     given_up: set[str] = set()
 
@@ -179,13 +176,13 @@ async def delete_item(services: Services, tenant: str, conversation_id: str, ite
             changed = dataclasses.replace(changed, chain=None, num_read=0)
         return changed
 
-    conversation = await _change(services, tenant, conversation_id, remove)
-    await _delete_item(services, tenant, conversation_id, item_id)
-    await let_go_of_sessions(services, tenant, given_up)
+    conversation = await _change(scope, conversation_id, remove)
+    await _delete_item(scope, conversation_id, item_id)
+    await let_go_of_sessions(scope, given_up)
     return conversation
 
 
-async def begin_turn(services: Services, tenant: str, read: Conversation, response_id: str) -> None:
+async def begin_turn(scope: TenantScope, read: Conversation, response_id: str) -> None:
     """A response that stands on the items of `read` has begun. Raises SessionBusy when another one did meanwhile."""
     num_items = len(read.item_ids)
 
@@ -194,20 +191,20 @@ async def begin_turn(services: Services, tenant: str, read: Conversation, respon
             raise SessionBusy(f"conversation {read.id!r} is busy: another response has begun, or an item was deleted")
         return dataclasses.replace(conversation, running_id=response_id, num_running=num_items, is_stale=False)
 
-    await _change(services, tenant, read.id, begin)
+    await _change(scope, read.id, begin)
 
 
-async def forget_turn(services: Services, tenant: str, read: Conversation) -> None:
+async def forget_turn(scope: TenantScope, read: Conversation) -> None:
     """Nothing will come of the response that `read` says is running."""
 
     def forget(conversation: Conversation) -> Conversation:
         is_it = conversation.running_id == read.running_id
         return _after_turn(conversation, (), None) if is_it else conversation
 
-    await _change(services, tenant, read.id, forget)
+    await _change(scope, read.id, forget)
 
 
-async def finish_turn(services: Services, tenant: str, stored: StoredResponse) -> None:
+async def finish_turn(scope: TenantScope, stored: StoredResponse) -> None:
     """What an ended response read and said becomes part of its conversation, once; of a failed one nothing does."""
     if stored.conversation_id is None:
         return
@@ -215,19 +212,19 @@ async def finish_turn(services: Services, tenant: str, stored: StoredResponse) -
     new_items = [*stored.input, *stored.response["output"]] if is_retained else []
     for _ in range(MAX_TRIES):
         try:
-            conversation = await load_conversation(services, tenant, stored.conversation_id)
+            conversation = await load_conversation(scope, stored.conversation_id)
         except NotFound:
             return  # deleted meanwhile
         if conversation.running_id != stored.id:
             return
-        await _put_items(services, tenant, conversation.id, new_items)
+        await _put_items(scope, conversation.id, new_items)
         changed = _after_turn(conversation, [item["id"] for item in new_items], stored.chain if is_retained else None)
         added = changed.session_ids - conversation.session_ids
         try:
-            await _put(services, tenant, changed, holds=added)
+            await _put(scope, changed, holds=added)
         except VersionConflict:
             continue
-        await let_go_of_sessions(services, tenant, conversation.session_ids - changed.session_ids)
+        await let_go_of_sessions(scope, conversation.session_ids - changed.session_ids)
         return
 
 
@@ -246,55 +243,46 @@ def _after_turn(conversation: Conversation, new_ids: Sequence[str], chain: Chain
 
 
 async def _change(
-    services: Services, tenant: str, conversation_id: str, change: Callable[[Conversation], Conversation]
+    scope: TenantScope, conversation_id: str, change: Callable[[Conversation], Conversation]
 ) -> Conversation:
     """`change` on the newest version. Raises NotFound and what `change` raises."""
     for _ in range(MAX_TRIES - 1):
-        conversation = await load_conversation(services, tenant, conversation_id)
+        conversation = await load_conversation(scope, conversation_id)
         try:
-            return await _put(services, tenant, change(conversation))
+            return await _put(scope, change(conversation))
         except VersionConflict:
             continue
-    return await _put(services, tenant, change(await load_conversation(services, tenant, conversation_id)))
+    return await _put(scope, change(await load_conversation(scope, conversation_id)))
 
 
-async def _put(
-    services: Services, tenant: str, conversation: Conversation, *, holds: Collection[str] = ()
-) -> Conversation:
-    version = await services.records.put(
-        tenant=tenant,
-        kind="conversation",
-        record_id=conversation.id,
-        document=conversation.to_document(),
+async def _put(scope: TenantScope, conversation: Conversation, *, holds: Collection[str] = ()) -> Conversation:
+    version = await scope.put_record(
+        "conversation",
+        conversation.id,
+        conversation.to_document(),
         expected_version=conversation.version,
         holds=holds,
     )
     return dataclasses.replace(conversation, version=version)
 
 
-async def _require_room(services: Services, tenant: str, documents: Sequence[Mapping[str, Any]]) -> None:
+async def _require_room(scope: TenantScope, documents: Sequence[Mapping[str, Any]]) -> None:
     """Raises QuotaExceeded."""
     num_bytes = sum(len(json.dumps(document)) for document in documents)
-    await services.tenants.check_stored_bytes(tenant, num_new_bytes=num_bytes)
+    await scope.services.tenants.check_stored_bytes(scope.tenant, num_new_bytes=num_bytes)
 
 
-async def _put_items(services: Services, tenant: str, conversation_id: str, items: Sequence[Item]) -> None:
+async def _put_items(scope: TenantScope, conversation_id: str, items: Sequence[Item]) -> None:
     """Each once, however often this is done."""
     for item in items:
         try:
-            await services.records.put(
-                tenant=tenant,
-                kind="item",
-                record_id=_item_key(conversation_id, item["id"]),
-                document=item,
-                expected_version=ABSENT,
-            )
+            await scope.put_record("item", _item_key(conversation_id, item["id"]), item, expected_version=ABSENT)
         except VersionConflict:  # it is there already
             pass
 
 
-async def _delete_item(services: Services, tenant: str, conversation_id: str, item_id: str) -> None:
-    await services.records.delete(tenant=tenant, kind="item", record_id=_item_key(conversation_id, item_id))
+async def _delete_item(scope: TenantScope, conversation_id: str, item_id: str) -> None:
+    await scope.delete_record("item", _item_key(conversation_id, item_id))
 
 
 def _item_key(conversation_id: str, item_id: str) -> str:

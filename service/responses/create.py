@@ -7,7 +7,7 @@ import uuid
 
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
 from nsm_core.hashing import identity_of
-from service.deps import Arrival, Services
+from service.deps import Arrival, TenantScope
 from service.generate.structured import with_grammar
 from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer, StoredAnswer, UnstoredResponse
@@ -40,40 +40,38 @@ class Context:
 
 
 async def open_response(
-    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, key: str | None = None
+    scope: TenantScope, body: CreateResponseBody, arrival: Arrival, *, key: str | None = None
 ) -> ResponseAnswer:
     """Checks everything and begins; raises what the client shall get as a status.
 
     `key`: of an earlier try, whose response is given again if it came to its end or still runs.
     """
-    services.check_model(body.model)
-    response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(tenant, key)
+    scope.services.check_model(body.model)
+    response_id = f"resp_{uuid.uuid4().hex}" if key is None else _id_of(scope.tenant, key)
     digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
-    earlier = None if key is None or not body.store else await _earlier(services, tenant, response_id, digest)
+    earlier = None if key is None or not body.store else await _earlier(scope, response_id, digest)
     if earlier is not None and earlier.response["status"] not in GIVEN_UP:
-        return ReadAnswer(services, tenant, earlier)
-    opened = opened_response(body, response_id=response_id, model=services.model_name)
+        return ReadAnswer(scope, earlier)
+    opened = opened_response(body, response_id=response_id, model=scope.services.model_name)
     if not body.store:
-        return await _open_unstored(services, tenant, body, arrival, opened)
+        return await _open_unstored(scope, body, arrival, opened)
     try:
-        opening = await _opening(
-            services, tenant, body, arrival, is_resumable=body.stream or body.background or key is not None
-        )
+        opening = await _opening(scope, body, arrival, is_resumable=body.stream or body.background or key is not None)
         return await _open_stored(opening, body, opened, digest=digest, earlier=earlier)
     except VersionConflict:
         if key is None:
             raise
-        return ReadAnswer(services, tenant, await load_response(services, tenant, response_id))
+        return ReadAnswer(scope, await load_response(scope, response_id))
 
 
-async def _earlier(services: Services, tenant: str, response_id: str, digest: str) -> StoredResponse | None:
+async def _earlier(scope: TenantScope, response_id: str, digest: str) -> StoredResponse | None:
     """The response of an earlier try. Raises KeyReused."""
-    found = await find_response(services, tenant, response_id)
+    found = await find_response(scope, response_id)
     if found is None:
         return None
     if found.digest != digest:
         raise KeyReused("Idempotency-Key was used before for another request; a new request needs a new key")
-    return await refresh_status(services, tenant, found)
+    return await refresh_status(scope, found)
 
 
 def _id_of(tenant: str, key: str) -> str:
@@ -81,48 +79,47 @@ def _id_of(tenant: str, key: str) -> str:
 
 
 async def _open_unstored(
-    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, opened: Response
+    scope: TenantScope, body: CreateResponseBody, arrival: Arrival, opened: Response
 ) -> UnstoredResponse:
-    context = await find_context(services, tenant, body)
-    plan = await make_plan(services, tenant, body, context, body.items())
-    opening = await _opening(services, tenant, body, arrival, is_resumable=False)
+    context = await find_context(scope, body)
+    plan = await make_plan(scope, body, context, body.items())
+    opening = await _opening(scope, body, arrival, is_resumable=False)
     try:
         group = await open_unstored(opening, plan, response_id=opened["id"], is_stream=body.stream)
     except NotFound as error:
         raise _gone(body, error) from error
-    return UnstoredResponse(services, group, opened)
+    return UnstoredResponse(scope.services, group, opened)
 
 
 async def _open_stored(
     opening: Opening, body: CreateResponseBody, opened: Response, *, digest: str, earlier: StoredResponse | None
 ) -> StoredAnswer:
-    services, tenant, items = opening.services, opening.tenant, body.items()
+    scope, items = opening.scope, body.items()
     draft = Draft(
         response=opened, input=items, conversation_id=body.conversation, digest=digest, earlier=earlier
     )  # fmt: skip
-    context = await find_context(services, tenant, body)
+    context = await find_context(scope, body)
     try:
-        plan = await make_plan(services, tenant, body, context, items)
+        plan = await make_plan(scope, body, context, items)
         stored, turn = await opening.begin(draft, plan, context.conversation, is_shared=context.is_shared)
     except NotFound as error:
         if context.conversation is None or context.chain is None:
             raise _gone(body, error) from error
         # somebody deleted the session behind the conversation: its items are the truth
-        context = await _from_the_start(services, tenant, context.conversation)
-        plan = await make_plan(services, tenant, body, context, items)
+        context = await _from_the_start(scope, context.conversation)
+        plan = await make_plan(scope, body, context, items)
         stored, turn = await opening.begin(draft, plan, context.conversation, is_shared=False)
-    ending = save_when_ended(services, tenant, stored, turn)
-    return StoredAnswer(services, stored, turn, ending, is_background=body.background)
+    ending = save_when_ended(scope, stored, turn)
+    return StoredAnswer(scope.services, stored, turn, ending, is_background=body.background)
 
 
-async def _opening(
-    services: Services, tenant: str, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool
-) -> Opening:
-    spec = await with_grammar(services, tenant, body.to_request(services.limits, chat_template(services)))
-    services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
+async def _opening(scope: TenantScope, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool) -> Opening:
+    spec = await with_grammar(
+        scope.services, scope.tenant, body.to_request(scope.services.limits, chat_template(scope.services))
+    )
+    scope.services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return Opening(
-        services=services,
-        tenant=tenant,
+        scope=scope,
         sampling=spec.sampling,
         arrival=arrival.time,
         deadline=arrival.time + spec.timeout_s,
@@ -130,28 +127,26 @@ async def _opening(
     )
 
 
-async def find_context(services: Services, tenant: str, body: ContextFields) -> Context:
+async def find_context(scope: TenantScope, body: ContextFields) -> Context:
     """Raises NotFound, InvalidRequest, or SessionBusy while what it would go on with is still running."""
     if body.previous_response_id is not None:
-        return await _after_response(services, tenant, body.previous_response_id)
+        return await _after_response(scope, body.previous_response_id)
     if body.conversation is not None:
-        return await _in_conversation(services, tenant, body.conversation)
+        return await _in_conversation(scope, body.conversation)
     return Context()
 
 
-async def make_plan(
-    services: Services, tenant: str, body: ContextFields, context: Context, items: list[Item]
-) -> TurnPlan:
+async def make_plan(scope: TenantScope, body: ContextFields, context: Context, items: list[Item]) -> TurnPlan:
     """Raises NotFound when the session behind the context is gone, or InvalidRequest."""
     read = [*context.unread, *items]
     if not read:
         raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
-    return await plan_turn(services, tenant, context.chain, instructions=body.instructions, items=read)
+    return await plan_turn(scope, context.chain, instructions=body.instructions, items=read)
 
 
-async def _after_response(services: Services, tenant: str, response_id: str) -> Context:
+async def _after_response(scope: TenantScope, response_id: str) -> Context:
     param = "previous_response_id"
-    previous = await refresh_status(services, tenant, await load_response(services, tenant, response_id, param=param))
+    previous = await refresh_status(scope, await load_response(scope, response_id, param=param))
     if not previous.has_ended:
         raise SessionBusy(f"response {response_id!r} is still in progress")
     status = previous.response["status"]
@@ -162,30 +157,30 @@ async def _after_response(services: Services, tenant: str, response_id: str) -> 
     return Context(chain=previous.chain, is_shared=previous.conversation_id is not None)
 
 
-async def _in_conversation(services: Services, tenant: str, conversation_id: str) -> Context:
-    conversation = await load_conversation(services, tenant, conversation_id, param="conversation")
+async def _in_conversation(scope: TenantScope, conversation_id: str) -> Context:
+    conversation = await load_conversation(scope, conversation_id, param="conversation")
     if conversation.running_id is not None:
-        await _end_running(services, tenant, conversation)
-        conversation = await load_conversation(services, tenant, conversation_id, param="conversation")
-    unread = await read_items(services, tenant, conversation_id, conversation.item_ids[conversation.num_read :])
+        await _end_running(scope, conversation)
+        conversation = await load_conversation(scope, conversation_id, param="conversation")
+    unread = await read_items(scope, conversation_id, conversation.item_ids[conversation.num_read :])
     return Context(chain=conversation.chain, unread=tuple(unread), conversation=conversation)
 
 
-async def _from_the_start(services: Services, tenant: str, conversation: Conversation) -> Context:
-    items = await read_items(services, tenant, conversation.id, conversation.item_ids)
+async def _from_the_start(scope: TenantScope, conversation: Conversation) -> Context:
+    items = await read_items(scope, conversation.id, conversation.item_ids)
     return Context(unread=tuple(items), conversation=conversation)
 
 
-async def _end_running(services: Services, tenant: str, conversation: Conversation) -> None:
+async def _end_running(scope: TenantScope, conversation: Conversation) -> None:
     """Adds what the newest response gave. Raises SessionBusy while it runs."""
-    running = await find_response(services, tenant, conversation.running_id or "")
+    running = await find_response(scope, conversation.running_id or "")
     if running is None:  # deleted
-        await forget_turn(services, tenant, conversation)
+        await forget_turn(scope, conversation)
         return
-    running = await refresh_status(services, tenant, running)
+    running = await refresh_status(scope, running)
     if not running.has_ended:
         raise SessionBusy(f"conversation {conversation.id!r} is busy: response {running.id!r} is in progress")
-    await finish_turn(services, tenant, running)
+    await finish_turn(scope, running)
 
 
 def _gone(body: ContextFields, error: NotFound) -> NotFound:
@@ -197,12 +192,12 @@ def _gone(body: ContextFields, error: NotFound) -> NotFound:
     return NotFound(message, param="previous_response_id", code="previous_response_not_found")
 
 
-async def count_input_tokens(services: Services, tenant: str, body: ContextFields) -> int:
+async def count_input_tokens(scope: TenantScope, body: ContextFields) -> int:
     """`usage.input_tokens` of a response with this input. Raises what keeps it from being begun."""
-    services.check_model(body.model)
-    context = await find_context(services, tenant, body)
+    scope.services.check_model(body.model)
+    context = await find_context(scope, body)
     try:
-        plan = await make_plan(services, tenant, body, context, body.items())
+        plan = await make_plan(scope, body, context, body.items())
     except NotFound as error:
         raise _gone(body, error) from error
     return len(plan.input_ids) + (0 if plan.start is None else plan.start.num_log_tokens)

@@ -12,7 +12,7 @@ from nsm_core.engine.request import EndState
 from nsm_core.errors import NotFound, NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.deps import Services
+from service.deps import Services, TenantScope
 from service.responses.chain import LogPosition
 from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy, create_copy, read_copy
@@ -20,7 +20,6 @@ from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore, StoredSession
 from service.stores.sessions.errors import not_found
-from service.stores.sessions.key import SessionKey
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
@@ -29,31 +28,31 @@ def new_session_id() -> str:
     return f"sess_{uuid.uuid4().hex}"
 
 
-async def create_session(services: Services, tenant: str) -> LogPosition:
+async def create_session(scope: TenantScope) -> LogPosition:
     """A new, empty session. Raises QuotaExceeded."""
     new = NewSession(
-        key=SessionKey(tenant, new_session_id()),
-        model_fingerprint=services.backend.model.fingerprint,
+        key=scope.session_key(new_session_id()),
+        model_fingerprint=scope.services.backend.model.fingerprint,
         metadata=METADATA,
     )
-    head = await services.store.create(new)
+    head = await scope.services.store.create(new)
     return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=0)
 
 
-async def fork_at(services: Services, tenant: str, position: LogPosition, *, deadline: float) -> LogPosition:
+async def fork_at(scope: TenantScope, position: LogPosition, *, deadline: float) -> LogPosition:
     """The same position in a new session. Its state is a copy. When the session has moved on, the state is made by
     reading the log from the nearest retained snapshot.
 
     Raises NotFound when the session's log does not have that position any more, and what `TurnPlan`s raise.
     """
-    copy = await read_copy(services.store, SessionKey(tenant, position.session_id))
+    copy = await read_copy(scope.services.store, scope.session_key(position.session_id))
     if copy.head.version != position.version:
-        with services.tenants.enter(tenant):
-            copy = await _cut(services, copy, position, deadline=deadline)
+        with scope.services.tenants.enter(scope.tenant):
+            copy = await _cut(scope.services, copy, position, deadline=deadline)
     head = await create_copy(
-        services.store,
+        scope.services.store,
         copy,
-        SessionKey(tenant, new_session_id()),
+        scope.session_key(new_session_id()),
         metadata=METADATA,
         ttl_s=copy.head.ttl_s,
         forked_from=f"{position.session_id}@{copy.head.position}",

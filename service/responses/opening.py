@@ -7,13 +7,12 @@ import dataclasses
 
 from nsm_core.errors import NotFound, SessionBusy, TurnCancelled, VersionConflict
 from nsm_core.sampling.params import SamplingParams
-from service.deps import Services
+from service.deps import TenantScope
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.conversations import Conversation, begin_turn
 from service.responses.fork import create_session, fork_at
 from service.responses.records import Draft, StoredResponse, let_go_of_sessions, put_response
 from service.state.resume import TurnRequest
-from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn
 
 
@@ -21,8 +20,7 @@ from service.turns.turn import Turn
 class Opening:
     """`arrival`, `deadline`: `time.monotonic()` readings. `is_resumable`: see TurnRequest."""
 
-    services: Services
-    tenant: str
+    scope: TenantScope
     sampling: SamplingParams
     arrival: float
     deadline: float
@@ -38,19 +36,19 @@ class Opening:
         """
         position, turn = await self._turn(draft.response["id"], plan, conversation, is_shared=is_shared)
         stored = StoredResponse.begun(draft, plan.chain_to(position))
-        services, tenant = self.services, self.tenant
+        scope = self.scope
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(_stop, turn)
             if position != plan.start:
                 undo.push_async_callback(self._discard, position)
-            stored = await put_response(services, tenant, stored, holds=stored.chain.session_ids)
-            undo.push_async_callback(let_go_of_sessions, services, tenant, stored.chain.session_ids)
-            undo.push_async_callback(services.records.delete, tenant=tenant, kind="response", record_id=stored.id)
+            stored = await put_response(scope, stored, holds=stored.chain.session_ids)
+            undo.push_async_callback(let_go_of_sessions, scope, stored.chain.session_ids)
+            undo.push_async_callback(scope.delete_record, "response", stored.id)
             if conversation is not None:
-                await begin_turn(services, tenant, conversation, stored.id)
+                await begin_turn(scope, conversation, stored.id)
             undo.pop_all()
         if draft.earlier is not None:
-            await let_go_of_sessions(services, tenant, draft.earlier.chain.session_ids)
+            await let_go_of_sessions(scope, draft.earlier.chain.session_ids)
         return stored, turn
 
     async def _turn(
@@ -75,15 +73,15 @@ class Opening:
     async def _discard(self, position: LogPosition) -> None:
         """Deletes a session that was made for this turn."""
         with contextlib.suppress(NotFound):
-            await self.services.turns.delete(SessionKey(self.tenant, position.session_id))
+            await self.scope.services.turns.delete(self.scope.session_key(position.session_id))
 
     async def _new_session(self, plan: TurnPlan) -> LogPosition:
         if plan.start is None:
-            return await create_session(self.services, self.tenant)
-        return await fork_at(self.services, self.tenant, plan.start, deadline=self.deadline)
+            return await create_session(self.scope)
+        return await fork_at(self.scope, plan.start, deadline=self.deadline)
 
     async def _open(self, response_id: str, plan: TurnPlan, position: LogPosition) -> Turn:
-        return await self.services.turns.open_turn(self.turn_request(response_id, plan, position))
+        return await self.scope.services.turns.open_turn(self.turn_request(response_id, plan, position))
 
     def turn_request(self, response_id: str, plan: TurnPlan, position: LogPosition) -> TurnRequest:
         """The ids begin a text themselves on a new session, and the seed is this response's own: two answers to one
@@ -91,7 +89,7 @@ class Opening:
         """
         return TurnRequest(
             request_id=response_id,
-            key=SessionKey(self.tenant, position.session_id),
+            key=self.scope.session_key(position.session_id),
             input_ids=plan.input_ids,
             is_verbatim=True,
             sampling=self.sampling,

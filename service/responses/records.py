@@ -8,13 +8,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nsm_core.errors import NotFound
-from service.deps import Services
+from service.deps import TenantScope
 from service.messages import quoted
 from service.responses.chain import Chain
 from service.responses.format import ENDED, Response
 from service.schemas.items import Item, new_item_id
 from service.stores.records.base import ABSENT
-from service.stores.sessions.key import SessionKey
 
 MAX_TRIES = 20  # of a change that another writer was faster with
 
@@ -87,40 +86,35 @@ def response_not_found(response_id: str, *, param: str = "response_id") -> NotFo
     return NotFound(f"response {quoted(response_id)} does not exist", param=param, code=code)
 
 
-async def find_response(services: Services, tenant: str, response_id: str) -> StoredResponse | None:
-    record = await services.records.get(tenant=tenant, kind="response", record_id=response_id)
+async def find_response(scope: TenantScope, response_id: str) -> StoredResponse | None:
+    record = await scope.get_record("response", response_id)
     return None if record is None else StoredResponse.from_document(record.document, record.version)
 
 
-async def load_response(
-    services: Services, tenant: str, response_id: str, *, param: str = "response_id"
-) -> StoredResponse:
+async def load_response(scope: TenantScope, response_id: str, *, param: str = "response_id") -> StoredResponse:
     """Raises NotFound."""
-    found = await find_response(services, tenant, response_id)
+    found = await find_response(scope, response_id)
     if found is None:
         raise response_not_found(response_id, param=param)
     return found
 
 
-async def put_response(
-    services: Services, tenant: str, stored: StoredResponse, *, holds: Collection[str] = ()
-) -> StoredResponse:
+async def put_response(scope: TenantScope, stored: StoredResponse, *, holds: Collection[str] = ()) -> StoredResponse:
     """The response at its new version. `holds`: sessions that it needs from now on. Raises VersionConflict."""
-    version = await services.records.put(
-        tenant=tenant,
-        kind="response",
-        record_id=stored.id,
-        document=stored.to_document(),
+    version = await scope.put_record(
+        "response",
+        stored.id,
+        stored.to_document(),
         expected_version=stored.version,
         holds=holds,
     )
     return dataclasses.replace(stored, version=version)
 
 
-async def let_go_of_sessions(services: Services, tenant: str, session_ids: Collection[str]) -> None:
+async def let_go_of_sessions(scope: TenantScope, session_ids: Collection[str]) -> None:
     """One holder less; a session without any is deleted."""
     if not session_ids:
         return
-    for session_id in await services.records.let_go(tenant=tenant, session_ids=session_ids):
+    for session_id in await scope.services.records.let_go(tenant=scope.tenant, session_ids=session_ids):
         with contextlib.suppress(NotFound):
-            await services.turns.delete(SessionKey(tenant, session_id))
+            await scope.services.turns.delete(scope.session_key(session_id))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from service.deps import Services
+from service.deps import TenantScope
 from service.responses.records import StoredResponse, let_go_of_sessions, load_response, response_not_found
 from service.responses.running import refresh_status, wait_for_result
-from service.stores.sessions.key import SessionKey
 
 
-async def cancel_response(services: Services, tenant: str, response_id: str) -> StoredResponse:
+async def cancel_response(scope: TenantScope, response_id: str) -> StoredResponse:
     """The response after its end; one that has ended stays as it is. Raises NotFound."""
-    stored = await refresh_status(services, tenant, await load_response(services, tenant, response_id))
+    stored = await refresh_status(scope, await load_response(scope, response_id))
     if stored.has_ended:
         return stored
-    await services.turns.cancel(SessionKey(tenant, stored.chain.end.session_id))
-    return await wait_for_result(services, tenant, stored)
+    await scope.services.turns.cancel(scope.session_key(stored.chain.end.session_id))
+    return await wait_for_result(scope, stored)
 
 
-async def delete_response(services: Services, tenant: str, response_id: str) -> None:
+async def delete_response(scope: TenantScope, response_id: str) -> None:
     """Raises NotFound."""
-    stored = await cancel_response(services, tenant, response_id)
-    if not await services.records.delete(tenant=tenant, kind="response", record_id=response_id):
+    stored = await cancel_response(scope, response_id)
+    if not await scope.delete_record("response", response_id):
         raise response_not_found(response_id)
-    await let_go_of_sessions(services, tenant, stored.chain.session_ids)
+    await let_go_of_sessions(scope, stored.chain.session_ids)

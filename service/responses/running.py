@@ -8,14 +8,13 @@ import dataclasses
 import logging
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, StoreUnavailable, TurnCancelled, VersionConflict
-from service.deps import Services
+from service.deps import Services, TenantScope
 from service.generate.chat import PrefixCutter
 from service.generate.deltas import Delta
 from service.responses.chain import LogPosition, chat_template
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
-from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.lease import NO_CHUNKS
 from service.turns.turn import HandedOver, Turn, TurnEvent, TurnOutcome
@@ -46,45 +45,41 @@ class ResponseText:
         return self.deltas[-1]
 
 
-def save_when_ended(
-    services: Services, tenant: str, stored: StoredResponse, turn: Turn
-) -> asyncio.Task[StoredResponse]:
+def save_when_ended(scope: TenantScope, stored: StoredResponse, turn: Turn) -> asyncio.Task[StoredResponse]:
     """A task that stores the end of a turn of this process. It does not count as a reader of the turn."""
 
     async def run() -> StoredResponse:
-        with services.lifecycle.track():
-            text = ResponseText(services)
+        with scope.services.lifecycle.track():
+            text = ResponseText(scope.services)
             async with contextlib.aclosing(turn.all_events()) as events:
                 async for event in events:
                     text.feed(event)
-            return await finish_response(services, tenant, stored, text)
+            return await finish_response(scope, stored, text)
 
-    return services.background.start(run())
+    return scope.services.background.start(run())
 
 
-async def finish_response(
-    services: Services, tenant: str, stored: StoredResponse, text: ResponseText
-) -> StoredResponse:
+async def finish_response(scope: TenantScope, stored: StoredResponse, text: ResponseText) -> StoredResponse:
     """The response after its turn has ended here; still in progress when the turn goes on elsewhere, or may do so."""
     error = None if text.end is None else text.end.error
     if isinstance(error, HandedOver):
         return stored
     if not isinstance(error, UNSURE):
-        return await save_result(services, tenant, stored, text)
+        return await save_result(scope, stored, text)
     try:
-        turn = await _brief_record(services, tenant, stored)
+        turn = await _brief_record(scope, stored)
         if turn is not None and turn.result is not None and turn.status != "committed":
-            return await save_result(services, tenant, stored, text)  # this is how the turn itself ended
-        return await wait_for_result(services, tenant, stored)
+            return await save_result(scope, stored, text)  # this is how the turn itself ended
+        return await wait_for_result(scope, stored)
     except NsmError as store_error:
         logger.warning("the end of response %s is not known yet: %s", stored.id, store_error)
         return stored
 
 
-async def _brief_record(services: Services, tenant: str, stored: StoredResponse) -> TurnRecord | None:
+async def _brief_record(scope: TenantScope, stored: StoredResponse) -> TurnRecord | None:
     """What the record of the response's turn says, without request and chunks."""
-    return await services.store.get_turn(
-        SessionKey(tenant, stored.chain.end.session_id),
+    return await scope.services.store.get_turn(
+        scope.session_key(stored.chain.end.session_id),
         turn_id=stored.id,
         first_chunk=NO_CHUNKS,
         with_request=False,
@@ -92,7 +87,7 @@ async def _brief_record(services: Services, tenant: str, stored: StoredResponse)
 
 
 async def save_result(
-    services: Services, tenant: str, stored: StoredResponse, text: ResponseText, error: NsmError | None = None
+    scope: TenantScope, stored: StoredResponse, text: ResponseText, error: NsmError | None = None
 ) -> StoredResponse:
     """The response as it ended, also when it could not be stored so: whoever reads it next will.
 
@@ -100,15 +95,15 @@ async def save_result(
     """
     ended = _ended(stored, text, error)
     try:
-        ended = await put_response(services, tenant, ended)
+        ended = await put_response(scope, ended)
     except VersionConflict:  # somebody else stored the same end, or it was deleted
         with contextlib.suppress(NotFound):
-            ended = await load_response(services, tenant, stored.id)
+            ended = await load_response(scope, stored.id)
     except NsmError as store_error:
         logger.warning("the end of response %s was not stored: %s", stored.id, store_error)
         return ended
     try:
-        await finish_turn(services, tenant, ended)
+        await finish_turn(scope, ended)
     except NsmError as store_error:
         logger.warning("response %s was not added to its conversation: %s", stored.id, store_error)
     return ended
@@ -130,42 +125,42 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
     return dataclasses.replace(stored, response=response, deltas=text.deltas)
 
 
-async def refresh_status(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+async def refresh_status(scope: TenantScope, stored: StoredResponse) -> StoredResponse:
     """The response as it is now. One whose process was lost is taken over, or found to have ended."""
     if stored.has_ended:
         return stored
-    key = SessionKey(tenant, stored.chain.end.session_id)
-    turn = await services.store.get_turn(key, turn_id=stored.id, first_chunk=NO_CHUNKS)
+    key = scope.session_key(stored.chain.end.session_id)
+    turn = await scope.services.store.get_turn(key, turn_id=stored.id, first_chunk=NO_CHUNKS)
     if turn is None:
-        return await save_result(services, tenant, stored, ResponseText(services), _lost())
+        return await save_result(scope, stored, ResponseText(scope.services), _lost())
     if turn.status == "running":
         if not turn.lease_left_s:
-            taken = await services.turns.take_over(key, stored.id)
+            taken = await scope.services.turns.take_over(key, stored.id)
             if taken is not None:
-                save_when_ended(services, tenant, stored, taken)
+                save_when_ended(scope, stored, taken)
         return stored
-    return await wait_for_result(services, tenant, stored)
+    return await wait_for_result(scope, stored)
 
 
-async def wait_for_result(services: Services, tenant: str, stored: StoredResponse) -> StoredResponse:
+async def wait_for_result(scope: TenantScope, stored: StoredResponse) -> StoredResponse:
     """Waits for the end of a turn that runs anywhere, or reads its stored result.
 
     Still in progress when the turn was handed over: this process stops.
     """
-    text = ResponseText(services)
-    key = SessionKey(tenant, stored.chain.end.session_id)
+    text = ResponseText(scope.services)
+    key = scope.session_key(stored.chain.end.session_id)
     try:
-        source = await services.turns.follow(key, turn_id=stored.id)
+        source = await scope.services.turns.follow(key, turn_id=stored.id)
         async with contextlib.aclosing(source.events()) as events:
             async for event in events:
                 text.feed(event)
     except NotFound:
-        return await save_result(services, tenant, stored, text, _lost())
+        return await save_result(scope, stored, text, _lost())
     except TurnCancelled as error:  # without an end of its own
-        turn = await _brief_record(services, tenant, stored)
+        turn = await _brief_record(scope, stored)
         was_cancelled = turn is not None and turn.status == "cancelled"
-        return await save_result(services, tenant, stored, text, error if was_cancelled else _lost())
-    return await finish_response(services, tenant, stored, text)
+        return await save_result(scope, stored, text, error if was_cancelled else _lost())
+    return await finish_response(scope, stored, text)
 
 
 def _lost() -> NsmError:

@@ -10,14 +10,13 @@ from service.generate.choices import RequestGroup
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.opening import Opening
 from service.state.resume import ResumedSession, resume
-from service.stores.sessions.key import SessionKey
 
 
 async def open_unstored(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
     """Raises NotFound when the session is gone, and what `InferenceBackend.submit` raises."""
-    services = opening.services
+    services = opening.scope.services
     request = await _request(opening, plan, response_id)
-    permit = services.tenants.enter(opening.tenant)
+    permit = services.tenants.enter(opening.scope.tenant)
     return RequestGroup(
         services.backend, services.metrics, [request], permit=permit, arrival=opening.arrival, is_stream=is_stream
     )
@@ -36,16 +35,16 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
     if start is not None:
         request = start.generation_request(opening.turn_request(response_id, plan, plan.start))
         return dataclasses.replace(request, keep_state=False)
-    log_ids = await opening.services.store.read_log(
-        SessionKey(opening.tenant, plan.start.session_id), stop=plan.start.num_log_tokens
+    log_ids = await opening.scope.services.store.read_log(
+        opening.scope.session_key(plan.start.session_id), stop=plan.start.num_log_tokens
     )
     return dataclasses.replace(fresh, prompt_ids=(*log_ids, *plan.input_ids))
 
 
 async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:
     """The state at `position`; None when the session has none that can be used, and its log is to be read."""
-    stored = await opening.services.store.load(SessionKey(opening.tenant, position.session_id))
-    backend = opening.services.backend
+    stored = await opening.scope.services.store.load(opening.scope.session_key(position.session_id))
+    backend = opening.scope.services.backend
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, ResumedSession) and stored.head.version == position.version
     return found if is_there and isinstance(found, ResumedSession) else None

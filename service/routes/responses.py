@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Path, Query
 from starlette.responses import Response
 
 from nsm_core.errors import InvalidRequest, NotFound
-from service.deps import ArrivalDep, ServicesDep, TenantDep
+from service.deps import ArrivalDep, ScopeDep
 from service.generate.session_turn import IDEMPOTENCY_KEY
 from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer
@@ -36,8 +36,7 @@ ResponseId = Annotated[str, Path()]
 @router.post("/v1/responses", response_class=Response, responses=generation_responses(ResponseObject))
 async def create_response(
     body: CreateResponseBody,
-    services: ServicesDep,
-    tenant: TenantDep,
+    scope: ScopeDep,
     arrival: ArrivalDep,
     idempotency_key: Annotated[
         str | None, Header(description="a retry with the same key gets the same response")
@@ -48,23 +47,22 @@ async def create_response(
     Unless `store` is false the response is kept: the next one may continue it, and its stream may be read again. Of
     two that continue the same one the second is a fork.
     """
-    services.log_prompt(arrival, body.model_dump(include={"input", "instructions"}))
-    answer = await open_response(services, tenant, body, arrival, key=_checked_key(idempotency_key))
+    scope.services.log_prompt(arrival, body.model_dump(include={"input", "instructions"}))
+    answer = await open_response(scope, body, arrival, key=_checked_key(idempotency_key))
     return await _send(answer, is_stream=body.stream, request_id=arrival.request_id)
 
 
 @router.post("/v1/responses/input_tokens", response_class=Response, responses=answers(InputTokens))
-async def count_tokens(body: CountTokensBody, services: ServicesDep, tenant: TenantDep) -> Response:
+async def count_tokens(body: CountTokensBody, scope: ScopeDep) -> Response:
     """How many tokens a response with this input would stand on."""
-    num_tokens = await count_input_tokens(services, tenant, body)
+    num_tokens = await count_input_tokens(scope, body)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 @router.get("/v1/responses/{response_id}", response_class=Response, responses=generation_responses(ResponseObject))
 async def get_response(
     response_id: ResponseId,
-    services: ServicesDep,
-    tenant: TenantDep,
+    scope: ScopeDep,
     arrival: ArrivalDep,
     stream: Annotated[bool, Query(description="its events, also while it runs")] = False,
     starting_after: Annotated[
@@ -73,38 +71,37 @@ async def get_response(
     last_event_id: Annotated[str | None, Header(description="the same, as event sources send it")] = None,
 ) -> Response:
     """As it is now; with `stream` its events after `starting_after`, each once, on any replica."""
-    stored = await load_response(services, tenant, response_id)
+    stored = await load_response(scope, response_id)
     if not stream:
-        return json_response((await refresh_status(services, tenant, stored)).response)
+        return json_response((await refresh_status(scope, stored)).response)
     after = _last_number(last_event_id) if starting_after is None else starting_after
-    answer = ReadAnswer(services, tenant, stored)
+    answer = ReadAnswer(scope, stored)
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
 
 
 @router.delete("/v1/responses/{response_id}", response_class=Response, responses=answers(DeletedAnswer))
-async def remove_response(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
+async def remove_response(response_id: ResponseId, scope: ScopeDep) -> Response:
     """Stops it if it runs. The session behind it goes with the last response that needs it."""
-    await delete_response(services, tenant, response_id)
+    await delete_response(scope, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_class=Response, responses=answers(ResponseObject))
-async def cancel(response_id: ResponseId, services: ServicesDep, tenant: TenantDep) -> Response:
+async def cancel(response_id: ResponseId, scope: ScopeDep) -> Response:
     """Stops it, wherever it runs; the response as it ended. One that has ended stays as it is."""
-    return json_response((await cancel_response(services, tenant, response_id)).response)
+    return json_response((await cancel_response(scope, response_id)).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_class=Response, responses=answers(ItemPage))
 async def list_input_items(
     response_id: ResponseId,
-    services: ServicesDep,
-    tenant: TenantDep,
+    scope: ScopeDep,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(description="the last item of the page before")] = None,
 ) -> Response:
     """The items that this response was given; not those of the responses before it."""
-    stored = await load_response(services, tenant, response_id)
+    stored = await load_response(scope, response_id)
     items: dict[str, dict[str, Any]] = {item["id"]: item for item in stored.input}
     page = page_of(list(items), limit=limit, order=order, after=after)
     if page is None:
