@@ -127,9 +127,8 @@ async def read_streams(server: Server, endpoint: str, number: int, num_tokens: i
         if "sessions" in path:
             await create_session(server.port, target.split("/")[3])
         raw = json.dumps(body).encode()
-        head = (
-            f"POST {target} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-        )
+        lines = [f"POST {target} HTTP/1.1", "host: localhost", "content-type: application/json"]
+        head = "\r\n".join([*lines, f"content-length: {len(raw)}", "", ""])
         reader = Reader(head.encode() + raw)
         readers.append(reader)
     loop = asyncio.get_running_loop()
@@ -147,8 +146,8 @@ async def read_streams(server: Server, endpoint: str, number: int, num_tokens: i
 async def create_session(port: int, session_id: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = json.dumps({"id": session_id}).encode()
-    head = f"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n"
-    writer.write(f"{head}connection: close\r\n\r\n".encode() + raw)
+    head = "POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(raw)}\r\nconnection: close\r\n\r\n".encode() + raw)
     status = await reader.readline()
     if b" 20" not in status:
         raise RuntimeError(f"no session: {status!r}")

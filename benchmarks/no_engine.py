@@ -28,11 +28,11 @@ class NoEngine:
         from nsm_core.config import EngineConfig
         from nsm_core.stats import EngineStats
 
-        self.config = EngineConfig(max_slots=256, queue_limit=256)
+        self.config = EngineConfig(max_slots=1024, token_budget=1024)
         self._tokenizer = tokenizer
         self._ids = tokenizer.encode(TEXT)
         self._step_s = step_s
-        self._stats = EngineStats(max_slots=256)
+        self._stats = EngineStats(max_slots=1024)
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
 
     @property
@@ -115,11 +115,11 @@ class NoBackend:
         from service.backends.base import ModelInfo
 
         self.tokenizer = BpeTokenizer.load(tokenizer)
-        self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s))  # type: ignore[arg-type]
+        self.engine: Any = AsyncEngine(NoEngine(self.tokenizer, step_s), **pace())  # type: ignore[arg-type]
         self.start, self.stop, self.submit = self.engine.start, self.engine.stop, self.engine.submit
         self.is_ready, self.stats = self.engine.is_ready, self.engine.stats
         self.require_room = getattr(self.engine, "require_room", None)  # which older checkouts do not ask for
-        self.max_requests = 512
+        self.max_requests = 1024
         tensor: Any = {"name": "nothing", "shape": [1], "dtype": "int64"}  # as older checkouts have it
         if "TensorLayout" in str(ModelInfo.__annotations__["state_layout"]):
             tensor = TensorLayout("nothing", (1,), "int64")
@@ -137,6 +137,16 @@ class NoBackend:
 
     async def inspect_state(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError("no state to look at")
+
+
+def pace() -> dict[str, Any]:
+    """The gateway's own default, where the checkout has it."""
+    try:
+        from nsm_core.engine.stream_pace import StreamPace
+        from service.settings import Settings
+    except ImportError:
+        return {}
+    return {"pace": StreamPace(Settings(data_dir=Path("unused")).stream_interval_ms / 1e3)}
 
 
 class Ceiling:

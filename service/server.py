@@ -89,7 +89,13 @@ def make_backend(settings: Settings) -> InferenceBackend:
         config = engine_config(settings.engine_limits(), loaded)
         meter = meter_of(loaded.device) if settings.energy else None
         with naming("executor"):
-            return LocalBackend(loaded, config, executor=settings.executor, meter=meter)
+            return LocalBackend(
+                loaded,
+                config,
+                executor=settings.executor,
+                meter=meter,
+                max_interval_s=settings.stream_interval_ms / 1e3,
+            )
 
     try:
         return with_model(settings, make)

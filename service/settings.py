@@ -165,6 +165,13 @@ class Settings(BaseSettings):
         le=3_600.0,
         description="Silence after which a stream sends a comment, so that proxies keep it open; 0: never.",
     )
+    stream_interval_ms: Annotated[float, Shown(page="[streams](api.md#streams)", is_engine=True)] = Field(
+        default=20.0,
+        ge=0,
+        le=1_000.0,
+        description="Longest time in milliseconds for which a busy server gathers the tokens of a stream into one "
+        "event. While it keeps up, each token is sent at once; 0: always.",
+    )
     grace_s: Annotated[float, Shown(page="[when a server stops](sessions.md#when-a-server-stops)")] = Field(
         default=20.0, ge=0, le=3_600.0, description="Time for running requests to finish when the server stops."
     )

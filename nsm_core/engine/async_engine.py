@@ -17,8 +17,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from nsm_core.engine.engine import Engine, Events
-from nsm_core.engine.event_queue import EventQueue
+from nsm_core.engine.event_queue import EventQueue, TakeTokens
 from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.compiler import CompilePool
 from nsm_core.grammars.grammar import Grammar
@@ -53,10 +54,10 @@ class _Cancel:
 class GenerationHandle:
     """A request in the engine. Its events end with exactly one Finished."""
 
-    def __init__(self, request: GenerationRequest, inbox: _Inbox) -> None:
+    def __init__(self, request: GenerationRequest, inbox: _Inbox, pace: StreamPace) -> None:
         self.request = request
         self._inbox = inbox
-        self._events = EventQueue()
+        self._events = EventQueue(pace)
         self._num_tokens = 0
         self.has_ended = False
         self.is_cancelled = False
@@ -69,6 +70,10 @@ class GenerationHandle:
     def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
         """The same events in lists: all that are ready when the consumer asks. `hold_s`: see EventQueue."""
         return self._events.batches(hold_s=hold_s)
+
+    def divert(self, take: TakeTokens) -> None:
+        """From now on tokens that come while the consumer waits go to `take`; see EventQueue."""
+        self._events.divert(take)
 
     def cancel(self) -> None:
         """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
@@ -144,10 +149,13 @@ class _Inbox:
 class AsyncEngine:
     """Runs an engine in a thread. All methods but `GenerationHandle.cancel` belong to the loop that called `start`.
 
-    `after_step` is called on that thread after each step, and must not block.
+    `after_step` is called on that thread after each step, and must not block. `pace`: of diverted tokens.
     """
 
-    def __init__(self, engine: Engine, *, after_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, engine: Engine, *, after_step: Callable[[], None] = lambda: None, pace: StreamPace | None = None
+    ) -> None:
+        self._pace = StreamPace() if pace is None else pace
         self._engine = engine
         self._after_step = after_step
         self._limit = engine.config.max_requests
@@ -200,7 +208,7 @@ class AsyncEngine:
         self.require_room()
         self._engine.check(request)
         self._check_num_watched(request)
-        handle = GenerationHandle(request, self._inbox)
+        handle = GenerationHandle(request, self._inbox, self._pace)
         if self._loop is not None:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
@@ -319,6 +327,7 @@ class AsyncEngine:
             self._handles[request_id].deliver(event)
             if isinstance(event, Finished):
                 del self._handles[request_id]
+        self._pace.step_ended()
 
     def _close(self, end: EngineDead) -> None:
         """On the loop, after the last events: ends the requests that the engine did not end."""

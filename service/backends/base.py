@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from nsm_core.engine.request import Event, GenerationRequest
+from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.report import LayerReport
 from nsm_core.model_info import ModelInfo
@@ -43,6 +43,17 @@ class Generation(Protocol):
 
     def cancel(self) -> None:
         """Ask the engine to stop within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
+        ...
+
+
+@runtime_checkable
+class Divertible(Protocol):
+    """What a generation has besides, if its tokens need not wake the task that reads them."""
+
+    def divert(self, take: Callable[[Sequence[TokenEvent]], bool]) -> None:
+        """From now on tokens that come while the consumer waits go to `take`, on the event loop, one by one or several
+        together. If it returns False they go to the consumer.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from nsm_core.energy.meter import EnergyMeter
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
+from nsm_core.engine.stream_pace import StreamPace
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.grammars.grammar import Grammar
@@ -40,10 +41,11 @@ class LocalBackend:
         *,
         executor: ExecutorName = "auto",
         meter: EnergyMeter | None = None,
+        max_interval_s: float = 0.0,
     ) -> None:
         """Keeps nothing of `loaded` that the executor does not need.
 
-        `meter`: of the energy that requests are charged, and closed with the backend.
+        `meter`: of the energy that requests are charged, and closed with the backend. `max_interval_s`: see StreamPace.
 
         Raises ConfigError where the executor that was asked for cannot be had.
         """
@@ -62,7 +64,8 @@ class LocalBackend:
                 meter=meter,
                 observer=observer_of(chosen.model),
                 probe=probe_of(chosen.model),
-            )
+            ),
+            pace=StreamPace(max_interval_s),
         )
         self._meter = meter
         self._inspecting = asyncio.Lock()

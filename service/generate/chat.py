@@ -18,7 +18,7 @@ from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.generate.structured import with_grammar
 from service.schemas.chat import ChatBody, core_messages
-from service.web.sse import TextFrame, frame
+from service.web.sse import DirectText, TextFrame, WriteNow, frame
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
@@ -37,6 +37,10 @@ class Chat:
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
         has_form = body.to_grammar() is not None
         self._calling = [CallingChoice(is_either=has_form) for _ in range(body.n)] if body.tool_use.tools else []
+        self._write: WriteNow | None = None
+
+    def attach(self, write: WriteNow) -> None:
+        self._write = write
 
     def leave(self) -> None:
         self.group.cancel()
@@ -45,6 +49,10 @@ class Chat:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
         choices = range(self._body.n)
         texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
+        has_details = self._body.logprobs or self._body.include_routing or self._calling
+        if self._write is not None and not has_details:
+            is_split = self._body.is_event_per_token
+            self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
         yield b"".join(self._frame(index, {"role": "assistant", "content": ""}) for index in choices)
         async with contextlib.aclosing(self.group.batches()) as batches:
             async for batch in batches:

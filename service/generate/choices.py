@@ -18,7 +18,7 @@ from nsm_core.engine.request import (
     TokenEvent,
 )
 from nsm_core.errors import NsmError, Overloaded
-from service.backends.base import Generation, InferenceBackend
+from service.backends.base import Divertible, Generation, InferenceBackend
 from service.deps import Arrival, Services
 from service.generate.deltas import Delta, DeltaBuilder
 from service.schemas.common import RequestSpec
@@ -70,6 +70,7 @@ class RequestGroup:
         self._permit = permit
         self._is_stream = is_stream
         self._tokenizer = backend.tokenizer
+        self._show: Callable[[Sequence[str]], bool] | None = None
         try:
             for request, save in zip(requests, savers or [None] * len(requests), strict=True):
                 generation = backend.submit(request)
@@ -85,6 +86,27 @@ class RequestGroup:
             if choice.finished is None:
                 choice.generation.cancel()
             choice.record.finish("abort")
+
+    def show_by(self, show: Callable[[Sequence[str]], bool]) -> None:
+        """Texts of tokens after the first may be shown by `show` while the reader of `batches` waits, if the only
+        choice has deltas of plain text. It returns False for texts that it leaves to the reader.
+        """
+        if len(self.choices) == 1 and not self.choices[0].is_score_only:
+            self._show = show
+
+    def _divert(self) -> None:
+        choice, show = self.choices[0], self._show
+        self._show = None
+        if show is None or not isinstance(choice.generation, Divertible):
+            return
+
+        def take(tokens: Sequence[TokenEvent]) -> bool:
+            is_shown = show([token.text for token in tokens])
+            if is_shown:
+                choice.record.tokens(len(tokens))
+            return is_shown
+
+        choice.generation.divert(take)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         """(choice index, delta), in order for each choice; deltas that are ready together come together.
@@ -104,6 +126,8 @@ class RequestGroup:
                 for index in undelivered.intersection(shown):  # the consumer is back: the connection has the piece
                     self.choices[index].record.delivered()
                     undelivered.discard(index)
+                if self._show is not None and first_text_at:
+                    self._divert()
                 for index, delta in batch:
                     if delta.finished is not None:
                         self._record_end(index, delta.finished, first_text_at.get(index))

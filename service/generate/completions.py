@@ -18,7 +18,7 @@ from service.prompts import Prompt
 from service.schemas.common import RequestSpec
 from service.schemas.completions import CompletionBody
 from service.stores.prefixes.resume import Start
-from service.web.sse import TextFrame, frame
+from service.web.sse import DirectText, TextFrame, WriteNow, frame
 
 KIND = "text_completion"
 
@@ -33,6 +33,10 @@ class Completion:
         self._body = body
         self._choices = choices
         self._envelope = envelope
+        self._write: WriteNow | None = None
+
+    def attach(self, write: WriteNow) -> None:
+        self._write = write
 
     def leave(self) -> None:
         self.group.cancel()
@@ -40,6 +44,9 @@ class Completion:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """For each choice its pieces and one empty piece with the reason; then usage, if asked for."""
         texts = [TextFrame(partial(self._text_frame, index)) for index in range(len(self._choices))]
+        if self._write is not None and self._choices[0].is_plain(Delta()):
+            is_split = self._body.is_event_per_token
+            self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
         for index, choice in enumerate(self._choices):
             if choice.echo_text:
                 yield self._frame(index, choice.take_echo())

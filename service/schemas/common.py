@@ -143,10 +143,14 @@ def is_same(value: Any, other: Any) -> bool:
 
 
 class StreamOptions(RequestBody):
-    """How a stream is framed. `include_obfuscation` is accepted and answered with none."""
+    """How a stream is framed. `include_obfuscation` is accepted and answered with none.
+
+    `event_per_token`: an event never carries the text of several tokens, however busy the server is.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    event_per_token: bool = False
 
 
 class SamplingFields(RequestBody):
@@ -214,6 +218,11 @@ class SamplingFields(RequestBody):
     def has_usage_chunk(self) -> bool:
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def is_event_per_token(self) -> bool:
+        """Whether an event may not carry several tokens."""
+        return self.stream_options is not None and self.stream_options.event_per_token
 
     def to_sampling(
         self,

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.telemetry.request_context import ARRIVAL
 from service.web.head_limits import BoundedHead
@@ -59,6 +60,23 @@ class ClosingTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
+
+
+class DirectWriter:
+    """Writes parts of one request's body at once, as uvicorn would in its own task."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def __call__(self, data: bytes) -> bool:
+        """False: the connection cannot take it now, or it is over; nothing was written."""
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        if cycle.scope["method"] == "HEAD":
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class Connection(BoundedHead):
@@ -113,6 +131,7 @@ class Connection(BoundedHead):
     def on_headers_complete(self) -> None:
         if not self._is_cut:
             super().on_headers_complete()
+            self.scope["state"]["write_part"] = DirectWriter(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self._is_cut:

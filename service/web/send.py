@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from service.web.json_body import json_response
-from service.web.sse import EventStream, until_done
+from service.web.sse import EventStream, WriteNow, until_done
 
 
 class Answer(Protocol):
@@ -16,6 +16,10 @@ class Answer(Protocol):
 
     def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, those that are ready together in one piece."""
+        ...
+
+    def attach(self, write: WriteNow) -> None:
+        """Before `frames`: plain text may be written by `write` while the frames wait."""
         ...
 
     async def collect(self) -> dict[str, Any]: ...
@@ -28,7 +32,9 @@ class Answer(Protocol):
 async def send(answer: Answer, *, is_stream: bool, request_id: str) -> Response:
     """`leave` is called in every case, also when the client leaves, which cancels this task."""
     if is_stream:
-        return EventStream(until_done(answer.frames(), request_id=request_id), on_close=answer.leave)
+        return EventStream(
+            until_done(answer.frames(), request_id=request_id), on_close=answer.leave, on_open=answer.attach
+        )
     try:
         return json_response(await answer.collect())
     finally:

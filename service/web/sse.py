@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -46,6 +46,28 @@ class TextFrame:
         return self._head + orjson.dumps(text) + self._tail
 
 
+# Writes a part of the body at once; False: it cannot, and nothing was written.
+WriteNow = Callable[[bytes], bool]
+
+
+class DirectText:
+    """Writes tokens' texts to the connection at once, without the task that sends the stream."""
+
+    def __init__(self, write: WriteNow, text_frame: Callable[[str], bytes], *, is_event_per_token: bool) -> None:
+        self._write = write
+        self._frame = text_frame
+        self._is_event_per_token = is_event_per_token
+
+    def __call__(self, texts: Sequence[str]) -> bool:
+        """The texts of tokens that follow each other; False: nothing was written."""
+        if self._is_event_per_token:
+            data = b"".join(self._frame(text) for text in texts if text)
+        else:
+            text = texts[0] if len(texts) == 1 else "".join(texts)
+            data = self._frame(text) if text else b""
+        return not data or self._write(data)
+
+
 async def until_done(frames: AsyncGenerator[bytes, None], *, request_id: str | None) -> AsyncGenerator[bytes, None]:
     """The frames, then [DONE]. An error becomes one frame before it, because the status has been sent."""
     try:
@@ -62,7 +84,8 @@ class EventStream(Response):
     """Sends the frames of an async generator. In every case the generator is closed and `on_close` is called once.
 
     `on_close` is there because closing a generator that never started runs none of its code.
-    `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state.
+    `RequestContext` puts `stream_ping_s`, the silence after which a comment is sent, into the scope's state, and the
+    connection `write_part`, which `on_open` gets: it may be used while the generator waits.
     It never calls `receive`: when the client leaves, the middleware cancels this task.
     """
 
@@ -73,8 +96,10 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] | None = None,
+        on_open: Callable[[WriteNow], None] | None = None,
     ) -> None:
         self.frames = frames
+        self.on_open = on_open
         self.on_close = on_close
         self.status_code = 200
         self.background = None
@@ -87,7 +112,11 @@ class EventStream(Response):
             await stack.enter_async_context(contextlib.aclosing(self.frames))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             state = scope.get("state", {})
-            pacer = Pacer(state.get("send_part", send), state.get("stream_ping_s", 0.0))
+            pacer = Pacer(
+                state.get("send_part", send), state.get("stream_ping_s", 0.0), write_now=state.get("write_part")
+            )
+            if self.on_open is not None:
+                self.on_open(pacer.write_now)
             pinger = asyncio.create_task(pacer.ping_when_idle())
             try:
                 async for data in self.frames:
@@ -102,8 +131,9 @@ class EventStream(Response):
 class Pacer:
     """Sends body parts, and comments during silences. Clients ignore comments; proxies keep the connection open."""
 
-    def __init__(self, send: Send, interval_s: float) -> None:
+    def __init__(self, send: Send, interval_s: float, *, write_now: WriteNow | None = None) -> None:
         self._send = send
+        self._write_now = write_now
         self._interval_s = interval_s
         self._is_sending = False
         self.num_sent = 0
@@ -113,6 +143,13 @@ class Pacer:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._is_sending = False
         self.num_sent += 1
+
+    def write_now(self, data: bytes) -> bool:
+        """`send` without waiting; False: nothing was written."""
+        if self._write_now is None or self._is_sending or not self._write_now(data):
+            return False
+        self.num_sent += 1
+        return True
 
     async def ping_when_idle(self) -> None:
         """Runs until cancelled, or not at all without an interval. No ping while a frame waits for a slow reader."""

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from nsm_core.engine.request import Finished, Timings
 from service.telemetry.metrics.buckets import CHOICES, JOULES, SECONDS, TOKENS
+from service.telemetry.metrics.fast_histogram import FastHistogram
 
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
 Rejection = Literal["invalid_api_key", "rate_limit", "concurrency_limit", "session_quota", "byte_quota"]
@@ -36,8 +37,11 @@ class RequestMetrics:
             "Arrival at the gateway to the first text handed to the client's connection; without streaming, to the "
             "first text that reached the gateway. One sample for each request that delivered at least one token.",
         )
-        self.inter_token_latency = seconds(
-            "inter_token_latency", "Gap between two tokens of one request, as they reach the gateway."
+        self.inter_token_latency = FastHistogram(
+            "nsm_inter_token_latency_seconds",
+            "Gap between two tokens of one request, as they reach the gateway; those of one event have no gap.",
+            buckets=SECONDS,
+            registry=registry,
         )
         self.time_per_output_token = seconds(
             "time_per_output_token",
@@ -151,6 +155,16 @@ class RequestRecord:
         else:
             self._first_token_at = now
         self._num_tokens += 1
+        self._last_token_at = now
+
+    def tokens(self, number: int) -> None:
+        """So many tokens reached the gateway together, after the first one."""
+        now = time.monotonic()
+        gaps = self._metrics.inter_token_latency
+        gaps.observe(now - self._last_token_at)
+        if number > 1:
+            gaps.observe(0.0, number - 1)
+        self._num_tokens += number
         self._last_token_at = now
 
     def delivered(self, at: float | None = None) -> None:

@@ -1,0 +1,40 @@
+"""A histogram for values that come with every token."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class FastHistogram(Collector):
+    """A `Histogram` without labels and locks, for one thread: an observation takes a third of the time."""
+
+    def __init__(self, name: str, text: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self._bounds = [*buckets, float("inf")]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, number: int = 1) -> None:
+        """The value came so many times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += number
+        self._sum += value * number
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """The name, for the registry."""
+        yield HistogramMetricFamily(self._name, self._text)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Cumulative counts, as Prometheus reads them."""
+        total, buckets = 0, []
+        for bound, count in zip(self._bounds, self._counts, strict=True):
+            total += count
+            name = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            buckets.append((name, float(total)))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nsm_core.engine import stream_pace
+from nsm_core.engine.event_queue import EventQueue
+from nsm_core.engine.request import Event, Finished, FinishReason, TokenEvent
+from nsm_core.engine.stream_pace import StreamPace
+
+
+class Clock:
+    """A `time` that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Receiver:
+    """Takes `cost_s` to hand on."""
+
+    def __init__(self, clock: Clock, cost_s: float) -> None:
+        self._clock, self._cost_s = clock, cost_s
+        self.num_handed_on = 0
+        self.twice = asyncio.Event()
+
+    def hand_on(self) -> None:
+        self._clock.now += self._cost_s
+        self.num_handed_on += 1
+        if self.num_handed_on == 2:
+            self.twice.set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(stream_pace, "time", made)
+    return made
+
+
+def step(pace: StreamPace, receiver: Receiver) -> None:
+    pace.add(receiver)
+    pace.step_ended()
+
+
+async def test_cheap_streams_are_handed_on_at_every_step(clock: Clock) -> None:
+    pace, receiver = StreamPace(0.02), Receiver(clock, 0.0001)
+    for _ in range(50):
+        clock.now += 0.01
+        step(pace, receiver)
+    assert (receiver.num_handed_on, pace.interval_s) == (50, 0.0)
+
+
+async def test_costly_streams_wait_twice_the_time_that_they_take_and_never_above_the_limit(clock: Clock) -> None:
+    pace, receiver = StreamPace(0.02), Receiver(clock, 0.004)
+    for _ in range(200):
+        clock.now += 0.02
+        step(pace, receiver)
+    assert pace.interval_s == pytest.approx(0.008, rel=0.01)
+    slow = StreamPace(0.02)
+    for _ in range(200):
+        clock.now += 0.1
+        step(slow, Receiver(clock, 0.5))
+    assert slow.interval_s == 0.02
+
+
+async def test_without_a_limit_nothing_ever_waits(clock: Clock) -> None:
+    pace, receiver = StreamPace(), Receiver(clock, 0.5)
+    for _ in range(20):
+        step(pace, receiver)
+    assert receiver.num_handed_on == 20
+
+
+async def test_tokens_that_wait_are_handed_on_by_a_timer(clock: Clock) -> None:
+    pace, receiver = StreamPace(0.005), Receiver(clock, 0.1)
+    step(pace, receiver)
+    clock.now -= 0.1  # the next step comes before the interval is over
+    step(pace, receiver)
+    assert receiver.num_handed_on == 1
+    await asyncio.wait_for(receiver.twice.wait(), 5)
+
+
+def token(index: int) -> TokenEvent:
+    return TokenEvent(index=index, token_id=index, text=f"<{index}>")
+
+
+END = Finished(reason=FinishReason.LENGTH)
+
+
+class Reader:
+    """Reads a queue whose tokens are diverted after the first."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.pace, self.takes = StreamPace(), takes
+        self.queue = EventQueue(self.pace)
+        self.taken: list[str] = []
+        self.batches: list[list[Event]] = []
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for batch in self.queue.batches():
+            self.batches.append(batch)
+            self.queue.divert(self._take)
+
+    def _take(self, tokens: object) -> bool:
+        if self.takes:
+            self.taken += [event.text for event in tokens]  # type: ignore[attr-defined]
+        return self.takes
+
+    async def step(self, *events: Event) -> None:
+        for event in events:
+            self.queue.put(event)
+        self.pace.step_ended()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def test_tokens_are_taken_while_the_reader_waits_and_the_end_is_read() -> None:
+    reader = Reader()
+    await asyncio.sleep(0)
+    await reader.step(token(1))
+    await reader.step(token(2))
+    await reader.step(token(3), token(4))
+    await reader.step(token(5), END)
+    await reader.task
+    assert reader.taken == ["<2>", "<3>", "<4>"]
+    assert reader.batches == [[token(1)], [token(5), END]]
+
+
+async def test_tokens_that_are_not_taken_are_read_in_order() -> None:
+    reader = Reader(takes=False)
+    await asyncio.sleep(0)
+    await reader.step(token(1))
+    await reader.step(token(2))
+    reader.takes = True
+    await reader.step(token(3))
+    await reader.step(END)
+    await reader.task
+    assert reader.taken == ["<3>"]
+    assert reader.batches == [[token(1)], [token(2)], [END]]
+
+
+async def test_tokens_before_the_reader_is_back_are_left_to_it() -> None:
+    reader = Reader()
+    await asyncio.sleep(0)
+    await reader.step(token(1))
+    reader.queue.put(token(2))
+    reader.takes = False
+    reader.pace.step_ended()  # wakes the reader
+    reader.takes = True
+    reader.queue.put(token(3))
+    reader.pace.step_ended()  # the reader has not run yet
+    await reader.step(END)
+    await reader.task
+    assert reader.taken == []
+    assert reader.batches == [[token(1)], [token(2), token(3), END]]
