@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,12 +17,12 @@ from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
 from nsm_core.grammars.matcher import TokenMatcher
 from nsm_core.grammars.tool_calls import tools_lark
+from nsm_core.grammars.trial import GrammarTrial
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
 
 MAX_STORED = 32  # compiled grammars of one scope
 MAX_SCOPES = 64
-MAX_WAITING = 64  # grammars that wait to be compiled
-COMPILE_TIMEOUT_S = 5.0
+MAX_WAITING, MAX_WAITING_IN_SCOPE = 256, 64  # grammars that wait to be compiled
 MAX_REASON_CHARS = 300
 # Bounds of the library's work, far above what schemas of APIs need: tests/nsm_core/grammars/test_hostile.py
 LIMITS: dict[str, Any] = {
@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 20_000,
+    "max_lexer_states": 10_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
@@ -54,6 +54,16 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._stored: OrderedDict[str, OrderedDict[Grammar, TokenMatcher]] = OrderedDict()
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def trial(self) -> GrammarTrial:
+        """Shared by all compilers of one tokenizer."""
+        return _trial_of(self._tokenizer)
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether the compiled form is stored."""
+        with self._lock:
+            return grammar in self._stored.get(grammar.scope, ())
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
         """A matcher at the start of an answer. Raises InvalidRequest with the library's reason."""
@@ -82,6 +92,7 @@ class GrammarCompiler:
             compiled = self._read(grammar)
         except (ValueError, RecursionError) as error:
             raise _refusal(grammar, str(error)) from error
+        compiled.compute_bitmask()  # some fail at their first token only
         if not compiled.is_error():
             return TokenMatcher(compiled)
         if grammar.kind == "tools":
@@ -104,41 +115,54 @@ class GrammarCompiler:
         return LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
 
 
+_trials: dict[str, GrammarTrial] = {}
+
+
+def _trial_of(tokenizer: Tokenizer) -> GrammarTrial:
+    return _trials.setdefault(tokenizer.fingerprint, GrammarTrial(tokenizer))
+
+
 class CompilePool:
-    """Compiles on a thread of its own, one grammar at a time, so that neither an event loop nor the engine waits."""
+    """Compiles on a thread of its own, one grammar at a time, so that neither an event loop nor the engine waits.
+
+    A grammar that is not stored is tried in another process first.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nsm-grammar")
-        self._num_waiting = 0
+        self._waiting: Counter[str] = Counter()  # by scope
         self._lock = threading.Lock()
 
     def submit(self, grammar: Grammar) -> Future[TokenMatcher]:
-        """`GrammarCompiler.matcher` on the thread. Raises Overloaded."""
+        """A matcher at the start of an answer, or InvalidRequest. Raises Overloaded."""
+        scope = grammar.scope
         with self._lock:
-            if self._num_waiting >= MAX_WAITING:
-                raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled", param=grammar.param)
-            self._num_waiting += 1
-        future = self._thread.submit(self._compiler.matcher, grammar)
-        future.add_done_callback(self._count_done)
+            if self._waiting[scope] >= MAX_WAITING_IN_SCOPE or self._waiting.total() >= MAX_WAITING:
+                raise Overloaded("too many grammars wait to be compiled", param=grammar.param)
+            self._waiting[scope] += 1
+        future = self._thread.submit(self._compile, grammar)
+        future.add_done_callback(lambda _: self._count_done(scope))
         return future
 
     async def check(self, grammar: Grammar) -> None:
         """Returns when the grammar stands. Raises InvalidRequest for one that is refused or takes too long."""
-        try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                await asyncio.wrap_future(self.submit(grammar))
-        except TimeoutError as error:
-            message = f"{grammar.param} was not compiled within {COMPILE_TIMEOUT_S:g} s"
-            raise InvalidRequest(message, param=grammar.param, code="grammar_too_complex") from error
+        await asyncio.wrap_future(self.submit(grammar))
 
     def close(self) -> None:
         """Takes no further grammars; never blocks."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _count_done(self, _: Future[TokenMatcher]) -> None:
+    def _compile(self, grammar: Grammar) -> TokenMatcher:
+        if not self._compiler.has(grammar):
+            self._compiler.trial.check(grammar)
+        return self._compiler.matcher(grammar)
+
+    def _count_done(self, scope: str) -> None:
         with self._lock:
-            self._num_waiting -= 1
+            self._waiting[scope] -= 1
+            if not self._waiting[scope]:
+                del self._waiting[scope]
 
 
 class _Vocabulary:

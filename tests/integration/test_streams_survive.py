@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.counts import scaled
 from tests.support.redis_servers import Topology
+from tests.support.schemas import ANSWER, check_json
 from tests.support.server_processes import Server, running
 
 pytestmark = pytest.mark.redis
@@ -29,6 +30,7 @@ BODY: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "seed": 7,
 }
+SHELF = {"type": "array", "items": ANSWER, "minItems": 8, "maxItems": 8}  # some 300 tokens
 LOST = (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError)
 
 
@@ -37,6 +39,7 @@ class Reader:
     """A client that keeps what it got, by number; a number that comes twice fails the test."""
 
     session_id: str
+    body: dict[str, Any] = dataclasses.field(default_factory=lambda: BODY)
     frames: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     is_done: bool = False
     must_reconnect: bool = False
@@ -58,7 +61,7 @@ class Reader:
     async def start(self, server: Server, *, frames: int | None = None) -> None:
         """The turn, or what is known of it; up to so many frames."""
         path, headers = f"/v1/sessions/{self.session_id}/generate", {"Idempotency-Key": "k"}
-        async with server.client.stream("POST", path, json=BODY, headers=headers) as stream:
+        async with server.client.stream("POST", path, json=self.body, headers=headers) as stream:
             await self._read(stream, frames)
 
     async def read_on(self, server: Server) -> None:
@@ -107,9 +110,9 @@ async def survivor(
         yield server, url
 
 
-async def unbroken(server: Server) -> Reader:
+async def unbroken(server: Server, body: dict[str, Any] = BODY) -> Reader:
     await server.create("unbroken")
-    reader = Reader("unbroken")
+    reader = Reader("unbroken", body)
     await reader.start(server)
     assert reader.is_done
     return reader
@@ -192,3 +195,30 @@ async def test_R14_S10_a_server_that_is_started_again_goes_on_with_the_stream(
         await retry.start(server)  # with the key of the first try
         assert retry.frames == reader.frames
         assert (await log_of(server, "s"))["version"] == 1
+
+
+async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_schema(
+    backend_settings: dict[str, object], tmp_path: Path, survivor: tuple[Server, str]
+) -> None:
+    """The answer is valid, and that of an undisturbed run: the grammar follows the tokens that were written down."""
+    server, url = survivor
+    body = {name: value for name, value in BODY.items() if name != "ignore_eos"}
+    body |= {"guided_json": SHELF, "max_tokens": 2000}
+    expected, rng = await unbroken(server, body), random.Random(5)
+    check_json(expected.text, SHELF)
+    for number in range(scaled(3, 200)):
+        reader = Reader(f"killed{number}", body)
+        async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
+            await victim.create(reader.session_id)
+            starting = asyncio.create_task(reader.start(victim))
+            await reader.wait_for(rng.randrange(1, len(expected.frames) - 20))
+            victim.process.kill()
+            with contextlib.suppress(*LOST):
+                await starting
+            await victim.process.wait()
+        num_before = len(reader.frames)
+        if not reader.is_done:
+            await reader.read_on(server)
+        assert reader.is_done
+        assert reader.text == expected.text
+        assert num_before < len(reader.frames)

@@ -87,7 +87,7 @@ async def read_url(log: asyncio.StreamReader) -> str:
     lines = []
     async for line in log:
         lines.append(line.decode())
-        found = re.search(r"serving .* on (http://\S+)", lines[-1])
+        found = re.search(r"serving .* on (http://[^\s,]+)", lines[-1])
         if found:
             return found[1]
     raise RuntimeError("the server did not start:\n" + "".join(lines))

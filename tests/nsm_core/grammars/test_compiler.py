@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
 
-from nsm_core.errors import GrammarFailed, InvalidRequest
+from nsm_core.errors import GrammarFailed, InvalidRequest, Overloaded
 from nsm_core.grammars import compiler as compiler_module
 from nsm_core.grammars.compiler import CompilePool, GrammarCompiler
 from nsm_core.grammars.grammar import MAX_GRAMMAR_BYTES, Grammar, json_schema_grammar
@@ -138,13 +139,27 @@ def test_a_grammar_crosses_as_fields_and_a_wrong_one_is_refused() -> None:
         Grammar(kind="regex", source="a" * (MAX_GRAMMAR_BYTES + 1))
 
 
-async def test_a_pool_compiles_off_the_loop_and_names_what_takes_too_long(
+async def test_a_pool_compiles_off_the_loop(tiny_tokenizer: Tokenizer) -> None:
+    pool = CompilePool(GrammarCompiler(tiny_tokenizer))
+    await asyncio.gather(*(pool.check(Grammar(kind="regex", source=f"a{number}")) for number in range(3)))
+    with pytest.raises(InvalidRequest, match="guided_regex cannot be used"):
+        await pool.check(Grammar(kind="regex", source="(", param="guided_regex"))
+    pool.close()
+
+
+async def test_a_scope_with_too_many_grammars_waits_and_others_do_not(
     monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer
 ) -> None:
-    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.0)
-    pool = CompilePool(GrammarCompiler(tiny_tokenizer))
-    with pytest.raises(InvalidRequest, match="guided_regex was not compiled within"):
-        await pool.check(Grammar(kind="regex", source="a", param="guided_regex"))
-    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 30.0)
-    await asyncio.gather(*(pool.check(Grammar(kind="regex", source=f"a{number}")) for number in range(3)))
+    monkeypatch.setattr(compiler_module, "MAX_WAITING_IN_SCOPE", 2)
+    compiler, may_go_on = GrammarCompiler(tiny_tokenizer), threading.Event()
+    monkeypatch.setattr(compiler, "has", lambda _: may_go_on.wait(30))
+    pool = CompilePool(compiler)
+    running = [pool.submit(Grammar(kind="regex", source=f"a{number}", scope="a")) for number in range(2)]
+    with pytest.raises(Overloaded):
+        pool.submit(Grammar(kind="regex", source="b", scope="a"))
+    running.append(pool.submit(Grammar(kind="regex", source="b", scope="b")))
+    may_go_on.set()
+    for future in running:
+        await asyncio.wrap_future(future)
+    pool.submit(Grammar(kind="regex", source="c", scope="a")).result(30)
     pool.close()
