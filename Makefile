@@ -43,6 +43,7 @@ packages: $(READY)
 	@scripts/test-packages
 	@scripts/triton-server "$(VENV)"
 	@scripts/perf-analyzer "$(VENV)"
+	@scripts/client-generator "$(VENV)"
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"

@@ -109,6 +109,8 @@ def _missing() -> dict[str, str]:
         missing["triton"] = "no Triton server; scripts/triton-server installs one"
     if not (Path(sys.prefix) / "perf-analyzer" / ".ready").exists():
         missing["perf_analyzer"] = "no perf_analyzer; scripts/perf-analyzer installs it where it can run"
+    if not (Path(sys.prefix) / "client-generator" / ".ready").exists():
+        missing["client_generator"] = "no openapi-python-client; scripts/client-generator installs it"
     if not _may_mount():
         missing["tmpfs"] = "not allowed to mount a file system"
     return missing

@@ -183,7 +183,7 @@ class SamplingFields(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _one_or_many(cls, stop: Any) -> Any:
         if isinstance(stop, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import MaxLen
 from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
 
 from nsm_core.chat_template import ChatTemplate
@@ -103,6 +104,9 @@ def refuse_other_items(items: Any, param: str) -> Any:
     return items
 
 
+DescribedMessages = Annotated[list[InputMessage], MaxLen(MAX_MESSAGES)]
+
+
 class ContextFields(RequestBody):
     """What a response stands on."""
 
@@ -117,7 +121,7 @@ class ContextFields(RequestBody):
     conversation: Annotated[Any, WithJsonSchema({"description": 'an id, or {"id": "conv_…"}'})] = None
     truncation: Literal["auto", "disabled"] = "disabled"
 
-    @field_validator("input", mode="before")
+    @field_validator("input", mode="before", json_schema_input_type=str | DescribedMessages)
     @classmethod
     def _one_text_or_items(cls, value: Any) -> Any:
         if isinstance(value, str):

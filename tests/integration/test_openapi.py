@@ -8,8 +8,12 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from service.app import create_app
 from service.schemas import answers
 from service.settings import Settings
 from service.stores.sessions.sqlite import SqliteSessionStore
+from tests.support import call_generated_client
 from tests.support.counts import scaled
 from tests.support.gateway import FILE_HEADERS
 from tests.support.live_server import serving
@@ -47,6 +52,7 @@ SESSION = "/v1/sessions/{session_id}"
 RESPONSE = "/v1/responses/{response_id}"
 CONVERSATION = "/v1/conversations/{conversation_id}"
 ITEM = f"{CONVERSATION}/items/{{item_id}}"
+GENERATOR = Path(sys.prefix) / "client-generator" / "package"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 DETAILS = {"include_energy": True, "include_routing": True, "max_tokens": 2}
 # One request of each operation, or several, that must succeed: body, then query. FILE is an exported session.
@@ -256,6 +262,47 @@ def test_X8_a_client_that_reads_each_answer_as_the_first_listed_type_can(api: Ap
     assert answer.headers["content-type"].partition(";")[0] == first_type
     if first_type == "application/json":
         assert isinstance(answer.json(), dict)
+
+
+@pytest.mark.client_generator
+def test_X8_a_generated_client_reads_an_answer_of_every_operation(api: Api, tmp_path: Path) -> None:
+    """All but those whose answer, or body, is no JSON. A stock generator knows nothing of this server."""
+    client = tmp_path / "client"
+    generate_client(api, client)
+    calls = []
+    for (method, path), ((good, query), *_) in GOOD.items():
+        body, definition = good, api.operation(method, path).definition.raw
+        if body != FILE and next(iter(definition["responses"]["200"]["content"])) == "application/json":
+            body = {} if body is None and "requestBody" in definition else body  # the generator cannot leave it out
+            fields = {**api.ids(path), **query, **({} if body is None else {"body": body})}
+            calls.append({"operation": definition["operationId"], "fields": fields})
+    assert len(calls) > 0.8 * len(GOOD)
+    program = Path(call_generated_client.__file__)
+    asked = json.dumps({"url": str(api.client.base_url), "calls": calls})
+    answers = json.loads(run_beside(GENERATOR, [client], [str(program)], text=asked))
+    for one, answer in zip(calls, answers, strict=True):
+        assert answer["status"] == 200, (one, answer)
+        assert answer["kind"] not in ("NoneType", "ErrorBody"), (one, answer)
+        assert answer["value"] == answer["sent"], one
+
+
+def generate_client(api: Api, directory: Path) -> None:
+    description, options = directory.with_suffix(".json"), directory.with_suffix(".yml")
+    description.write_text(api.client.get("/openapi.json").text)
+    options.write_text("post_hooks: []\npackage_name_override: nsm_client\n")
+    command = ["-m", "openapi_python_client", "generate", "--path", description, "--config", options]
+    printed = run_beside(GENERATOR, [], [*command, "--output-path", directory])
+    assert "WARNING" not in printed.upper(), printed  # it leaves out operations that it does not understand
+
+
+def run_beside(packages: Path, others: Sequence[Path], command: Sequence[object], *, text: str = "") -> str:
+    """The output of Python with `packages` and `others` before its own."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*others, packages)))}
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)], input=text, capture_output=True, text=True, check=False, env=environ
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 def test_every_operation_is_tried(api: Api) -> None:

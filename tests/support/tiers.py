@@ -16,7 +16,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "tiers.toml"
 SERVICES = frozenset(
-    {"chromium", "gpu", "haproxy", "image", "nginx", "perf_analyzer", "prometheus", "redis", "tmpfs", "triton"}
+    {
+        "chromium",
+        "client_generator",
+        "gpu",
+        "haproxy",
+        "image",
+        "nginx",
+        "perf_analyzer",
+        "prometheus",
+        "redis",
+        "tmpfs",
+        "triton",
+    }
 )
 
 
