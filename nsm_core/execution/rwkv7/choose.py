@@ -13,7 +13,7 @@ from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
-from nsm_core.execution.rwkv7.weights import Rwkv7Precision, Rwkv7Weights, rwkv7_unsupported_reason
+from nsm_core.execution.rwkv7.weights import Rwkv7Precision, pack_rwkv7, rwkv7_unsupported_reason
 from nsm_core.loaded_model import LoadedModel
 from nsm_core.rwkv7.model import Rwkv7Model
 
@@ -68,7 +68,7 @@ def _native(loaded: LoadedModel[Rwkv7Model], precision: Rwkv7Precision) -> Chose
         "%s runs on the native executor in %s, kernels %s, %d threads%s",
         *(loaded.name, precision, variants()[0], num_threads, rounding),
     )
-    weights = Rwkv7Weights(loaded.model, precision)
+    weights = pack_rwkv7(loaded.model, precision, loaded.weight_format)
     factory = functools.partial(Rwkv7Executor, num_threads=num_threads, weights=weights)
     name = next(name for name, own in PRECISIONS.items() if own is precision)
     return ChosenExecutor(name, factory, loaded.model, numerics(precision))

@@ -44,12 +44,21 @@ class Rwkv7Part(enum.IntEnum):
     HEAD_NORM_BIAS = 29
 
 
+class Numbers(enum.IntEnum):
+    """`Numbers` in rwkv7.h, and `INT8_LARGE` in rwkv7_model.h: of the large matrices."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+    INT8 = 3
+
+
 class Rwkv7Shape(ctypes.Structure):
     """`Rwkv7Shape` in rwkv7_model.h."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("vocab_size", "width", "num_layers", "head_size", "hidden")),
-        *((name, ctypes.c_int32) for name in ("decay_rank", "rate_rank", "value_rank", "gate_rank", "is_int8")),
+        *((name, ctypes.c_int32) for name in ("decay_rank", "rate_rank", "value_rank", "gate_rank", "large")),
         *((name, ctypes.c_float) for name in ("norm_eps", "head_eps")),
     )
 

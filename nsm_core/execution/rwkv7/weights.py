@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import logging
 import sys
 import weakref
 
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from nsm_core.errors import CheckpointError
 from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
-from nsm_core.execution.rwkv7.library import Rwkv7Part, Rwkv7Shape, load_rwkv7_library
+from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
 from nsm_core.model.storage import quantize_rows
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.rwkv7.weights import CheckedTensors
+
+logger = logging.getLogger("nsm.execution")
 
 BUILD = "nsm_core.execution.native.build"
 LARGE = {
@@ -55,7 +58,7 @@ ONCE = {
 
 
 class Rwkv7Precision(enum.StrEnum):
-    """How the kernels hold matrices: int8 (small ones fp16, activations int8 beside them), or everything fp32."""
+    """How the kernels multiply: int8 by int8 (small matrices fp16), or in fp32 with weights that nothing rounds."""
 
     INT8 = "int8"
     FP32 = "fp32"
@@ -73,22 +76,49 @@ def rwkv7_unsupported_reason(config: Rwkv7Config) -> str | None:
     return None
 
 
+# Large matrices of files in half precision stay in it: each number is one in fp32 too, and gives the same bits
+HALVES = {"bf16": (Numbers.BF16, torch.bfloat16), "fp16": (Numbers.FP16, torch.float16)}
+
+
+def pack_rwkv7(model: Rwkv7Model, precision: Rwkv7Precision, weight_format: str) -> Rwkv7Weights:
+    """A packed copy for a file of this format, in half precision if all its large matrices are. Raises as the class."""
+    if precision is Rwkv7Precision.FP32 and weight_format in HALVES:
+        try:
+            return Rwkv7Weights(model, precision, numbers=HALVES[weight_format][0])
+        except OtherNumbersError as error:
+            logger.info("weights are held in fp32: %s", error)
+    return Rwkv7Weights(model, precision)
+
+
+class OtherNumbersError(Exception):
+    """A large matrix is not in the numbers of the others."""
+
+
 class Rwkv7Weights:
     """A packed copy of a model's tensors; at its peak it needs the memory of one tensor more.
 
     `embedding`: [V, D] in the dtype of the file; rows of it are read, never multiplied. `variant`: one of `variants()`.
-    Raises ValueError for a model that `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor.
+    `numbers`: of large matrices in fp32, as the file has them. Raises ValueError for a model that
+    `rwkv7_unsupported_reason` refuses, CheckpointError that names a bad tensor, OtherNumbersError.
     """
 
-    def __init__(self, model: Rwkv7Model, precision: Rwkv7Precision, variant: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Rwkv7Model,
+        precision: Rwkv7Precision,
+        variant: str | None = None,
+        *,
+        numbers: Numbers = Numbers.FP32,
+    ) -> None:
         reason, library = rwkv7_unsupported_reason(model.config), load_rwkv7_library()
         if reason is not None or library is None:
             raise ValueError(reason)
         self.config, self.precision, self.num_ids = model.config, precision, model.num_ids
         self._library = library
+        self._numbers = Numbers.INT8 if precision is Rwkv7Precision.INT8 else numbers
         self._tensors = CheckedTensors(model.config, model.tensors)
         self._handle = library.nsm_rwkv7_model_new(
-            ctypes.byref(_shape_of(model, precision)), (variant or variants()[0]).encode()
+            ctypes.byref(_shape_of(model, self._numbers)), (variant or variants()[0]).encode()
         )
         if self._handle is None:
             raise ValueError(f"no memory for the weights, or no kernels {variant or variants()[0]} here")
@@ -120,16 +150,24 @@ class Rwkv7Weights:
         self._check(self._library.nsm_rwkv7_seal(self._handle), "the model")
 
     def _large(self, layer: int, part: Rwkv7Part, name: str, num_rows: int | None = None) -> None:
-        weight = self._tensors[name][:num_rows]
-        if self.precision is Rwkv7Precision.FP32:
-            self._matrix(layer, part, weight, None)
+        if self._numbers is not Numbers.INT8:
+            self._matrix(layer, part, self._unrounded(name)[:num_rows], None)
             return
+        weight = self._tensors[name][:num_rows]
         quantized, scale = quantize_rows(weight)
         quantized, scale = quantized.contiguous(), scale.contiguous()
         done = self._library.nsm_rwkv7_set_int8(
             self._handle, layer, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
         )
         self._check(done, name)
+
+    def _unrounded(self, name: str) -> Tensor:
+        if self._numbers is Numbers.FP32:
+            return self._tensors[name]
+        stored = self._tensors.stored(name)
+        if stored.dtype != next(dtype for numbers, dtype in HALVES.values() if numbers is self._numbers):
+            raise OtherNumbersError(f"the tensor {name} holds {stored.dtype}")
+        return stored.contiguous()
 
     def _small(self, layer: int, part: Rwkv7Part, name: str) -> None:
         """Two matrices that official files multiply from the right, and the vector that is added to their product."""
@@ -158,7 +196,7 @@ class Rwkv7Weights:
             raise ValueError(f"the native kernels cannot take this model: {part} has another size")
 
 
-def _shape_of(model: Rwkv7Model, precision: Rwkv7Precision) -> Rwkv7Shape:
+def _shape_of(model: Rwkv7Model, numbers: Numbers) -> Rwkv7Shape:
     config = model.config
     return Rwkv7Shape(
         vocab_size=model.num_ids,
@@ -170,7 +208,7 @@ def _shape_of(model: Rwkv7Model, precision: Rwkv7Precision) -> Rwkv7Shape:
         rate_rank=config.rate_rank,
         value_rank=config.value_rank,
         gate_rank=config.gate_rank,
-        is_int8=int(precision is Rwkv7Precision.INT8),
+        large=numbers,
         norm_eps=config.norm_eps,
         head_eps=config.head_norm_eps,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,14 @@ from nsm_core.errors import CheckpointError
 from nsm_core.execution.base import Executor
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor
-from nsm_core.execution.rwkv7.weights import Rwkv7Precision, Rwkv7Weights, rwkv7_unsupported_reason
+from nsm_core.execution.rwkv7.library import Numbers
+from nsm_core.execution.rwkv7.weights import (
+    HALVES,
+    Rwkv7Precision,
+    Rwkv7Weights,
+    pack_rwkv7,
+    rwkv7_unsupported_reason,
+)
 from nsm_core.rwkv7.model import Rwkv7Model
 from nsm_core.state.spec import State
 from tests.support.rwkv7 import random_tensors, small_config
@@ -95,6 +103,35 @@ def test_fp32_kernels_are_the_plain_model(size: str, variant: str) -> None:
     want, want_state = read_plain(size, ids)
     torch.testing.assert_close(logits, want, **CLOSE)
     torch.testing.assert_close(executor.pool.copy(0), want_state, **CLOSE)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp16"])
+@pytest.mark.parametrize("variant", NATIVE)
+def test_half_precision_files_give_the_bits_of_fp32(weight_format: str, variant: str) -> None:
+    """What the file holds is not rounded, whether it is held as it is or as fp32."""
+    numbers, dtype = HALVES[weight_format]
+    stored = {name: value.to(dtype) for name, value in random_tensors(SIZES["small"]).items()}
+    model = Rwkv7Model(SIZES["small"], stored)
+    ids, results = random_ids(70), []
+    for own in (Numbers.FP32, numbers):
+        weights = Rwkv7Weights(model, Rwkv7Precision.FP32, variant, numbers=own)
+        results.append(read_whole(Rwkv7Executor(model, num_rows=1, weights=weights), ids))
+    assert results[0][0].equal(results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_a_file_of_two_kinds_of_numbers_is_held_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    config = SIZES["small"]
+    stored = {name: value.bfloat16() for name, value in random_tensors(config).items()}
+    stored["blocks.1.att.key.weight"] = stored["blocks.1.att.key.weight"].float() * 1.001
+    model = Rwkv7Model(config, stored)
+    caplog.set_level(logging.INFO, logger="nsm.execution")
+    executor = Rwkv7Executor(model, num_rows=1, weights=pack_rwkv7(model, Rwkv7Precision.FP32, "bf16"))
+    assert "weights are held in fp32: the tensor blocks.1.att.key.weight holds torch.float32" in caplog.text
+    logits, _ = read_whole(executor, random_ids(9))
+    with torch.inference_mode():
+        hidden, _ = model.forward(torch.tensor([random_ids(9)]), model.initial_state(1))
+    torch.testing.assert_close(logits, model.logits(hidden)[0], **CLOSE)
 
 
 @pytest.mark.parametrize("size", SIZES)

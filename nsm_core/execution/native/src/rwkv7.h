@@ -5,9 +5,12 @@
 
 namespace nsm {
 
-// fp32 weights [rows, cols] and bias [rows], packed as a HalfMatrix is.
+enum class Numbers : int32_t { FP32, BF16, FP16 };
+
+// Weights [rows, cols] as the file has them and fp32 bias [rows], packed as a HalfMatrix is; used in fp32.
 struct FloatMatrix {
-  const float* weights;
+  const void* weights;
+  Numbers numbers;
   const float* bias;
   int rows, cols;
 };
@@ -35,7 +38,7 @@ struct Rwkv7Work {
 };
 
 struct Rwkv7Kernels {
-  void (*pack_float)(const float* weights, int rows, int cols, float* packed);
+  void (*pack_float)(const void* weights, Numbers numbers, int rows, int cols, void* packed);
   void (*matmul_float)(const FloatMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
                        bool is_added);
   void (*layer_norm)(const float* x, const float* gain, const float* bias, int width, float eps, float* out);

@@ -41,7 +41,7 @@ int nsm_rwkv7_set_int8(void* model, int layer, int part, const int8_t* weights, 
   }
 }
 
-// weights: fp16 in an int8 model, else fp32; bias [rows], or null: none.
+// weights: fp16 in an int8 model, else as the shape says of large ones and fp32 of small ones; bias [rows], or null: none.
 int nsm_rwkv7_set_matrix(void* model, int layer, int part, const void* weights, const float* bias, int rows, int cols) {
   try {
     return static_cast<Rwkv7Model*>(model)->set_matrix(layer, part, weights, bias, rows, cols);

@@ -62,9 +62,13 @@ int count_of(const Rwkv7Shape& shape, int layer, int part) {
   }
 }
 
+size_t number_bytes(const Rwkv7Shape& shape, int part) {
+  if (shape.large == INT8_LARGE) return is_large(part) ? 1 : sizeof(uint16_t);
+  return is_large(part) && shape.large != static_cast<int32_t>(Numbers::FP32) ? sizeof(uint16_t) : sizeof(float);
+}
+
 size_t packed_bytes(const Rwkv7Shape& shape, int part, Size size) {
-  const size_t number = !shape.is_int8 ? sizeof(float) : is_large(part) ? 1 : sizeof(uint16_t);
-  return number * tiles_of(size.rows) * LANES * size.cols;
+  return number_bytes(shape, part) * tiles_of(size.rows) * LANES * size.cols;
 }
 
 size_t all_bytes(const Rwkv7Shape& shape) {
@@ -80,13 +84,13 @@ Rwkv7Model::Rwkv7Model(const Rwkv7Shape& given, const Kernels& chosen, const Rwk
     : shape(given), kernels(chosen), own(chosen_own), layers(given.num_layers), arena_(all_bytes(given)) {}
 
 // Null: the part has another size.
-Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols, size_t number_bytes) {
+Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols) {
   if (layer < 0 || layer >= shape.num_layers || part < 0 || part >= NUM_MATRICES) return nullptr;
   const Size size = size_of(shape, layer, part);
   if (rows < 1 || rows != size.rows || cols != size.cols) return nullptr;
   Rwkv7Matrix& matrix = layers[layer].matrices[part];
   const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  if (matrix.weights == nullptr) matrix.weights = arena_.take(padded * cols * number_bytes);
+  if (matrix.weights == nullptr) matrix.weights = arena_.take(padded * cols * number_bytes(shape, part));
   if (matrix.weights == nullptr) return nullptr;
   matrix.rows = rows, matrix.cols = cols;
   matrix.by_row = Buffer<float>(padded);
@@ -94,8 +98,8 @@ Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols, size_t n
 }
 
 bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
-  if (!shape.is_int8 || !is_large(part)) return false;
-  Rwkv7Matrix* matrix = place(layer, part, rows, cols, 1);
+  if (!is_int8() || !is_large(part)) return false;
+  Rwkv7Matrix* matrix = place(layer, part, rows, cols);
   if (matrix == nullptr) return false;
   matrix->kind = Rwkv7Matrix::INT8;
   kernels.pack(weights, rows, cols, matrix->weights);
@@ -104,14 +108,15 @@ bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const floa
 }
 
 bool Rwkv7Model::set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols) {
-  if (shape.is_int8 && is_large(part)) return false;
-  Rwkv7Matrix* matrix = place(layer, part, rows, cols, shape.is_int8 ? sizeof(uint16_t) : sizeof(float));
+  if (is_int8() && is_large(part)) return false;
+  Rwkv7Matrix* matrix = place(layer, part, rows, cols);
   if (matrix == nullptr) return false;
-  matrix->kind = shape.is_int8 ? Rwkv7Matrix::HALF : Rwkv7Matrix::FLOAT;
-  if (shape.is_int8)
+  matrix->kind = is_int8() ? Rwkv7Matrix::HALF : Rwkv7Matrix::FLOAT;
+  matrix->numbers = is_int8() || !is_large(part) ? Numbers::FP32 : static_cast<Numbers>(shape.large);
+  if (is_int8())
     kernels.pack_half(static_cast<const uint16_t*>(weights), rows, cols, reinterpret_cast<uint16_t*>(matrix->weights));
   else
-    own.pack_float(static_cast<const float*>(weights), rows, cols, reinterpret_cast<float*>(matrix->weights));
+    own.pack_float(weights, matrix->numbers, rows, cols, matrix->weights);
   if (bias != nullptr) std::copy(bias, bias + rows, matrix->by_row.get());
   return true;
 }

@@ -12,9 +12,11 @@ namespace nsm {
 struct Rwkv7Shape {
   int32_t vocab_size, width, num_layers, head_size, hidden;
   int32_t decay_rank, rate_rank, value_rank, gate_rank;
-  int32_t is_int8;  // large matrices in int8, small ones in fp16; else all in fp32
+  int32_t large;  // numbers of the large matrices: those of `Numbers`, or INT8_LARGE; small ones are fp16 beside int8, else fp32
   float norm_eps, head_eps;
 };
+
+constexpr int32_t INT8_LARGE = 3;
 
 // What a layer is made of; the numbers are those of `Rwkv7Part` in rwkv7/library.py.
 enum Rwkv7Part : int32_t {
@@ -27,9 +29,10 @@ enum Rwkv7Part : int32_t {
   NUM_RWKV7_PARTS
 };
 
-// A matrix in one of three packings: `weights` are int8 with a scale, fp16, or fp32, the last two with a bias.
+// A matrix in one of three packings: `weights` are int8 with a scale, fp16 with a bias, or a FloatMatrix with one.
 struct Rwkv7Matrix {
   enum Kind { INT8, HALF, FLOAT } kind = FLOAT;
+  Numbers numbers = Numbers::FP32;  // of FLOAT
   int rows = 0, cols = 0;
   int8_t* weights = nullptr;
   Buffer<float> by_row;  // scale or bias
@@ -45,7 +48,7 @@ class Rwkv7Model {
   Rwkv7Model(const Rwkv7Shape& shape, const Kernels& kernels, const Rwkv7Kernels& own);
   // False: the part does not have this size. `scale` [rows] of int8 weights.
   bool set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
-  // fp16 weights where the model is int8, else fp32; `bias` [rows].
+  // Weights in the numbers that `shape.large` asks for; `bias` [rows], or null.
   bool set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols);
   bool set_floats(int layer, int part, const float* values, int count);
   // After all parts; false: one is missing.
@@ -56,12 +59,13 @@ class Rwkv7Model {
   const Rwkv7Kernels& own;
   std::vector<Rwkv7Weights> layers;  // those that belong to no layer are the first one's
 
+  bool is_int8() const { return shape.large == INT8_LARGE; }
   int num_heads() const { return shape.width / shape.head_size; }
   const Rwkv7Matrix& matrix(int layer, int part) const { return layers[layer].matrices[part]; }
   const float* floats(int layer, int part) const { return layers[layer].floats[part].get(); }
 
  private:
-  Rwkv7Matrix* place(int layer, int part, int rows, int cols, size_t number_bytes);
+  Rwkv7Matrix* place(int layer, int part, int rows, int cols);
   Arena arena_;
 };
 

@@ -15,7 +15,7 @@ int padded(int count) { return tiles_of(count) * LANES; }
 }  // namespace
 
 Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads, int piece_tokens)
-    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), is_int8_(model.shape.is_int8 != 0) {
+    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), is_int8_(model.is_int8()) {
   const Rwkv7Shape& shape = model.shape;
   const size_t tokens = piece_tokens, floats = tokens * shape.width;
   for (Buffer<float>* buffer : {&x_, &normed_, &r_, &k_, &v_, &first_value_, &read_}) *buffer = Buffer<float>(floats);
@@ -82,7 +82,7 @@ void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last) {
                                  product.x, product.x_stride, product.tokens, first, last, product.y, product.stride, Ahead{});
       break;
     case Rwkv7Matrix::FLOAT:
-      model_.own.matmul_float({reinterpret_cast<const float*>(matrix.weights), matrix.by_row.get(), matrix.rows, matrix.cols}, product.x,
+      model_.own.matmul_float({matrix.weights, matrix.numbers, matrix.by_row.get(), matrix.rows, matrix.cols}, product.x,
                               product.x_stride, product.tokens, first, last, product.y, product.stride, product.is_added);
   }
 }
