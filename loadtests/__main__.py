@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--url", action="append", type=server_url, help="a replica that runs already; several times for several"
     )
     parser.add_argument(
-        "--pid", action="append", type=count, help="its process, to watch what it uses; as often as --url"
+        "--pid", action="append", type=count, help="its process, to watch its memory and descriptors; as often as --url"
     )
     parser.add_argument("--workers", type=count, default=1, help="processes of Locust that make the load")
     parser.add_argument("--master-port", type=count, default=5557, help="where Locust's master hears its workers")

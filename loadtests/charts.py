@@ -79,7 +79,7 @@ def draw_latencies(samples: Sequence[Sample], path: Path) -> Path:
 
 
 def draw_load_curve(samples: Sequence[Sample], path: Path) -> Path:
-    """Each step of the open loop is a point: what was offered, against what was done and how long it took."""
+    """Each step of the open loop is a point: the offered rate, against the rate done and its latency."""
     figure, (left, right) = plt.subplots(1, 2, figsize=SIZE, layout="constrained")
     points = sorted(((offered_rate(group), group) for group in steps_of(samples)), key=lambda point: point[0])
     offered = [rate for rate, _ in points]

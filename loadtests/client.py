@@ -52,7 +52,7 @@ class Response(HTTPResponse):
             self.headers_at = self._receive(BLOCK_BYTES)
 
     def body(self) -> bytes:
-        """What is left of it."""
+        """The time left of it."""
         while not self.message_complete:
             self._receive(BLOCK_BYTES)
         return self._take()

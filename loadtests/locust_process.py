@@ -22,7 +22,7 @@ STOP_S = 20.0  # for the last samples of a run that is interrupted
 def run_locust(args: argparse.Namespace, profile: Profile, urls: Sequence[str], capacity: float) -> None:
     """Returns when the load is over and its samples are written. Raises RunError when a process of Locust failed.
 
-    Interrupted passes through, after Locust has been stopped and has written what it had.
+    Interrupted passes through, after Locust has been stopped and has written its results.
     """
     shared = _shared_options(args, urls, capacity)
     log_path = args.out / "locust.log"

@@ -99,7 +99,7 @@ class Profile(Strict):
 
     name: str
     seconds: PositiveFloat  # of the closed loops; an open loop ends with its steps
-    drain_s: PositiveFloat = 15.0  # for what is under way then
+    drain_s: PositiveFloat = 15.0  # for requests under way then
     timeout_s: PositiveFloat = 60.0  # of a connection that says nothing
     seed: int = 0
     service: Service = Service()

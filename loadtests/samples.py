@@ -91,7 +91,7 @@ def duration_s(samples: Sequence[Sample]) -> float:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Counts by outcome, tokens, rates, and percentiles of what was answered in full and right."""
+    """Counts by outcome, tokens, rates, and percentiles of the full and right answers."""
     good = [sample for sample in samples if sample.outcome == "ok"]
     seconds = duration_s(samples)
     figures: dict[str, Any] = {

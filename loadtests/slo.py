@@ -42,8 +42,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Objective(Strict):
-    """Holds for the samples whose scenario and step fit, together. What is not named is not judged, except `max_wrong`:
-    a wrong text is never fine. Latencies are those of requests that were answered.
+    """Holds for the samples whose scenario and step fit, together. Measures without a limit are not judged, except
+    `max_wrong`: a wrong text is never fine. Latencies are those of requests that were answered.
     """
 
     scenario: str = "*"
@@ -87,7 +87,7 @@ class Slo(Strict):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """One limit and what was measured. `measured` None: there was nothing to measure, which is a miss."""
+    """One limit and its measured value. `measured` None: there was nothing to measure, which is a miss."""
 
     where: str
     what: str

@@ -27,7 +27,7 @@ class Event:
 
 
 class EventParser:
-    """Feed it what was received; an event comes out with the blank line that ends it, wherever the reads were cut."""
+    """Feed it the received bytes; an event comes out with the blank line that ends it, wherever the reads were cut."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -16,7 +16,7 @@ from loadtests.scripts import GREEDY, Script
 from loadtests.together import all_results
 from loadtests.troubles import cancel_turn, leave_and_read_on, leave_for_good, send_twice
 
-SLOW_RECEIVE_BYTES = 2048  # of a slow reader's window: what it does not read soon waits in the server
+SLOW_RECEIVE_BYTES = 2048  # of a slow reader's window: unread bytes soon wait in the server
 SLOW_BLOCK_BYTES = 512
 
 
@@ -140,7 +140,7 @@ class SessionUser(ScriptedUser):
 
 
 class LongContextUser(ScriptedUser):
-    """A session that reads more and more; its turns must cost what they add, and no more."""
+    """A session that reads more and more; the cost of a turn must follow its new tokens alone."""
 
     def act(self) -> None:
         with Conversation(self.run_state, self.clients, self.run_state.script("long")) as conversation:

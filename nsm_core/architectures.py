@@ -22,7 +22,7 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """`claims`: whether it should open what is at the path; never raises. The others raise CheckpointError or
+    """`claims`: whether it should open the path; never raises. The others raise CheckpointError or
     ConfigError that names the file: `load` for a device, `identify` without weights: fingerprint and tokenizer.
     """
 
@@ -41,7 +41,7 @@ def _identify_rwkv7(path: Path) -> tuple[str, Tokenizer]:
     return files.fingerprint, files.tokenizer
 
 
-# The first that claims a path opens it; the last says best what is wrong with a directory that is nobody's.
+# The first that claims a path opens it; the last has the best message for a directory that no architecture claims.
 ARCHITECTURES = (
     Architecture(
         name=rwkv7_loader.ARCHITECTURE,

@@ -104,7 +104,7 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
 
 
 def get_template(template: str) -> ChatTemplate:
-    """The template of a name, or one in Jinja. Raises CheckpointError for what is neither, or of no use."""
+    """The template of a name, or one in Jinja. Raises CheckpointError for any other text."""
     if template in TEMPLATES:
         return TEMPLATES[template]
     if "{%" not in template and "{{" not in template:

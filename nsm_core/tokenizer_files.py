@@ -11,7 +11,7 @@ from nsm_core.world_tokenizer import KIND, WorldTokenizer, find_vocabulary
 def load_tokenizer(directory: Path, *, vocab_size: int = 0) -> Tokenizer:
     """`tokenizer.json` in a directory, or else RWKV's vocabulary, beside it or installed.
 
-    `vocab_size`: of the model. Raises CheckpointError that says what is missing.
+    `vocab_size`: of the model. Raises CheckpointError, which names missing files.
     """
     if (directory / TOKENIZER_FILE).is_file():
         return BpeTokenizer.load(directory, vocab_size=vocab_size)

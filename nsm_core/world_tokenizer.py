@@ -92,7 +92,7 @@ class WorldTokenizer(Tokenizer):
         ids: list[int] = []
         at, end, token_ids, longer = 0, len(raw), self._ids, self._longer
         while at < end:
-            # A slice at the end of the text is shorter: what it finds is the longest match all the same
+            # A slice at the end of the text is shorter: its match is the longest all the same
             for length in (*longer.get(raw[at : at + _HEAD], ()), 4, 3, 2, 1):
                 token_id = token_ids.get(raw[at : at + length])
                 if token_id is not None:
@@ -137,7 +137,7 @@ def _parse_lines(lines: Iterable[str]) -> dict[int, bytes]:
 
 
 def _literal_bytes(literal: str) -> bytes | None:
-    """None for what is no literal of text or bytes; only literals are ever evaluated."""
+    """None for anything but a literal of text or bytes; only literals are ever evaluated."""
     try:
         value = ast.literal_eval(literal)
         return value.encode() if isinstance(value, str) else bytes(value)

@@ -64,7 +64,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return self._span // self.kind.block * self.kind.num_bytes
 
     def error(self, what: str) -> CheckpointError:

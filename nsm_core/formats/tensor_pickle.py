@@ -59,7 +59,7 @@ _MARK = _Mark()
 
 
 class UnreadablePickle(Exception):
-    """What is wrong, to follow the file's name."""
+    """The problem, to follow the file's name."""
 
 
 def read_pickle(raw: bytes) -> Any:

@@ -1,6 +1,6 @@
 """Tries a grammar in a process of its own before this one compiles it: some take minutes and gigabytes, by intent.
 
-The library bounds most of its work, but not all of it, and what it has begun cannot be stopped. So the process is
+The library bounds most of its work, but not all of it, and it cannot be interrupted. So the process is
 killed when a grammar takes too long, and has a limit of memory.
 """
 
@@ -76,7 +76,7 @@ class GrammarTrial:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not written yet
+                with contextlib.suppress(OSError):  # bytes that were not written yet
                     pipe.close()
         atexit.unregister(self.close)
 

@@ -28,7 +28,7 @@ class Capture:
 
     `write` [B,H,M]: the share of each state that the token replaces; in a gated layer the share that its sum may
     replace at the next boundary, in a linear recurrence of each channel [B,1,d]. `read` [B,H,M]: the weights of the
-    states in what is read after it. `seen` [B,H,W]: the weights of tokens in view, the token itself first, then the
+    states in the reads after it. `seen` [B,H,W]: the weights of tokens in view, the token itself first, then the
     one before it. The whole read is `read` and `seen` together: their sum is 1.
 
     The states of a memory are its rows, the same for every head: `write` is how far the row was addressed, which a

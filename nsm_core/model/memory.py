@@ -70,7 +70,7 @@ class WriteHeads(nn.Module):
     def allocation(self, usage: Tensor, turn: Tensor) -> Tensor:
         """usage [B,R] -> weights [B,R] of sum at most 1; `turn` [B]: writes before this one.
 
-        Rows come in turn; one that is in use passes what it does not take on to the next. The literature sorts by
+        Rows come in turn; a row in use passes the rest on to the next. The literature sorts by
         usage, which feeds rounding back into who is chosen: see benchmarks/notes/layers.md.
         """
         ring = torch.arange(self.num_rows, device=usage.device)

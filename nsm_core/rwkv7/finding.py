@@ -1,4 +1,4 @@
-"""Which files make up a model at a path, by what is in them: official ones, Hugging Face's, GGUF, our own."""
+"""Which files make up a model at a path, by their content: official ones, Hugging Face's, GGUF, our own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Found:
 
 
 def find_files(path: Path) -> Found:
-    """Reads headers alone. Raises CheckpointError: what is at the path, and why it cannot be served."""
+    """Reads headers alone. Raises CheckpointError, which describes the path's content and why it cannot be served."""
     if not path.is_dir():
         return _single_file(RandomAccessFile(path))
     if not (path / CONFIG_FILE).exists():

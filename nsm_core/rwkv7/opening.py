@@ -15,7 +15,7 @@ from nsm_core.tokenizer import Tokenizer
 
 
 def claims(path: Path) -> bool:
-    """Whether this module opens what is at the path, or says best why nothing can. Never raises.
+    """Whether this module opens the path, or has the best message for one that no module opens. Never raises.
 
     It takes every file, for models of other architectures are directories, and directories that are no other model's.
     """
@@ -52,7 +52,7 @@ class OpenModel:
         return choose_template(self.files)
 
     def tokenizer(self) -> Tokenizer:
-        """Raises CheckpointError that says what is missing, or does not fit."""
+        """Raises CheckpointError, which names missing parts and those that do not fit."""
         vocab_size = self.tensors.config.vocab_size
         tokenizer = find_tokenizer(self.files, vocab_size)
         if tokenizer.vocab_size > vocab_size:

@@ -18,7 +18,7 @@ _NORMAL = 1  # llama.cpp's kind of a token that stands for text
 
 
 def find_tokenizer(found: Found, vocab_size: int) -> Tokenizer:
-    """Raises CheckpointError that says what is missing, or does not fit."""
+    """Raises CheckpointError, which names missing parts and those that do not fit."""
     kind = None if found.gguf is None else found.gguf.text("tokenizer.ggml.model")
     if found.gguf is None or kind is None:
         return load_tokenizer(found.directory, vocab_size=vocab_size)

@@ -38,7 +38,8 @@ def linear_attention(
 def chunk_states(update: Tensor, log_decay: Tensor, state: Tensor, reset: Tensor | None) -> Tensor:
     """The state at the start of every chunk, and after the last: [B, n + 1, H, F, V].
 
-    update [B,n,H,F,V]: what a chunk adds; log_decay [B,n,H]: what it leaves of what was there; state [B,H,F,V].
+    update [B,n,H,F,V]: the sum that a chunk adds; log_decay [B,n,H]: logarithms of the factor that it leaves of earlier
+    sums; state [B,H,F,V].
     """
     rows = torch.cat((state[:, None], update), dim=1).transpose(1, 2)  # [B,H,n+1,F,V]
     total = torch.cat((torch.zeros_like(log_decay[:, :1]), log_decay), dim=1).cumsum(dim=1)

@@ -24,7 +24,7 @@ FIRST_DECAY, LAST_DECAY = -5.0, 1.0  # of a head's channels, before the sigmoid:
 class Rwkv7(Baseline):
     """The time mix. Heads of K channels; S <- S diag(w) - S kappa^T (a * kappa) + v^T k, transposed here.
 
-    What is left out: the values of the first layer, which the published model mixes into those of the others (a layer
+    Left out: the values of the first layer, which the published model mixes into those of the others (a layer
     here sees nothing of another), and its channel mix, in whose place is the feed-forward part that all layers have.
     State: `matrix` [H, K, K] and `previous` [1, d], the token before, for the token shift.
     """

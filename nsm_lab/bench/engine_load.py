@@ -18,7 +18,7 @@ from nsm_core.tokenizer import Tokenizer
 from nsm_lab.bench.machine import MIB, ProcessUse
 from nsm_lab.bench.times import RequestTimes, load_figures
 
-PROMPT_TOKENS = 16  # of requests whose decoding is measured, and of the turn that goes on with a session
+PROMPT_TOKENS = 16  # of requests whose decoding is measured, and of the turn that continues a session
 
 
 class MeasuredGeneration(Protocol):

@@ -22,7 +22,7 @@ from nsm_core.model.router import Router
 PARTS = (
     "router",  # which states a token writes to, and how strongly
     "slots",  # states change and are read
-    "communication",  # states that exchange what they hold
+    "communication",  # states that exchange their contents
     "convolution",  # of a token with those just before it
     "attention",  # to tokens: layers W and A
     "mixer",  # the rest of a layer: norms, projections, residuals; layers of other kinds

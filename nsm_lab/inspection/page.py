@@ -79,7 +79,7 @@ def _trace_section(traces: Sequence[LayerTrace], labels: Sequence[str], token: i
     yield "<table><tr><th>layer</th><th class=text>kind</th><th>before the text</th><th class=text>tokens</th>"
     yield "<th class=text>states that it read, and the tokens that wrote to them</th></tr>"
     for one in traces:
-        kind = one.kind if one.is_exact else f"{one.kind} (by what was routed)"
+        kind = one.kind if one.is_exact else f"{one.kind} (by routing)"
         yield f"<tr><td>{one.layer}</td><td class=text>{kind}</td><td>{float(one.before.mean()):.1%}</td>"
         yield f"<td class=text>{_shares(one.tokens, labels)}</td><td class=text>{_states_read(one, labels)}</td></tr>"
     yield "</table>"
@@ -116,7 +116,7 @@ def _layer_section(layer: LayerActivity, labels: Sequence[str]) -> Iterator[str]
     write = write_of(layer)
     yield from _map("Written: how much of a state each token replaces", write.sum(dim=1).T)
     if layer.read is not None:
-        yield from _map("Read: how much each state gives to what is read after a token", layer.read.sum(dim=1).T)
+        yield from _map("Read: the share of each state in the read after a token", layer.read.sum(dim=1).T)
     if layer.usage is not None:
         yield from _map("Usage: how fully and how lately each row was written", layer.usage.T)
     if layer.trajectory is not None:

@@ -23,7 +23,7 @@ class LayerTrace:
     """The origin of the content that one layer reads at a token. The shares of a head sum to 1.
 
     `heads` [H,t+1]: the share of each token up to it, and `before` [H] that of all before the text: the learned start,
-    or the state that the text was read on top of. `states` [M]: the share of each state in what is read, mean over
+    or the state that the text was read on top of. `states` [M]: the share of each state in the reads, mean over
     heads. `by_state` [M,t+1]: the shares of `heads` by the state that the token wrote to, mean over heads.
     """
 

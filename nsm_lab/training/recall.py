@@ -1,4 +1,4 @@
-"""Texts in which what was read is needed again: passages that return, facts that are asked for later.
+"""Texts whose earlier parts are needed again: passages that return, facts that are asked for later.
 
 Books rarely repeat themselves word by word, so a model that is trained on them alone has little reason to keep what has
 left its attention windows. Here passages of a document return later in it, and invented facts are stated and asked for.
@@ -24,7 +24,7 @@ PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (160, 24_576)  # tokens from its beginning to its return
 FACT_DISTANCE = (32, 16_384)  # tokens from a statement to its question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
-FACT_SHARE = 0.35  # of what is inserted, counted by insertions
+FACT_SHARE = 0.35  # of all insertions, by their number
 NUM_FACTS = 32_768  # made for a run
 _MEAN_INSERTED = 0.65 * 114 + 0.35 * 50  # tokens an insertion adds, by the numbers above
 
@@ -135,7 +135,7 @@ def recall_split(
 ) -> TokenizedSplit:
     """`copies` of every document of `split`, each with other insertions, in memory.
 
-    The bytes and words that the split counts are those of the documents without what is inserted.
+    The bytes and words that the split counts are those of the documents without insertions.
     """
     _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed)]
     jobs = [

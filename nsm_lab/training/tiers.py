@@ -14,7 +14,7 @@ class TierDraw:
     """With how many slots each row is read: by a chance of `share` one of `sizes`, each as likely, else all of them.
 
     A pure function of seed, process and step, so that a resumed run agrees; rows that go on from the state of the step
-    before keep what they began with.
+    before keep their first values.
     """
 
     def __init__(self, sizes: Sequence[int], share: float, *, rows: int, seed: int, rank: int = 0) -> None:

@@ -72,7 +72,7 @@ def convert(
 
 
 def rwkv7_facts(model: OpenModel) -> dict[str, Any]:
-    """What headers say of an RWKV-7 model; what is missing is said in place of it."""
+    """The headers of an RWKV-7 model, or the names of its missing parts."""
     from nsm_core.rwkv7.model import state_spec
     from nsm_core.rwkv7.tensors import num_parameters
 
@@ -130,7 +130,7 @@ def _nsm_facts(path: Path) -> dict[str, Any]:
 
 
 def _template_text(given: str) -> str:
-    """Raises a usage error for what is neither a template's name nor a file of a template that can be used."""
+    """Raises a usage error for anything but a template's name or a file with a usable template."""
     from nsm_core.chat_template import get_template
 
     try:

@@ -47,7 +47,7 @@ class Envelope:
 
 
 def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1, has_energy: bool = False) -> dict[str, Any]:
-    """Counts of all choices; a prompt counts once, however many choices stand on it. `has_energy`: and what it cost."""
+    """Counts of all choices; a prompt counts once, however many choices stand on it. `has_energy`: with its joules."""
     firsts = ends[::choices_per_prompt]
     prompt_tokens = sum(end.prompt_tokens for end in firsts)
     completion_tokens = sum(end.completion_tokens for end in ends)

@@ -1,4 +1,4 @@
-"""A request's grammar before it runs: compiled for its tenant, so that what is refused is refused with a status."""
+"""A request's grammar before it runs: compiled for its tenant, so that a refusal has a status."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Asset:
 
 
 def add_playground(app: FastAPI) -> None:
-    """The page at /, what it loads under /playground/."""
+    """The page at /, its scripts and styles under /playground/."""
     assets = read_assets()
 
     async def page(if_none_match: IfNoneMatch = "") -> Response:

@@ -30,7 +30,7 @@ class Conversation:
     """A conversation as it is kept; `version` is the document's.
 
     `chain`: what has read the first `num_read` items; None: nothing has. `running_id`: the newest response that began,
-    until what it read and said is here; it reads `num_running` items. `is_stale`: one of these was deleted meanwhile.
+    until its input and output are here; it reads `num_running` items. `is_stale`: one of these was deleted meanwhile.
     """
 
     id: str
@@ -229,7 +229,7 @@ async def finish_turn(scope: TenantScope, stored: StoredResponse) -> None:
 
 
 def _after_turn(conversation: Conversation, new_ids: Sequence[str], chain: Chain | None) -> Conversation:
-    """`chain` is None for a turn of which nothing is kept. What was added meanwhile comes after what the turn read."""
+    """`chain` is None for a turn of which nothing is kept. Items of others come after those that the turn read."""
     ended = dataclasses.replace(conversation, running_id=None, num_running=0, is_stale=False)
     if chain is None:
         return ended

@@ -128,7 +128,7 @@ async def _opening(scope: TenantScope, body: CreateResponseBody, arrival: Arriva
 
 
 async def find_context(scope: TenantScope, body: ContextFields) -> Context:
-    """Raises NotFound, InvalidRequest, or SessionBusy while what it would go on with is still running."""
+    """Raises NotFound, InvalidRequest, or SessionBusy while its predecessor is still running."""
     if body.previous_response_id is not None:
         return await _after_response(scope, body.previous_response_id)
     if body.conversation is not None:

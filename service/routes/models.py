@@ -32,8 +32,8 @@ async def get_model(model_id: str, services: ServicesDep, tenant: TenantDep) -> 
 
 
 def model_object(services: Services, tenant: str) -> dict[str, Any]:
-    """OpenAI's model object and, beyond it, what is special here: a state of constant size, no longest context, and
-    what is switched off for this tenant.
+    """OpenAI's model object and, beyond it, the traits of this server: a state of constant size, no longest context,
+    and features that are off for this tenant.
     """
     model = services.backend.model
     return {

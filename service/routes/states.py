@@ -27,7 +27,9 @@ async def get_states(
     layer: Annotated[int | None, Query(ge=0, description="only this layer")] = None,
     recent: Annotated[
         int,
-        Query(ge=0, le=MAX_RECENT_TOKENS, description="read so many of the last tokens again, and tell what they did"),
+        Query(
+            ge=0, le=MAX_RECENT_TOKENS, description="read so many of the last tokens again, and report their routing"
+        ),
     ] = 0,
 ) -> Response:
     """How far each memory slot has moved from its learned start, and how full attention windows are.

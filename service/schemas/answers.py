@@ -205,7 +205,7 @@ class SessionPage(BaseModel):
 
 
 class DeletedAnswer(BaseModel):
-    """What is gone."""
+    """The deleted object."""
 
     id: str
     object: Literal["session.deleted", "response", "conversation.deleted"]
@@ -230,7 +230,7 @@ class StatesAnswer(BaseModel):
 
 
 class ModelAnswer(BaseModel):
-    """The model, and what is special here: a state of constant size, no longest context."""
+    """The model, and the traits of this server: a state of constant size, no longest context."""
 
     id: str
     object: Literal["model"]

@@ -201,7 +201,7 @@ def render_chat(template: ChatTemplate, messages: Sequence[Message], tools: Sequ
 
 
 def _call_of(call: Any) -> Call:
-    """Raises ValueError for what is no call as an answer has them."""
+    """Raises ValueError for anything but a call in the form of an answer's."""
     function = call.get("function") if isinstance(call, dict) else None
     is_call = isinstance(call, dict) and call.keys() <= {"id", "type", "function", "index"}
     if not is_call or call.get("type", "function") != "function" or not isinstance(function, dict):

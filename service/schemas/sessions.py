@@ -84,7 +84,7 @@ class CreateSessionBody(RequestBody):
 
 
 class UpdateSessionBody(RequestBody):
-    """What is absent stays as it is."""
+    """Absent fields stay as they are."""
 
     nullable = frozenset({"ttl_s"})
 
@@ -98,7 +98,7 @@ class UpdateSessionBody(RequestBody):
 
 
 class ForkBody(RequestBody):
-    """All of it is optional, the body as a whole too; what is absent is as in the session that is forked."""
+    """All of it is optional, the body as a whole too; absent fields are those of the forked session."""
 
     nullable = frozenset({"ttl_s"})
 

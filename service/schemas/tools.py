@@ -81,7 +81,7 @@ def choice_name(choice: Any, *, nested: bool) -> str | None:
 
 
 def check_arguments(arguments: Any) -> str:
-    """A call's arguments as the model wrote them. Raises ValueError for what is no text of a JSON object."""
+    """A call's arguments as the model wrote them. Raises ValueError for anything but the text of a JSON object."""
     try:
         is_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):

@@ -27,8 +27,8 @@ async def describe_states(
 ) -> dict[str, Any]:
     """The answer as JSON values. A session without a state shows the learned start, at position 0.
 
-    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to tell what they did. Otherwise no
-    step of the model is made.
+    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to report their routing. Otherwise
+    no step of the model is made.
 
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """

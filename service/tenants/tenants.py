@@ -136,7 +136,7 @@ class Tenants:
     async def check_stored_bytes(self, tenant: str, *, num_own_bytes: int = 0, num_new_bytes: int = 0) -> None:
         """To be asked before a turn, so that no text is made that cannot be kept, and before documents are added.
 
-        A turn that begins below the limit is kept also when it ends above. `num_own_bytes`: of what is stored, those
+        A turn that begins below the limit is kept also when it ends above. `num_own_bytes`: of the stored bytes, those
         that wait for the answer. Raises QuotaExceeded.
         """
         limit = self._limits(tenant).max_stored_bytes

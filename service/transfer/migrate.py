@@ -77,8 +77,9 @@ class Migrator:
         self._is_repairing = is_repairing
 
     async def run(self, names: Sequence[SessionKey]) -> AsyncGenerator[Migrated]:
-        """One result for each name, in order. Raises StoreUnavailable, StorageFull or EngineDead: what was yielded
-        before is done."""
+        """One result for each name, in order. Raises StoreUnavailable, StorageFull or EngineDead; the
+        sessions of earlier results are done then.
+        """
         for name in names:
             yield await self._migrate(name)
 

@@ -108,7 +108,7 @@ def encode_tokens(tokens: Iterable[StoredToken]) -> bytes:
 
 
 def decode_tokens(raw: bytes) -> list[StoredToken]:
-    with decoding("what is stored of a running turn"):
+    with decoding("the record of a running turn"):
         return [_token_of(fields) for fields in json.loads(raw)]
 
 

@@ -72,8 +72,8 @@ class TurnSource(Protocol):
         ...
 
     def batches(self) -> AsyncGenerator[list[TurnEvent], None]:
-        """The same events, together what is there when the reader comes for more, but no more than is fit to be sent
-        at once. Between two of them others get the event loop.
+        """The same events, in batches: those that are there when the reader comes for more, up to a bound. Between two
+        batches others get the event loop.
         """
         ...
 
@@ -318,9 +318,9 @@ class TakenOver(LeaseLost):
     """This process was not heard of for longer than its lease, and another one has continued the turn."""
 
     def __init__(self, turn_id: str, *, is_committed: bool) -> None:
-        what = "has committed it" if is_committed else "goes on with it"
+        act = "has committed it" if is_committed else "continues it"
         super().__init__(
-            f"this turn was taken over by another server, which {what}; GET /v1/streams/{turn_id} gives the rest"
+            f"this turn was taken over by another server, which {act}; GET /v1/streams/{turn_id} gives the rest"
         )
 
 

@@ -42,7 +42,7 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
         "%s runs on the eager executor%s: %s",
         *(loaded.name, "" if name == "eager" else ", several times slower than a native one", reason),
     )
-    loaded.model.weights  # noqa: B018 - read now: a bad tensor is told before the server listens
+    loaded.model.weights  # noqa: B018 - read now: a bad tensor is an error before the server listens
     return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
 
 

@@ -16,7 +16,7 @@ Cells = Mapping[Row, tuple[Estimate, bool, float]]
 
 
 def comparison_lines(results: Mapping[str, HistoryResult]) -> str:
-    """A table for each measurement, with a column for each model; what was measured of none is left out."""
+    """A table for each measurement, with a column for each model; a measurement without any model is left out."""
     reaches = ", ".join(f"{label} {result.reach:,}" for label, result in results.items())
     tables = (
         ("Text: gain over a fresh start so many tokens before the span, nats a token", _distances(results, _text)),

@@ -1,4 +1,4 @@
-"""Keys to hide in a text and the questions for them, as token ids: what is measured needs no tokenizer."""
+"""Keys to hide in a text and the questions for them, as token ids: the measurement needs no tokenizer."""
 
 from __future__ import annotations
 

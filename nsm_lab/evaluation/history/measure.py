@@ -1,4 +1,4 @@
-"""What a model's state holds of what it read: all measurements of history together."""
+"""How much of a text a model's state holds: all measurements of history together."""
 
 from __future__ import annotations
 

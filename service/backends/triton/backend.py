@@ -47,7 +47,7 @@ class TritonBackend:
     @property
     def model(self) -> ModelInfo:
         if self._model is None:
-            raise EngineDead("no Triton server was asked yet what it serves")
+            raise EngineDead("no Triton server has described its model yet")
         return self._model
 
     @property

@@ -22,7 +22,7 @@ STEP = GenerateCall(prompt_ids=(0,), sampling=SamplingParams(max_tokens=1, seed=
 
 
 async def ask_worker(kind: Probe, url: str, *, tls: TritonTls | None = None, timeout_s: float) -> str:
-    """What was seen, in a few words. `timeout_s`: of each of three questions at most.
+    """The observed state, in a few words. `timeout_s`: of each of three questions at most.
 
     `liveness`: its engine's loop runs. `startup` and `readiness`: its model makes a step. Raises NsmError where it is
     not so.

@@ -1,5 +1,5 @@
-"""What of a request is done on Triton servers, and what is still to be asked for: after the loss of one, and piece by
-piece where the prompt is longer than they take (a session's whole log, say).
+"""The parts of a request that Triton servers have done, and those still to do: after the loss of one, and in pieces
+where the prompt is longer than they take (a session's whole log, say).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Upstreams:
     def served(self) -> tuple[WorkerDescription, Tokenizer]:
         """What all of them serve. Raises EngineDead before `start`."""
         if self._served is None:
-            raise EngineDead("no Triton server was asked yet what it serves")
+            raise EngineDead("no Triton server has described its model yet")
         return self._served
 
     @property

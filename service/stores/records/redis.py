@@ -138,5 +138,5 @@ def _decode(answer: Sequence[bytes | None], owner: str, record_id: str) -> Recor
         return None
     if found.decode() != owner:
         raise SnapshotCorrupt(f"the document stored for {record_id!r} is another one; it is not used")
-    with decoding(f"what is stored of {record_id!r}"):
+    with decoding(f"the document {record_id!r}"):
         return Record(record_id=record_id, version=int(version), document=json.loads(document))

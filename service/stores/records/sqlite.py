@@ -143,5 +143,5 @@ def _count_holders(connection: sqlite3.Connection, tenant: str, session_id: str,
 
 def _record_of(record_id: str, version: int, raw: str) -> Record:
     """Raises SnapshotCorrupt."""
-    with decoding(f"what is stored of {record_id!r}"):
+    with decoding(f"the document {record_id!r}"):
         return Record(record_id=record_id, version=version, document=json.loads(raw))

@@ -98,7 +98,7 @@ class SessionPage:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
     """`num_bytes`: all snapshots', plus 4 for each token of a log, plus what the turn records hold: of a running turn
-    its request and what it has sampled (the newest 16 KiB of that may be missing), of an ended one the result.
+    its request and its sampled tokens (the newest 16 KiB of that may be missing), of an ended one the result.
     """
 
     num_sessions: int

@@ -1,7 +1,7 @@
 -- Put before every script of a session. KEYS: head (hash), log (list of chunks: 8 letters of their SHA-1, then
 -- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
 -- under a short expiry), turns and tail (see redis_turns.lua), staged older snapshot, and the slots of older snapshots.
--- Which slot holds what is in the head: "slot:version:position:bytes", joined by commas, oldest first.
+-- The head has the contents of the slots: "slot:version:position:bytes", joined by commas, oldest first.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
 local function read_head()
@@ -30,7 +30,7 @@ local function append_log(ids)
 end
 
 -- Why the log is not the head's, or nil. Without reading it: chunks and marks by their number, the last of each by
--- what it says.
+-- its content.
 local function log_damage(head)
   local num_chunks, num_marks = redis.call('LLEN', log_key), redis.call('LLEN', marks_key)
   if num_chunks ~= tonumber(head.log_chunks) then

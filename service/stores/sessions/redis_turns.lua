@@ -99,7 +99,7 @@ local function lease_left_us(head, now)
   return math.max(0, tonumber(head.lease_us) - now)
 end
 
--- JSON, request, result, what is left of the lease, chunks.
+-- JSON, request, result, the rest of the lease, chunks.
 local function show_turn(head, turn, now, first_chunk, is_brief)
   local shown = {
     'turn', cjson.encode(turn), not is_brief and redis.call('HGET', turns_key, 'q:' .. turn.id) or '',

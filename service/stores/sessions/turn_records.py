@@ -1,7 +1,7 @@
 """What a store keeps of the turns themselves: so that a turn is done once, read again, followed, and taken over.
 
 A session has a record for each of its newest turns. While the turn runs its record holds the request and, in small
-chunks, what was sampled so far; after the end the result. Requests, chunks and results are the gateway's business
+chunks, the tokens so far; after the end the result. Requests, chunks and results are the gateway's business
 (`service/turns/codec.py`): a store keeps them as bytes.
 """
 
@@ -49,7 +49,7 @@ class TurnRecord:
     """`request` is empty after the end, `chunks` too. `result` is None until then, and for a turn that was abandoned:
     its holder was lost, and something else moved the session on, or somebody cancelled it.
 
-    `lease_left_s`: what is left of the session's lease by the store's clock; 0 when nobody holds it, so that a running
+    `lease_left_s`: the rest of the session's lease by the store's clock; 0 when nobody holds it, so that a running
     turn has lost its holder. `is_cancel_wanted`: somebody asked its holder to stop it.
     """
 

@@ -114,7 +114,7 @@ BASELINE = """
         PRIMARY KEY (tenant, kind, record_id)
     );
     CREATE INDEX records_by_expiry ON records (expires_at) WHERE expires_at IS NOT NULL;
-    -- Rises with each transaction: what a restart has can be compared with what was acknowledged (file_watch.py).
+    -- Rises with each transaction: a restart compares it with the last acknowledged one (file_watch.py).
     CREATE TABLE stamp (id INTEGER PRIMARY KEY CHECK (id = 1), value INTEGER NOT NULL);
     INSERT INTO stamp VALUES (1, 0);
 

@@ -76,7 +76,7 @@ class SessionMetrics:
             ["direction"], registry=registry,
         )  # fmt: skip
         self._store_damage = Counter(
-            "nsm_store_damage_total", "Calls that met damage in the store of sessions, by what is damaged.", ["part"],
+            "nsm_store_damage_total", "Calls that met damage in the store of sessions, by the damaged part.", ["part"],
             registry=registry,
         )  # fmt: skip
         for part in get_args(DamagedPart):  # from the start, as above
