@@ -72,9 +72,12 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> No
 
 def start_line(services: Services, host: str, port: int) -> str:
     """The log's line when connections are accepted. The numerics class names the device."""
-    url, sessions = f"http://{host}:{port}", services.settings.store_name()
-    served = f"{services.model_name} on {url}, computed as {services.backend.model.numerics}"
-    return f"serving {served}, with sessions in {sessions}, documentation at {url}/docs"
+    url, numerics = f"http://{host}:{port}", services.backend.model.numerics
+    sessions = services.settings.store_name()
+    return (
+        f"serving {services.model_name} on {url} with sessions in {sessions}, computed as {numerics}, "
+        f"documentation at {url}/docs"
+    )
 
 
 def make_backend(settings: Settings) -> InferenceBackend:
