@@ -18,7 +18,7 @@ from nsm_core.execution.cuda.executor import CudaExecutor
 from nsm_core.execution.cuda.kernels import attention, slots
 from nsm_core.execution.cuda.kernels.linear import Linear, Stream, run_linear, tile_columns
 from nsm_core.execution.cuda.options import CudaOptions, CudaWeights
-from nsm_core.execution.cuda.weights import SlotLayer, pack_weights
+from nsm_core.execution.cuda.weights import AttentionLayer, SlotLayer, pack_weights
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.model.bundled import BUNDLED
 from nsm_core.model.nsm import NsmModel
@@ -141,7 +141,7 @@ def part_times(bench: Bench) -> Iterator[Row]:
 def _parts(bench: Bench, batch: int) -> dict[str, Callable[[], object]]:
     step, on, layers = bench.step, bench.step.buffers(batch), bench.weights.layers
     slot_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if isinstance(layer.mixer, SlotLayer)]
-    ring_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if not isinstance(layer.mixer, SlotLayer)]
+    ring_layers = [(i, layer.mixer) for i, layer in enumerate(layers) if isinstance(layer.mixer, AttentionLayer)]
 
     def move_slots() -> None:
         for index, mixer in slot_layers:

@@ -10,10 +10,11 @@ from torch import Tensor
 from nsm_core.config import ModelConfig
 from nsm_core.execution.cuda.kernels.attention import attend_in_place, num_pieces
 from nsm_core.execution.cuda.kernels.chain import may_chain
+from nsm_core.execution.cuda.kernels.keyed import keyed_step_in_place
 from nsm_core.execution.cuda.kernels.linear import ROWS, Linear, Stream, make_stream, padded, run_linear
 from nsm_core.execution.cuda.kernels.rows import begin_step, final_norm
 from nsm_core.execution.cuda.kernels.slots import slot_step_in_place
-from nsm_core.execution.cuda.weights import AttentionLayer, DecodeWeights, SlotLayer
+from nsm_core.execution.cuda.weights import AttentionLayer, DecodeWeights, KeyedLayer, SlotLayer
 from nsm_core.state.spec import POSITION, State
 
 NO_ROW = -1  # where a batch is padded
@@ -24,7 +25,7 @@ class Buffers:
     """What a step reads and writes besides weights and states, [B, ...] each.
 
     rows and ids int64 are its input, hidden [B, padded d] is its result. It and all values made from the residual x
-    have the dtype of the products. What pads a width is zero and stays so.
+    have the dtype of the products. What pads a width is zero and stays so, but in mixed, whose width is a layer's own.
     """
 
     rows: Tensor
@@ -54,7 +55,7 @@ def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) ->
     batch, device = inputs.shape[1], inputs.device
     dtype, layers = weights.output.weight.dtype, weights.layers
     width, half = padded(config.d_model), config.head_dim // 2
-    routers = [layer.mixer.router.num_outputs for layer in layers if isinstance(layer.mixer, SlotLayer)]
+    routers = [layer.mixer.router.num_outputs for layer in layers if not isinstance(layer.mixer, AttentionLayer)]
     windows = [layer.mixer.window for layer in layers if isinstance(layer.mixer, AttentionLayer)]
     pieces = config.num_heads * num_pieces(max(windows)) if windows else 0
 
@@ -70,7 +71,7 @@ def make_buffers(weights: DecodeWeights, config: ModelConfig, inputs: Tensor) ->
         x=make_stream(batch, config.d_model, dtype, device),
         projected=zeros(max(padded(layer.mixer.project.num_outputs) for layer in layers), dtype),
         router=zeros(padded(max(routers, default=1))),
-        mixed=zeros(width, dtype),
+        mixed=zeros(max(padded(layer.out.width) for layer in layers), dtype),
         gated=zeros(padded(config.mlp_hidden), dtype),
         sums=zeros(pieces * config.head_dim),
         stats=zeros(pieces * 2),
@@ -130,12 +131,15 @@ class DecodeStep:
         """One layer over x, in place."""
         layer, prefix = self._weights.layers[index], f"layers.{index}."
         self._linear(layer.mixer.project, on.x, on.projected)
-        if isinstance(layer.mixer, SlotLayer):
-            self._linear(layer.mixer.router, on.x, on.router, is_beside=True)
-            self.move_slots(layer.mixer, prefix, on)
-        else:
+        if isinstance(layer.mixer, AttentionLayer):
             self.read_ring(layer.mixer, prefix, on)
-        self._linear(layer.out, on.mixed, on.x)
+        else:
+            self._linear(layer.mixer.router, on.x, on.router, is_beside=True)
+            if isinstance(layer.mixer, KeyedLayer):
+                self.move_keyed_slots(layer.mixer, prefix, on)
+            else:
+                self.move_slots(layer.mixer, prefix, on)
+        self._linear(layer.out, on.mixed[:, : layer.out.width], on.x)
         self._linear(layer.up, on.x, on.gated)
         self._linear(layer.down, on.gated, on.x)
 
@@ -155,6 +159,19 @@ class DecodeStep:
             rows=on.rows,
             projected=on.projected,
             router=on.router,
+            tail=self._states[prefix + "conv_tail"],
+            slots=self._states[prefix + "slots"],
+            out=on.mixed,
+            is_chained=self._is_chained(on),
+        )
+
+    def move_keyed_slots(self, layer: KeyedLayer, prefix: str, on: Buffers) -> None:
+        """Between the projections of a layer of keyed slots; its states in place."""
+        keyed_step_in_place(
+            layer.slots,
+            rows=on.rows,
+            projected=on.projected,
+            rates=on.router,
             tail=self._states[prefix + "conv_tail"],
             slots=self._states[prefix + "slots"],
             out=on.mixed,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Collection
 
 import torch
 
 from nsm_core.config import ModelConfig
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.ops.dispatch import runs_kernels
+from nsm_core.ops.keyed_scan.operator import SUPPORTED_WIDTHS
 
 LARGEST_SLOT_TILE = 16384
 LARGEST_WINDOW = 16384
@@ -62,25 +65,36 @@ def cuda_unsupported_reason(model: object) -> str | None:
         return f"there are none for models of the class {type(model).__name__}"
     if not runs_kernels(model.embedding.weight):
         return "it is not on a GPU, or the kernels' compiler (triton) is not installed"
-    kinds = {type(block.mixer) for block in model.layers} - {PulseMixer, WindowAttention}
-    if kinds:
-        return f"it has layers without such kernels: {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    kinds = {type(block.mixer) for block in model.layers}
+    unknown = kinds - {PulseMixer, KeyedMixer, WindowAttention}
+    if unknown:
+        return f"it has layers without such kernels: {', '.join(sorted(kind.__name__ for kind in unknown))}"
     if model.config.projector != "attention":
         return f"it reads slots by the projector {model.config.projector}, the kernels by attention alone"
-    if (
-        any(isinstance(block.mixer, PulseMixer) for block in model.layers)
-        and _slot_tile(model.config) > LARGEST_SLOT_TILE
-    ):
-        return f"a head's slots have more than {LARGEST_SLOT_TILE} numbers, which must fit into registers"
+    reason = _slots_unsupported_reason(kinds, model.config)
+    if reason is not None:
+        return reason
     windows = [block.mixer.window for block in model.layers if isinstance(block.mixer, WindowAttention)]
     if max(windows, default=0) > LARGEST_WINDOW:
         return f"its window is larger than {LARGEST_WINDOW}"
     return None
 
 
-def _slot_tile(config: ModelConfig) -> int:
-    """Numbers in the keys of a head's slots, as one program holds them."""
-    return _power_of_two(config.num_memory_slots) * _power_of_two(config.head_dim)
+def _slots_unsupported_reason(kinds: Collection[type], config: ModelConfig) -> str | None:
+    """Of layers of these kinds."""
+    slots, width = config.num_memory_slots, config.slot_width or config.head_dim
+    if KeyedMixer in kinds and not {slots, width} <= set(SUPPORTED_WIDTHS):
+        allowed = ", ".join(map(str, SUPPORTED_WIDTHS))
+        return f"it has {slots} keyed slots of {width} numbers a head, each must be one of {allowed}"
+    # numbers that one program holds of a head: the slots' keys, or all of keyed ones
+    tiles = {PulseMixer: _tile(slots, config.head_dim), KeyedMixer: _tile(slots, width)}
+    if any(kind in kinds and tile > LARGEST_SLOT_TILE for kind, tile in tiles.items()):
+        return f"a head's slots have more than {LARGEST_SLOT_TILE} numbers, which must fit into registers"
+    return None
+
+
+def _tile(rows: int, columns: int) -> int:
+    return _power_of_two(rows) * _power_of_two(columns)
 
 
 def _power_of_two(number: int) -> int:

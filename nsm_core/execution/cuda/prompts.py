@@ -15,6 +15,7 @@ from nsm_core.execution.cuda.kernels.linear import Linear, run_linear
 from nsm_core.execution.cuda.kernels.prompt_attention import KEYS, attend_in_order
 from nsm_core.execution.cuda.weights import pack_matrix
 from nsm_core.model.attention import WindowAttention
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.ops.slot_scan.chunked import CHUNK_LEN
@@ -42,7 +43,9 @@ class TiledLinear(nn.Module):
 
 
 def prompt_model(model: NsmModel, dtype: torch.dtype) -> NsmModel:
-    """The same model for `read` and `forward`, its parameters shared; large matrices in `dtype`, the router in fp32."""
+    """The same model for `read` and `forward`, its parameters shared. Large matrices are in `dtype`; routers and the
+    rates of keyed slots are in fp32.
+    """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     own = copy.deepcopy(model, shared)
     for module in list(own.modules()):
@@ -50,5 +53,6 @@ def prompt_model(model: NsmModel, dtype: torch.dtype) -> NsmModel:
             module.attend = attend_in_order
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
-                setattr(module, name, TiledLinear(layer, torch.float32 if isinstance(module, Router) else dtype))
+                is_fine = isinstance(module, Router) or (isinstance(module, KeyedMixer) and name == "rates")
+                setattr(module, name, TiledLinear(layer, torch.float32 if is_fine else dtype))
     return own

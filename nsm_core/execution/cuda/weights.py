@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsm_core.execution.cuda.kernels.keyed import KeyedWeights
 from nsm_core.execution.cuda.kernels.linear import Linear, padded, split
 from nsm_core.execution.cuda.kernels.slots import SlotWeights
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
+from nsm_core.model.keyed import KeyedMixer
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.pulse import PulseMixer
 from nsm_core.model.router import SoftmaxRouter
@@ -28,6 +30,15 @@ class SlotLayer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeyedLayer:
+    """`project` makes routes, values and the gate; `router` strengths and decays, in fp32."""
+
+    project: Linear
+    router: Linear
+    slots: KeyedWeights
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """`project` makes q, k, v; scale [H] fp32 multiplies the scores."""
 
@@ -40,7 +51,7 @@ class AttentionLayer:
 class LayerWeights:
     """A block: its mixer, and the parts that every block has."""
 
-    mixer: SlotLayer | AttentionLayer
+    mixer: SlotLayer | KeyedLayer | AttentionLayer
     out: Linear
     up: Linear
     down: Linear
@@ -66,7 +77,7 @@ class DecodeWeights:
         total = self.output.num_bytes
         for layer in self.layers:
             linears = [layer.mixer.project, layer.out, layer.up, layer.down]
-            linears += [layer.mixer.router] if isinstance(layer.mixer, SlotLayer) else []
+            linears += [] if isinstance(layer.mixer, AttentionLayer) else [layer.mixer.router]
             total += sum(linear.num_bytes for linear in linears)
         return total
 
@@ -117,6 +128,22 @@ def _slot_layer(block: Block, mixer: PulseMixer, dtype: torch.dtype) -> SlotLaye
     )
 
 
+def _keyed_layer(block: Block, mixer: KeyedMixer, dtype: torch.dtype) -> KeyedLayer:
+    rates = _after_norm(block.mixer_norm, mixer.rates.weight, torch.float32, bias=mixer.rates.bias.float())
+    return KeyedLayer(
+        project=_after_norm(block.mixer_norm, mixer.project.weight, dtype),
+        router=_split(rates),
+        slots=KeyedWeights(
+            read_taps=mixer.conv.read.float().contiguous(),
+            write_taps=mixer.conv.write.float().contiguous(),
+            value_taps=mixer.conv.value.float().contiguous(),
+            gain=mixer.out_norm.float(),
+            skip=mixer.skip.float(),
+            eps=mixer.eps,
+        ),
+    )
+
+
 def _attention_layer(block: Block, mixer: WindowAttention, dtype: torch.dtype) -> AttentionLayer:
     scale = mixer.log_scale.float().exp() / math.sqrt(mixer.head_dim)
     return AttentionLayer(_after_norm(block.mixer_norm, mixer.project.weight, dtype), scale, mixer.window)
@@ -125,8 +152,10 @@ def _attention_layer(block: Block, mixer: WindowAttention, dtype: torch.dtype) -
 def _layer(block: Block, dtype: torch.dtype) -> LayerWeights:
     mixer = block.mixer
     if isinstance(mixer, PulseMixer):
-        packed: SlotLayer | AttentionLayer = _slot_layer(block, mixer, dtype)
+        packed: SlotLayer | KeyedLayer | AttentionLayer = _slot_layer(block, mixer, dtype)
         out = mixer.out.weight
+    elif isinstance(mixer, KeyedMixer):
+        packed, out = _keyed_layer(block, mixer, dtype), mixer.out.weight
     elif isinstance(mixer, WindowAttention):
         packed, out = _attention_layer(block, mixer, dtype), mixer.out.weight
     else:

@@ -42,7 +42,7 @@ if importlib.util.find_spec("triton") is not None:
     EXECUTORS["cuda"] = make_cuda
 
 
-CASES = [(name, pattern) for pattern in ("NW", "KW") for name in EXECUTORS if (name, pattern) != ("cuda", "KW")]
+CASES = [(name, pattern) for pattern in ("NW", "KW") for name in EXECUTORS]
 
 
 @pytest.fixture(params=CASES, ids="-".join)

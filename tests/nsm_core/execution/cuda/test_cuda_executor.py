@@ -100,6 +100,8 @@ def test_without_a_gpu_it_is_refused_by_name(tiny_tokenizer: Tokenizer) -> None:
         ({"layer_pattern": "A", "max_context": 20000}, "larger than 16384"),
         ({"projector": "hybrid"}, "it reads slots by the projector hybrid, the kernels by attention alone"),
         ({"layer_pattern": "A", "num_memory_slots": 1025}, None),
+        ({"layer_pattern": "KW", "num_memory_slots": 128, "slot_width": 128}, None),
+        ({"layer_pattern": "K", "slot_width": 32}, "it has 8 keyed slots of 32 numbers a head, each must be one of 32"),
     ],
 )
 def test_sizes_that_fit(changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,19 @@ def test_a_block_with_a_window(changes: dict[str, int]) -> None:
     check_block(config, [0, window // 2, window, window + 5, 1_000_003])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"slot_width": 64},  # wider than the model
+        {"num_memory_slots": 12, "write_top_k": 12, "slot_width": 24, "conv_taps": 2, "d_model": 40},
+    ],
+    ids=["as-heads", "wide", "odd-sizes"],
+)
+def test_a_block_with_keyed_slots(changes: dict[str, object]) -> None:
+    check_block(dataclasses.replace(CONFIG, layer_pattern="K", **changes), [0, 3, 100])
+
+
 def test_a_write_is_clamped_as_the_router_clamps_it() -> None:
     model = random_model(CONFIG).to(DEVICE)
     model.layers[0].mixer.get_parameter("router.logits.bias").fill_(30.0)

@@ -48,7 +48,9 @@ def test_wrong_numbers_are_found_and_refused_at_the_start(model: NsmModel, monke
             return super().logits(hidden) * 1.5
 
     monkeypatch.setattr(executor_module, "CudaExecutor", Wrong)
-    with pytest.raises(ConfigError, match=r"logits are off by 0\.5, 0\.0001 is allowed\): set NSM_EXECUTOR=eager"):
+    with pytest.raises(
+        ConfigError, match=r"check on .* \(logits are off by 0\.5, 0\.0001 is allowed\): set the executor"
+    ):
         choose._make_cuda(model, num_rows=2, poison=False, options=OPTIONS)
 
 
