@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from nsm_core import rwkv_text
 from nsm_core.errors import CheckpointError, InvalidRequest
@@ -110,6 +111,16 @@ def get_template(template: str) -> ChatTemplate:
     if "{%" not in template and "{{" not in template:
         raise CheckpointError(f"unknown chat template {template[:80]!r}; known: {', '.join(sorted(TEMPLATES))}")
     return _compiled(template)
+
+
+def read_template(given: str) -> str:
+    """A template's name as it is, or the text of a file of Jinja, for `get_template`. Raises CheckpointError."""
+    try:
+        text = Path(given).read_text("utf-8") if Path(given).is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the chat template {given[:80]!r}: {error}") from error
+    get_template(text)
+    return text
 
 
 @functools.lru_cache(maxsize=16)

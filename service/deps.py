@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import Depends
 from starlette.requests import Request
 
+from nsm_core.chat_template import ChatTemplate, get_template
 from nsm_core.errors import NotFound
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
@@ -55,6 +56,11 @@ class Services:
     def model_name(self) -> str:
         """The name clients use."""
         return self.settings.served_model_name or self.backend.model.name
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """How chats become text: by the settings, or else by the model."""
+        return get_template(self.settings.chat_template or self.backend.model.chat_template)
 
     @property
     def state_format(self) -> StateFormat:

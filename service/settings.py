@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nsm_core.config import EngineLimits
-from nsm_core.errors import ConfigError, NsmError
+from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.execution.names import AUTO_DEVICE, ExecutorName, check_device_name
 from nsm_core.model.bundled import find_checkpoint
 from service.messages import validation_message
@@ -83,8 +83,12 @@ class Settings(BaseSettings):
     )
     model: Annotated[Path | None, Shown(default="the bundled model")] = Field(
         default=None,
-        description="Model directory or the name of a bundled model. With Triton servers: the model they must have.",
+        description="Model file or directory, or the name of a bundled model. With Triton servers: the model they must "
+        "have.",
     )
+    chat_template: Annotated[
+        str | None, Shown(default="the model's own", page="[chat templates](models.md#chat-template)")
+    ] = Field(default=None, description="How chats become text: a template's name, or a file of Jinja.")
     triton_url: Annotated[str | None, Shown(default="none", page="[Triton](triton.md#the-gateway)")] = Field(
         default=None,
         description="Triton servers that run the model: host:port of their gRPC, with commas. "
@@ -212,6 +216,19 @@ class Settings(BaseSettings):
     @classmethod
     def _bundled_by_name(cls, model: Path | None) -> Path | None:
         return model if model is None else find_checkpoint(model)
+
+    @field_validator("chat_template", mode="after")
+    @classmethod
+    def _usable_template(cls, given: str | None) -> str | None:
+        """A file's text in place of its path: the template stays what it was when the server started."""
+        if given is None:
+            return None
+        from nsm_core.chat_template import read_template  # Jinja is not imported by commands that only show help
+
+        try:
+            return read_template(given)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("device", mode="after")
     @classmethod

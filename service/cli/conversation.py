@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 
-from nsm_core.chat_template import ChatMessage, get_template
+from nsm_core.chat_template import ChatMessage
 from nsm_core.engine.request import TokenEvent
 from nsm_core.errors import InvalidRequest, NotFound, StateMismatch, TurnCancelled
 from nsm_core.sampling.params import SamplingParams
@@ -50,7 +50,7 @@ class Conversation:
         self._store = services.store
         self._turns = services.turns
         self._prompts = services.prompts
-        self._template = get_template(services.backend.model.chat_template)
+        self._template = services.chat_template
         self._sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *self._template.stop))
         self._has_own_seed = has_own_seed
 

@@ -73,6 +73,7 @@ def convert(
 
 def rwkv7_facts(model: OpenModel) -> dict[str, Any]:
     """The headers of an RWKV-7 model, or the names of its missing parts."""
+    from nsm_core.execution.rwkv7.choose import planned_executor
     from nsm_core.rwkv7.model import state_spec
     from nsm_core.rwkv7.tensors import num_parameters
 
@@ -95,6 +96,7 @@ def rwkv7_facts(model: OpenModel) -> dict[str, Any]:
         "weights": model.tensors.weight_format,
         "stored_as": model.tensors.kinds,
         "state_bytes": state_spec(config).num_bytes,
+        "executor": planned_executor(config, model.tensors.weight_format),
         "tokenizer": _tokenizer_fact(model),
         "chat_template": _first_line(model.template.text),
     }
@@ -112,6 +114,7 @@ def _tokenizer_fact(model: OpenModel) -> str:
 
 
 def _nsm_facts(path: Path) -> dict[str, Any]:
+    from nsm_core.execution.choose import choose_executor
     from nsm_core.model.loader import load_checkpoint
 
     loaded = load_checkpoint(path)
@@ -124,6 +127,7 @@ def _nsm_facts(path: Path) -> dict[str, Any]:
         "vocabulary": loaded.tokenizer.vocab_size,
         "weights": loaded.weight_format,
         "state_bytes": loaded.model.state_spec.num_bytes,
+        "executor": choose_executor(loaded).name,
         "tokenizer": type(loaded.tokenizer).__name__,
         "chat_template": loaded.config.chat_template,
     }
@@ -131,14 +135,12 @@ def _nsm_facts(path: Path) -> dict[str, Any]:
 
 def _template_text(given: str) -> str:
     """Raises a usage error for anything but a template's name or a file with a usable template."""
-    from nsm_core.chat_template import get_template
+    from nsm_core.chat_template import read_template
 
     try:
-        text = Path(given).read_text("utf-8") if Path(given).is_file() else given
-        get_template(text)
-    except (CheckpointError, UnicodeDecodeError) as error:
+        return read_template(given)
+    except CheckpointError as error:
         raise typer.BadParameter(str(error), param_hint="'--chat-template'") from error
-    return text
 
 
 def _first_line(template: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from nsm_core.chat_template import ChatMessage, ChatTemplate, get_template
+from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.engine.request import Finished
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
@@ -176,7 +176,7 @@ class PrefixCutter:
 async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Arrival) -> Chat:
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
-    template = get_template(services.backend.model.chat_template)
+    template = services.chat_template
     spec = await with_grammar(services, tenant, body.to_request(services.limits, template))
     prompt = await services.prompts.read(spec.prompts[0], param="messages")
     start = await services.prefix_resume.start(

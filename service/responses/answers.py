@@ -12,7 +12,6 @@ from nsm_core.errors import NotFound, NsmError, TurnCancelled
 from service.deps import Services, TenantScope
 from service.generate.chat import PrefixCutter
 from service.generate.choices import RequestGroup, ends_of
-from service.responses.chain import chat_template
 from service.responses.format import (
     Event,
     Response,
@@ -141,7 +140,7 @@ class UnstoredResponse:
         self._group = group
         self._opened = opened
         self._item_id = new_item_id()
-        self._cutter = PrefixCutter(chat_template(services).answer_prefix)
+        self._cutter = PrefixCutter(services.chat_template.answer_prefix)
         self._texts: list[str] = []
 
     def leave(self) -> None:

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nsm_core.chat_template import ChatTemplate, get_template
-from service.deps import Services, TenantScope
+from nsm_core.chat_template import ChatTemplate
+from service.deps import TenantScope
 from service.schemas.items import Item, message_of
 
 
@@ -94,7 +94,7 @@ async def plan_turn(
 
     Raises NotFound or InvalidRequest.
     """
-    encoder, template = scope.services.prompts, chat_template(scope.services)
+    encoder, template = scope.services.prompts, scope.services.chat_template
     text_ids = await encoder.encode(_text(template, base, items), param="input")
     if base is not None and base.instructions == instructions:
         return TurnPlan(
@@ -117,10 +117,6 @@ async def plan_turn(
         num_instruction_tokens=len(preface),
         plain=plain,
     )
-
-
-def chat_template(services: Services) -> ChatTemplate:
-    return get_template(services.backend.model.chat_template)
 
 
 def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:

@@ -11,7 +11,7 @@ from service.deps import Arrival, TenantScope
 from service.generate.structured import with_grammar
 from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer, StoredAnswer, UnstoredResponse
-from service.responses.chain import Chain, TurnPlan, chat_template, plan_turn
+from service.responses.chain import Chain, TurnPlan, plan_turn
 from service.responses.conversations import Conversation, finish_turn, forget_turn, load_conversation, read_items
 from service.responses.format import Response, opened_response
 from service.responses.opening import Opening
@@ -115,7 +115,7 @@ async def _open_stored(
 
 async def _opening(scope: TenantScope, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool) -> Opening:
     spec = await with_grammar(
-        scope.services, scope.tenant, body.to_request(scope.services.limits, chat_template(scope.services))
+        scope.services, scope.tenant, body.to_request(scope.services.limits, scope.services.chat_template)
     )
     scope.services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return Opening(

@@ -11,7 +11,7 @@ from nsm_core.errors import LeaseLost, NotFound, NsmError, StoreUnavailable, Tur
 from service.deps import Services, TenantScope
 from service.generate.chat import PrefixCutter
 from service.generate.deltas import Delta
-from service.responses.chain import LogPosition, chat_template
+from service.responses.chain import LogPosition
 from service.responses.conversations import finish_turn
 from service.responses.format import cancelled_response, ended_response, failed_response
 from service.responses.records import StoredResponse, load_response, put_response
@@ -28,7 +28,7 @@ class ResponseText:
     """A turn's events -> the pieces of its answer: one for each token, and one for text that the end released."""
 
     def __init__(self, services: Services) -> None:
-        self._cutter = PrefixCutter(chat_template(services).answer_prefix)
+        self._cutter = PrefixCutter(services.chat_template.answer_prefix)
         self.deltas: list[str] = []
         self.end: TurnOutcome | None = None
 

@@ -50,7 +50,7 @@ def model_object(services: Services, tenant: str) -> dict[str, Any]:
         "state_dtype": services.state_format.value,
         "vocab_size": model.vocab_size,
         "num_parameters": model.num_parameters,
-        "chat_template": model.chat_template,
+        "chat_template": services.chat_template.name,
         "prefix_cache": services.prefix_resume.is_on and services.tenants.may_cache_prefixes(tenant),
         "retained_snapshots": services.settings.retained_snapshots,
         "limits": {

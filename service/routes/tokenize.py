@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nsm_core.chat_template import get_template
 from nsm_core.tokenizer import describe
 from service.deps import ServicesDep
 from service.generate.openai_format import token_text
@@ -26,7 +25,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     services.check_model(body.model)
     text, param = body.prompt, "prompt"
     if text is None:
-        text, param = render_chat(get_template(services.backend.model.chat_template), body.messages), "messages"
+        text, param = render_chat(services.chat_template, body.messages), "messages"
     prompt = await services.prompts.fresh(text, param=param)
     tokens = prompt.ids if body.add_special_tokens else prompt.ids[prompt.num_start :]
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": None, "tokens": tokens}
@@ -46,4 +45,4 @@ async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
 @router.get("/tokenizer_info", response_class=Response, responses=answers(TokenizerAnswer))
 async def tokenizer_info(services: ServicesDep) -> Response:
     """What the model's `tokenizer_config.json` says: for programs that build prompts with this server's tokenizer."""
-    return json_response(describe(get_template(services.backend.model.chat_template)))
+    return json_response(describe(services.chat_template))

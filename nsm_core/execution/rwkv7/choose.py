@@ -15,6 +15,7 @@ from nsm_core.execution.native.library import PORTABLE, variants
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
 from nsm_core.execution.rwkv7.weights import Rwkv7Precision, pack_rwkv7, rwkv7_unsupported_reason
 from nsm_core.loaded_model import LoadedModel
+from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
 
 logger = logging.getLogger("nsm.execution")
@@ -32,9 +33,9 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
             f"{loaded.name} is an RWKV-7 model, which the executor for GPUs cannot run: "
             "on a GPU it runs on the eager one (NSM_EXECUTOR=eager)"
         )
-    reason = _eager_reason(loaded, name)
+    reason = _eager_reason(loaded.model.config, loaded.device, name)
     if reason is None:
-        return _native(loaded, PRECISIONS.get(name, _precision_of(loaded)))
+        return _native(loaded, PRECISIONS.get(name, _precision_of(loaded.weight_format)))
     if name in PRECISIONS:
         raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
     logger.log(
@@ -46,18 +47,26 @@ def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenE
     return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
 
 
-def _eager_reason(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> str | None:
+def planned_executor(config: Rwkv7Config, weight_format: str) -> str:
+    """The name of the executor that `auto` chooses on this machine's CPU, without a model."""
+    if _eager_reason(config, torch.device("cpu"), "auto") is not None:
+        return "eager"
+    precision = _precision_of(weight_format)
+    return next(name for name, own in PRECISIONS.items() if own is precision)
+
+
+def _eager_reason(config: Rwkv7Config, device: torch.device, name: ExecutorName) -> str | None:
     if name == "eager":
         return "as requested"
-    if loaded.device.type != "cpu":
+    if device.type != "cpu":
         return "the native kernels run on a CPU, and there are none for GPUs"
     if name == "auto" and variants()[:1] == (PORTABLE,):
         return "the native kernels for this processor are plain C++, slower than PyTorch where there are many tokens"
-    return rwkv7_unsupported_reason(loaded.model.config)
+    return rwkv7_unsupported_reason(config)
 
 
-def _precision_of(loaded: LoadedModel[Rwkv7Model]) -> Rwkv7Precision:
-    return Rwkv7Precision.INT8 if loaded.weight_format == Rwkv7Precision.INT8 else Rwkv7Precision.FP32
+def _precision_of(weight_format: str) -> Rwkv7Precision:
+    return Rwkv7Precision.INT8 if weight_format == Rwkv7Precision.INT8 else Rwkv7Precision.FP32
 
 
 def _native(loaded: LoadedModel[Rwkv7Model], precision: Rwkv7Precision) -> ChosenExecutor:

@@ -110,3 +110,32 @@ def test_convert_keeps_the_template_of_a_hugging_face_directory(nsm: Nsm, tmp_pa
     )
     assert nsm("model", "convert", path, "--out", tmp_path / "out").exit_code == 0
     assert open_files(tmp_path / "out").chat_template == template
+
+
+def test_every_layout_writes_the_same_text(nsm: Nsm, tmp_path: Path) -> None:
+    texts = set()
+    for index, (name, write) in enumerate(WRITERS.items()):
+        if "face" in name:  # heads of 16 have another epsilon there
+            continue
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        path = write(folder, TENSORS)
+        result = nsm("generate", "the theme", "--model", path, "--max-tokens", 24, "--seed", 1, "--ignore-eos")
+        assert result.exit_code == 0, result.stderr
+        texts.add(result.stdout)
+    assert len(texts) == 1
+
+
+def test_a_chat_with_a_file_and_a_template_of_jinja_goes_on_with_new_text_alone(nsm: Nsm, tmp_path: Path) -> None:
+    path = WRITERS["gguf"](tmp_path, TENSORS)
+    jinja = tmp_path / "chat.jinja"
+    jinja.write_text("{% for m in messages %}{{ '[' ~ m.role ~ ']' ~ m.content ~ '[end]' }}{% endfor %}[assistant]")
+    options = ("--model", path, "--session", "mine", "--max-tokens", 3, "--seed", 1)
+    for message in ("Hello", "And?"):
+        result = nsm("chat", *options, stdin=message, NSM_CHAT_TEMPLATE=str(jinja))
+        assert result.exit_code == 0, result.stderr
+    log = nsm("sessions", "log", "mine", "--model", path).stdout
+    first, _, rest = log.partition("[user]Hello[end][assistant]")
+    assert first.replace("<|endoftext|>", "") == ""
+    assert rest.count("[end][user]And?[end][assistant]") == 1
+    assert "Hello" not in rest
