@@ -37,8 +37,8 @@ def measure(model: Path | None, executor: str, max_slots: int) -> dict[str, Any]
     stages["torch"] = memory_mib("Rss")
     from nsm_core.config import EngineConfig
     from nsm_core.model.bundled import find_checkpoint
+    from nsm_core.model.identity import WEIGHTS_FILE
     from nsm_core.model.loader import load_checkpoint
-    from nsm_core.model.storage import WEIGHTS_FILE
     from service.backends.local import LocalBackend
 
     stages["modules"], private_before = memory_mib("Rss"), memory_mib("RssAnon")

@@ -23,12 +23,14 @@ from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """`claims`: whether it should open the path; never raises. The others raise CheckpointError or
-    ConfigError that names the file: `load` for a device, `identify` without weights: fingerprint and tokenizer.
+    ConfigError that names the file: `load` for a device; `outline` the same for descriptions, which need no weights;
+    `identify` fingerprint and tokenizer.
     """
 
     name: str
     claims: Callable[[Path], bool]
     load: Callable[[Path, str], LoadedModel[SequenceModel]]
+    outline: Callable[[Path, str], LoadedModel[SequenceModel]]
     identify: Callable[[Path], tuple[str, Tokenizer]]
 
 
@@ -47,12 +49,14 @@ ARCHITECTURES = (
         name=rwkv7_loader.ARCHITECTURE,
         claims=rwkv7_opening.claims,
         load=rwkv7_loader.load_rwkv7,
+        outline=rwkv7_loader.load_rwkv7,  # it reads a tensor when an executor asks for it
         identify=_identify_rwkv7,
     ),
     Architecture(
         name=nsm_loader.ARCHITECTURE,
         claims=lambda path: True,
         load=nsm_loader.load_checkpoint,
+        outline=nsm_loader.outline_checkpoint,
         identify=_identify_nsm,
     ),
 )
@@ -70,6 +74,12 @@ def load_model(model: Path | None = None, device: str = "cpu") -> LoadedModel[Se
     """
     path = find_checkpoint(model)
     return architecture_of(path).load(path, device)
+
+
+def outline_model(model: Path | None = None, device: str = "cpu") -> LoadedModel[SequenceModel]:
+    """As `load_model`, for descriptions: shapes are right, the weights may be anything."""
+    path = find_checkpoint(model)
+    return architecture_of(path).outline(path, device)
 
 
 def require_nsm(loaded: LoadedModel[SequenceModel]) -> nsm_loader.LoadedNsm:

@@ -215,7 +215,10 @@ class Settings(BaseSettings):
     @field_validator("model", mode="after")
     @classmethod
     def _bundled_by_name(cls, model: Path | None) -> Path | None:
-        return model if model is None else find_checkpoint(model)
+        try:
+            return model if model is None else find_checkpoint(model)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("chat_template", mode="after")
     @classmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,32 +45,64 @@ def choose_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "au
     return choices[loaded.architecture](loaded, name)
 
 
-def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExecutor:
+def decide_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "auto") -> tuple[str, str]:
+    """Name and numerics class of the executor that `choose_executor` makes; reads no weight of an NsmModel.
+
+    Raises ConfigError as it does.
+    """
+    if isinstance(loaded.model, NsmModel):
+        decision = _decide_nsm(loaded, loaded.model, name)
+        return decision.name, decision.numerics
+    chosen = choose_executor(loaded, name)
+    return chosen.name, chosen.numerics
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decision:
+    """`reason`: why it is the eager executor. `missed`: how that one compares with the one that lacks something."""
+
+    name: Literal["cuda", "native", "eager"]
+    numerics: str
+    reason: str | None = None
+    missed: str | None = None
+
+
+def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -> _Decision:
     if name == "native-fp32":
         raise ConfigError(f"{loaded.name} has no fp32 kernels: its executors are native (int8), eager and cuda")
     if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
-        reason = cuda_unsupported_reason(loaded.model)
+        reason = cuda_unsupported_reason(model)
         if reason is None:
-            return _cuda(loaded, CudaWeights(name.removeprefix("cuda-")) if "-" in name else CudaWeights.BF16)
+            return _Decision("cuda", cuda_numerics(_cuda_weights(name), loaded.device))
         if name != "auto":
             raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
-        logger.warning(
-            "%s runs on the eager executor, many times slower than the one for GPUs: %s", loaded.name, reason
-        )
-        return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
+        return _Decision("eager", loaded.numerics, reason, "many times slower than the one for GPUs")
     reason = None if name == "native" else _eager_reason(loaded, name)
+    if reason is not None:
+        return _Decision("eager", loaded.numerics, reason)
+    reason = native_unsupported_reason(model)
     if reason is None:
-        reason = native_unsupported_reason(loaded.model)
-        if reason is None:
-            return _native(loaded)
-        if name == "native":
-            raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
-        logger.warning(
-            "%s runs on the eager executor, several times slower than the native one: %s", loaded.name, reason
-        )
+        return _Decision("native", NUMERICS)
+    if name == "native":
+        raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
+    return _Decision("eager", loaded.numerics, reason, "several times slower than the native one")
+
+
+def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExecutor:
+    decision = _decide_nsm(loaded, loaded.model, name)
+    if decision.name == "cuda":
+        return _cuda(loaded, _cuda_weights(name))
+    if decision.name == "native":
+        return _native(loaded)
+    if decision.missed is None:
+        logger.info("%s runs on the eager executor: %s", loaded.name, decision.reason)
     else:
-        logger.info("%s runs on the eager executor: %s", loaded.name, reason)
-    return ChosenExecutor("eager", EagerExecutor, loaded.model, loaded.numerics)
+        logger.warning("%s runs on the eager executor, %s: %s", loaded.name, decision.missed, decision.reason)
+    return ChosenExecutor("eager", EagerExecutor, loaded.model, decision.numerics)
+
+
+def _cuda_weights(name: ExecutorName) -> CudaWeights:
+    return CudaWeights(name.removeprefix("cuda-")) if "-" in name else CudaWeights.BF16
 
 
 def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | None:

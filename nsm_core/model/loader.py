@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from nsm_core.loaded_model import LoadedModel, numerics_class
 from nsm_core.model import storage
 from nsm_core.model.bundled import find_checkpoint
 from nsm_core.model.nsm import NsmModel
+from nsm_core.tokenizer import Tokenizer
 
 ARCHITECTURE = "nsm"
 
@@ -36,8 +38,18 @@ def load_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:
 
     Raises CheckpointError or ConfigError with the file's name.
     """
-    directory = find_checkpoint(path)
-    model, tokenizer, weight_format = storage.read_model(directory)
+    return _loaded(find_checkpoint(path), device, storage.read_model)
+
+
+def outline_checkpoint(path: Path | None = None, device: str = "cpu") -> LoadedNsm:
+    """As `load_checkpoint`, for descriptions: no weight is read, and the model's numbers mean nothing."""
+    return _loaded(find_checkpoint(path), device, storage.read_outline)
+
+
+def _loaded(
+    directory: Path, device: str, read: Callable[[Path], tuple[NsmModel, Tokenizer, storage.WeightFormat]]
+) -> LoadedNsm:
+    model, tokenizer, weight_format = read(directory)
     target = torch.device(device)
     return LoadedNsm(
         architecture=ARCHITECTURE,

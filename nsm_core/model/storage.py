@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nsm_core.chat_template import get_template
-from nsm_core.config import ModelConfig, canonical_json, read_fields
+from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.int8_rows import quantize_rows as quantize_rows
-from nsm_core.hashing import new_identity
+from nsm_core.model.identity import CONFIG_FILE as CONFIG_FILE
+from nsm_core.model.identity import WEIGHTS_FILE as WEIGHTS_FILE
+from nsm_core.model.identity import fingerprint as fingerprint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import Router
 from nsm_core.tokenizer import DESCRIPTION_FILE, TOKENIZER_FILE, BpeTokenizer, Tokenizer, describe
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "weights.safetensors"
 SCALE_SUFFIX = ".row_scale"
 # Rounding these would move slot choices or the start of every session: they have more bits than other matrices.
 SENSITIVE = ("router.", "initial_slots", "rates.")
@@ -129,6 +129,15 @@ def _publish(target: Path, write: Callable[[Path], object]) -> None:
     os.replace(partial, target)
 
 
+def _read_format(path: Path) -> WeightFormat:
+    """From the header alone."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return WeightFormat((file.metadata() or {}).get("format", "fp32"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"cannot read weights {path}: {error}") from error
+
+
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -138,8 +147,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
         raise CheckpointError(f"cannot read weights {path}: {error}") from error
 
 
-def read_files(directory: Path) -> ModelFiles:
-    """Raises CheckpointError or ConfigError naming the file."""
+def _read_description(directory: Path) -> tuple[ModelConfig, Tokenizer]:
     if not directory.is_dir():
         raise CheckpointError(f"no model directory {directory}")
     config = ModelConfig.load(directory / CONFIG_FILE)
@@ -148,7 +156,23 @@ def read_files(directory: Path) -> ModelFiles:
         raise CheckpointError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
         )
-    return ModelFiles(config, tokenizer, *_read_tensors(directory / WEIGHTS_FILE))
+    return config, tokenizer
+
+
+def read_files(directory: Path) -> ModelFiles:
+    """Raises CheckpointError or ConfigError naming the file."""
+    return ModelFiles(*_read_description(directory), *_read_tensors(directory / WEIGHTS_FILE))
+
+
+def read_outline(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
+    """As `read_model` without reading a weight: shapes and dtypes are right, the numbers are whatever lies in memory.
+
+    Raises CheckpointError or ConfigError naming the file.
+    """
+    config, tokenizer = _read_description(directory)
+    with NoStart():
+        model = NsmModel(config)
+    return model.eval().requires_grad_(False), tokenizer, _read_format(directory / WEIGHTS_FILE)
 
 
 def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
@@ -164,18 +188,3 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
         summary = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error
     return model.eval().requires_grad_(False), files.tokenizer, files.weight_format
-
-
-def fingerprint(directory: Path) -> str:
-    """SHA-256 over config, weights and tokenizer: two models with equal fingerprints give equal logits."""
-    digest = new_identity()
-    for name in (CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE):
-        file = directory / name
-        try:
-            # The config is hashed by its fields: its layout on disk does not matter.
-            raw = canonical_json(read_fields(file)).encode() if name == CONFIG_FILE else file.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"cannot read {file}: {error}") from error
-        digest.update(json.dumps([name, len(raw)]).encode())
-        digest.update(raw)
-    return digest.hexdigest()

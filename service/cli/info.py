@@ -28,9 +28,10 @@ def info(
     from service.settings import load_settings
 
     settings = load_settings(model=model, device=device, data_dir=data_dir, store=store)
-    from service.server import with_model
+    from nsm_core.architectures import outline_model
+    from service.cli.local_model import with_local_model
 
-    facts = with_model(settings, lambda loaded: _facts(loaded, settings))
+    facts = with_local_model(settings, outline_model, lambda loaded: _facts(loaded, settings))
     if as_json:
         print_json(facts)
     else:
@@ -38,19 +39,19 @@ def info(
 
 
 def _facts(loaded: LoadedModel[SequenceModel], settings: Settings) -> dict[str, Any]:
-    from nsm_core.execution.choose import choose_executor
+    from nsm_core.execution.choose import decide_executor
     from nsm_core.model.loader import has_slots
     from nsm_core.model.nsm import NsmModel
 
-    spec, chosen = loaded.model.state_spec, choose_executor(loaded, settings.executor)
+    spec, (executor, numerics) = loaded.model.state_spec, decide_executor(loaded, settings.executor)
     config = loaded.model.config if isinstance(loaded.model, NsmModel) else None
     return {
         "model": settings.served_model_name or loaded.name,
         "architecture": loaded.architecture,
         "fingerprint": loaded.fingerprint,
         "device": str(loaded.device),
-        "executor": chosen.name,
-        "numerics": chosen.numerics,
+        "executor": executor,
+        "numerics": numerics,
         "parameters": loaded.num_parameters,
         "weights": loaded.weight_format,
         "vocabulary": loaded.tokenizer.vocab_size,

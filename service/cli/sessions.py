@@ -15,6 +15,8 @@ from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nsm_core.tokenizer import Tokenizer
     from service.settings import Settings
     from service.stores.sessions.base import SessionHead
@@ -140,11 +142,10 @@ async def _read_log(settings: Settings, key: SessionKey) -> tuple[SessionHead, t
 
 def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
     """The tokenizer of the session's model; raises StateMismatch when the model at hand is another."""
-    from nsm_core.architectures import identify
     from nsm_core.errors import StateMismatch
     from nsm_core.model.bundled import find_checkpoint
 
-    fingerprint, tokenizer = identify(settings.model)
+    fingerprint, tokenizer = _identify(find_checkpoint(settings.model))
     if fingerprint != head.model_fingerprint:
         raise StateMismatch(
             f"session {head.session_id} was made by model {head.model_fingerprint[:12]}, "
@@ -152,6 +153,18 @@ def _tokenizer_of(settings: Settings, head: SessionHead) -> Tokenizer:
             "or print token ids with --ids"
         )
     return tokenizer
+
+
+def _identify(path: Path) -> tuple[str, Tokenizer]:
+    """Without torch where the files are certainly of the architecture that needs none for it."""
+    from nsm_core.model.identity import fingerprint, is_nsm
+    from nsm_core.tokenizer import BpeTokenizer
+
+    if is_nsm(path):
+        return fingerprint(path), BpeTokenizer.load(path)
+    from nsm_core.architectures import identify
+
+    return identify(path)
 
 
 def _print_table(heads: list[SessionHead]) -> None:

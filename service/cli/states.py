@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +18,9 @@ from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
 
 if TYPE_CHECKING:
+    from nsm_core.loaded_model import LoadedModel, SequenceModel
+    from nsm_core.state.report import StateReport
+    from service.backends.base import InferenceBackend
     from service.settings import Settings
 
 COLUMNS = ("where", "use", "untouched", "effective", "key", "value", "moved", "cosine")
@@ -40,17 +46,57 @@ def states(
         _print_table(answer)
 
 
+class _StoredStates:
+    """Describes stored states with a loaded model, which runs nothing."""
+
+    def __init__(self, loaded: LoadedModel[SequenceModel], numerics: str) -> None:
+        self.model = dataclasses.replace(loaded.info, numerics=numerics)
+        self.tokenizer = loaded.tokenizer
+        self._served = loaded.model
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        from nsm_core.state.inspection import inspect_state
+
+        served = self._served
+        return inspect_state(served.state_spec, state, served.initial_state(1), detail=detail, layer=layer)
+
+
+def _source(settings: Settings) -> _StoredStates:
+    from nsm_core.architectures import load_model
+    from nsm_core.execution.choose import decide_executor
+    from service.cli.local_model import with_local_model
+
+    return with_local_model(
+        settings,
+        load_model,
+        lambda loaded: _StoredStates(loaded, decide_executor(loaded, settings.executor)[1]),
+    )
+
+
 async def _describe(settings: Settings, key: SessionKey, detail: Detail, layer: int | None) -> dict[str, Any]:
-    from service.server import make_backend
-    from service.state.describe import describe_states
+    from service.state.describe import describe_stored
 
     async with opened_store(settings) as store:
-        backend = make_backend(settings)
-        await backend.start()
-        try:
-            return await describe_states(backend, store, key, detail=detail, layer=layer)
-        finally:
-            await backend.stop()
+        stored = await store.load(key)
+    if settings.triton_url is None:
+        return await describe_stored(_source(settings), stored, detail=detail, layer=layer)
+    async with _upstream(settings) as backend:
+        return await describe_stored(backend, stored, detail=detail, layer=layer)
+
+
+@contextlib.asynccontextmanager
+async def _upstream(settings: Settings) -> AsyncIterator[InferenceBackend]:
+    """The model in Triton servers, which need not be on this machine."""
+    from service.server import make_backend
+
+    backend = make_backend(settings)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.stop()
 
 
 def _print_table(answer: dict[str, Any]) -> None:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from nsm_core.errors import SnapshotCorrupt, StateMismatch
-from nsm_core.state.report import Detail
+from nsm_core.model_info import ModelInfo
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
 from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
 from service.state.resume import ResumedSession, resume
-from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.base import SessionHead, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
+
+
+class StateSource(Protocol):
+    """The part of a backend that describes stored states; it needs no engine."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport: ...
 
 
 async def describe_states(
@@ -33,23 +49,32 @@ async def describe_states(
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
     stored = await store.load(key)
-    found = resume(stored, model=backend.model, tokenizer=backend.tokenizer)
-    snapshot = _usable(found, key.session_id).snapshot
+    answer = await describe_stored(backend, stored, detail=detail, layer=layer)
+    if num_recent:
+        answer["recent"] = await _recent(backend, store, stored.head, num_recent, timeout_s)
+    return answer
+
+
+async def describe_stored(
+    source: StateSource, stored: StoredSession, *, detail: Detail, layer: int | None
+) -> dict[str, Any]:
+    """The same of a loaded session, without `recent`. Raises as `describe_states` does, but for NotFound."""
+    found = resume(stored, model=source.model, tokenizer=source.tokenizer)
+    snapshot = _usable(found, stored.head.session_id).snapshot
     raw = None if snapshot is None else snapshot.state
-    report = await backend.inspect_state(raw, detail=detail, layer=layer)
+    report = await source.inspect_state(raw, detail=detail, layer=layer)
     return {
         "object": "session.states",
-        "session_id": key.session_id,
+        "session_id": stored.head.session_id,
         "version": stored.head.version,
-        "model_fingerprint": backend.model.fingerprint,
-        "numerics": backend.model.numerics if snapshot is None else snapshot.header.numerics,
+        "model_fingerprint": source.model.fingerprint,
+        "numerics": source.model.numerics if snapshot is None else snapshot.header.numerics,
         "dtype": None if snapshot is None else snapshot.header.stored_dtype,
         "rounded_to": None if snapshot is None else snapshot.header.rounded_to,
         "position": report.position,
         "state_bytes": report.num_bytes,
         "detail": detail.value,
         "layers": [_without_unset(dataclasses.asdict(use)) for use in report.layers],
-        **({"recent": await _recent(backend, store, stored.head, num_recent, timeout_s)} if num_recent else {}),
     }
 
 

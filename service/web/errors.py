@@ -183,8 +183,17 @@ async def handle(request: Request, error: Exception) -> Response:
     request_id = request.scope.get("state", {}).get("request_id")
     if isinstance(error, HTTPException) and error.detail == "Not Found":
         error = HTTPException(404, f"nothing is served at {request.method} {request.url.path}")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        error = _method_not_allowed(request, error)
     report(error, request_id=request_id)
     return answer(error, request_id=request_id).response()
+
+
+def _method_not_allowed(request: Request, error: HTTPException) -> HTTPException:
+    """With the method in its message, and those of the path as in the header `Allow`."""
+    headers = error.headers or {}
+    allowed = next((value for name, value in headers.items() if name.lower() == "allow"), "other methods")
+    return HTTPException(405, f"{request.method} is not allowed at {request.url.path}, only {allowed}", headers)
 
 
 def rule_of(error: NsmError) -> Rule:

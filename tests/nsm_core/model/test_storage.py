@@ -12,9 +12,10 @@ from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError, ConfigError, NsmError
 from nsm_core.model.bundled import CHECKPOINTS, find_checkpoint
+from nsm_core.model.identity import fingerprint
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
-from nsm_core.model.storage import WeightFormat, fingerprint, quantize_rows, read_model, save_model
+from nsm_core.model.storage import WeightFormat, quantize_rows, read_model, save_model
 from nsm_core.tokenizer import Tokenizer, describe
 
 CONFIG = ModelConfig(
@@ -183,6 +184,12 @@ def test_a_directory_goes_before_a_bundled_model_of_its_name(tmp_path: Path, mon
     assert find_checkpoint(Path("pulse-books-small")) == CHECKPOINTS / "pulse-books-small"
     (tmp_path / "pulse-books-small").mkdir()
     assert find_checkpoint(Path("pulse-books-small")) == Path("pulse-books-small")
+
+
+def test_unknown_name_lists_the_bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"bundled models are pulse-books, pulse-books-small$"):
+        find_checkpoint(Path("pulse-boks"))
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:

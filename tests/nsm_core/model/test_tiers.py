@@ -12,9 +12,10 @@ from torch import Tensor
 
 from nsm_core.config import ModelConfig
 from nsm_core.errors import ConfigError
+from nsm_core.model.identity import fingerprint
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.router import SoftmaxRouter, build_router
-from nsm_core.model.storage import WeightFormat, fingerprint, read_model, save_model
+from nsm_core.model.storage import WeightFormat, read_model, save_model
 from nsm_core.model.tiers import tier_config, write_tier
 from nsm_core.state.spec import State
 from nsm_core.tokenizer import Tokenizer

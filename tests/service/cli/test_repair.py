@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsm_core.model.storage import fingerprint
+from nsm_core.model.identity import fingerprint
 from nsm_core.state.snapshot import Snapshot
 from nsm_core.tokenizer import BpeTokenizer
 from tests.service.cli.conftest import Nsm, assert_one_line

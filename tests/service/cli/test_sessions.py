@@ -4,7 +4,7 @@ import json
 import sqlite3
 from pathlib import Path
 
-from nsm_core.model.storage import fingerprint
+from nsm_core.model.identity import fingerprint
 from nsm_core.tokenizer import Tokenizer
 from tests.service.cli.conftest import Nsm, assert_one_line, id_of
 

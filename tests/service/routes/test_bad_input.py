@@ -215,7 +215,7 @@ async def test_a_field_in_an_object_is_named_with_its_way(server: Gateway) -> No
 async def test_routes_and_methods_that_do_not_exist(server: Gateway) -> None:
     await assert_refused(server, await server.client.get("/v2/nothing"), 404, ["GET /v2/nothing"])
     response = await server.client.get(COMPLETIONS)
-    await assert_refused(server, response, 405, [])
+    await assert_refused(server, response, 405, [f"GET is not allowed at {COMPLETIONS}, only POST"])
     assert response.headers["allow"] == "POST"
 
 
