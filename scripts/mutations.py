@@ -262,13 +262,13 @@ class Runner:
 
     def __init__(self, copy: Path, *, limit_s: float, cores: int, memory_gib: float) -> None:
         self.left_out: list[str] = []
-        self._copy, self._limit_s = copy, limit_s
+        self.copy, self._limit_s = copy, limit_s
         self._cores = sorted(os.sched_getaffinity(0))[:cores]
         self._memory_bytes = int(memory_gib * 2**30)
 
     def kills(self, mutation: Mutation, arguments: Sequence[str], *, is_after_fast: bool = False) -> Outcome:
         """One run over a mutation; repeated without a test that fails on the unchanged source too."""
-        file = self._copy / mutation.path
+        file = self.copy / mutation.path
         source = file.read_bytes()
         while True:
             file.write_bytes(mutation.apply(source))
@@ -294,12 +294,12 @@ class Runner:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "mutations"]
         left_out = [word for test in self.left_out for word in ("--deselect", test)]
         environ = {
-            **os.environ, MUTATED: mutated, "PYTHONPATH": f"{self._copy}:{self._copy / 'scripts'}",
+            **os.environ, MUTATED: mutated, "PYTHONPATH": f"{self.copy}:{self.copy / 'scripts'}",
             "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             IS_AFTER_FAST: "1" if is_after_fast else "",
         }  # fmt: skip
         process = subprocess.Popen(
-            [*command, *arguments, f"--timeout={TEST_LIMIT_S}", *left_out], cwd=self._copy, env=environ,
+            [*command, *arguments, f"--timeout={TEST_LIMIT_S}", *left_out], cwd=self.copy, env=environ,
             stdin=subprocess.DEVNULL, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=self._limit,
         )  # fmt: skip
@@ -314,6 +314,8 @@ class Runner:
         seconds = time.monotonic() - started
         if process.returncode in (0, 5):  # 5: no test was left to run
             return Outcome(None, seconds)
+        if process.returncode == 4:
+            raise SystemExit(f"mutations: pytest was called wrongly:\n{output}")
         failed = FAILED.search(output)
         last = output.strip().splitlines()[-1:] or ["no output"]
         return Outcome(failed.group(1) if failed else f"status {process.returncode}: {last[0]}", seconds)
@@ -382,7 +384,7 @@ def _first_tier(runner: Runner, mutation: Mutation, fast: Sequence[str]) -> tupl
     outcome = runner.kills(mutation, fast)
     if outcome.reason is not None:
         return "fast", outcome
-    files = concerned(mutation.path)
+    files = concerned(mutation.path, runner.copy)
     if files:
         outcome = runner.kills(mutation, [*files, "-n0"], is_after_fast=True)
     return "none" if outcome.reason is None else "test", outcome

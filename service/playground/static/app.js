@@ -23,7 +23,7 @@ const sessions = new SessionList(byId("session-list"), api, { open, openBeside, 
 const choices = panes.map((pane) => button(pane.name === "left" ? "Left" : "Right", () => activate(pane)));
 const isNarrow = matchMedia("(max-width: 52rem)"); // as in style.css: one pane is shown at a time
 let active = panes[0];
-let isStarted = false; // nothing stands in the way of what was open before a reload
+let isStarted = false; // the view from before a reload may be opened
 let isStarting = false;
 
 function byId(id) {
@@ -71,7 +71,7 @@ function setComparing(isComparing) {
   changed();
 }
 
-/** `isStep`: whether *back* leads to what was open before. */
+/** `isStep`: whether *back* leads to the view before. */
 function changed({ isStep = true } = {}) {
   const ids = panes.map((pane) => pane.sessionId);
   memory.write("panes", ids);
@@ -116,7 +116,7 @@ async function showModel() {
   }
 }
 
-/** Who declined at first may give a key later, for a turn: then the page has what it went without. */
+/** A key may come later, with a turn: then the page loads the rest. */
 function takeKey(key) {
   showKey();
   notice.clear();

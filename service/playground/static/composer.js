@@ -37,18 +37,18 @@ export class Composer {
     });
   }
 
-  /** What was wished before a reload, and what is from now on. */
+  /** The options from before a reload; later changes are remembered. */
   restore(memory, place) {
     const known = memory.read(place, {});
     for (const [name, field] of this.fields) field.value = known[name] ?? field.value;
     this.routing.checked = known.routing ?? true;
     this.root.addEventListener("input", () => {
-      const wished = Array.from(this.fields, ([name, field]) => [name, field.value]);
-      memory.write(place, { ...Object.fromEntries(wished), routing: this.routing.checked });
+      const options = Array.from(this.fields, ([name, field]) => [name, field.value]);
+      memory.write(place, { ...Object.fromEntries(options), routing: this.routing.checked });
     });
   }
 
-  /** What is written and wished, as the body of a turn. What is no number is for the server to refuse. */
+  /** Text and options as the body of a turn. The server refuses options that must be numbers and are none. */
   body() {
     const made = { input: this.text.value };
     for (const [name, field] of this.fields) {

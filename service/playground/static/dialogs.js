@@ -40,7 +40,7 @@ export class Keyring {
     });
   }
 
-  /** Requests that are refused at the same time wait for one answer. `reason`: what was wrong with the last key. */
+  /** Requests that are refused at the same time wait for one answer. `reason`: why the last key was refused. */
   ask(reason) {
     this.asking ??= this.askOnce(reason).finally(() => {
       this.asking = null;

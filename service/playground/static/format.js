@@ -3,7 +3,7 @@
 const RELATIVE = new Intl.RelativeTimeFormat("en", { numeric: "auto", style: "short" });
 const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]];
 
-/** A probability: never 0 % or 100 % for what is neither. */
+/** A probability: never 0 % or 100 % by rounding. */
 export function percent(probability) {
   const value = probability * 100;
   if (value < 0.01) return "< 0.01 %";
@@ -11,7 +11,7 @@ export function percent(probability) {
   return value > 99.9 ? "> 99.9 %" : `${value.toFixed(1)} %`;
 }
 
-/** Levels of surprise, for colours and underlines: 0 is what was to be expected. */
+/** Levels of surprise, for colours and underlines: 0 is the expected token. */
 export const LEVELS = [
   [0.5, "50 % and more"],
   [0.2, "20 to 50 %"],

@@ -70,7 +70,7 @@ export class Heatmap {
     });
   }
 
-  /** A turn has ended: what was waited for may be known to be absent. */
+  /** A turn has ended: the awaited states may be known to be absent. */
   refresh(turn) {
     if (this.turn === null) this.show(turn, turn.pieces.length - 1);
   }

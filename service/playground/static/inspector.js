@@ -37,7 +37,7 @@ export class Inspector {
   }
 }
 
-/** What is said aloud when a token is chosen. */
+/** The announcement for screen readers when a token is chosen. */
 export function tokenInWords(turn, index) {
   const piece = turn.pieces[index];
   const chances = piece.tokens.map((token) => percent(Math.exp(token.logprob))).join(", ");

@@ -1,4 +1,4 @@
-// What this tab remembers over a reload, in sessionStorage only: the key, what is open, the form, and how turns looked.
+// What this tab remembers over a reload, in sessionStorage only: the key, the open view, the form, and how turns looked.
 // The server keeps the conversations themselves.
 
 const PREFIX = "nsm.";
@@ -51,7 +51,7 @@ export class Memory {
       } catch (error) {
         if (error.name !== "QuotaExceededError") throw error;
         const oldest = this.oldestSession(name);
-        if (oldest === null) return false; // what is seen until the reload is then read from the server
+        if (oldest === null) return false; // the turns are then read from the server
         this.storage.removeItem(oldest);
       }
     }

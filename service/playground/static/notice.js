@@ -17,7 +17,7 @@ export class Notice {
     this.root.hidden = false;
   }
 
-  /** `text`: what is under way and no error. */
+  /** `text`: progress, no error. */
   tell(text) {
     this.root.replaceChildren(el("p", {}, text));
     this.root.hidden = false;

@@ -1,4 +1,4 @@
-// The turns of a conversation: what was read, the tokens that were sampled, and what each turn took.
+// The turns of a conversation: prompts, sampled tokens, and times.
 
 import { pieceAt, textOf } from "./branches.js";
 import { el, button } from "./dom.js";

@@ -109,7 +109,7 @@ function pieceOf(choice, number) {
   return { number, text: choice.text, tokens: scored, routing: choice.routing ?? null };
 }
 
-// Only what was read without a break is timed: a token that waited for the next connection says nothing of the server.
+// Only tokens that were read without a break are timed: a token that waited for the next connection says nothing of the server.
 function measure(turn, clock) {
   const now = performance.now();
   if (turn.isReadOn || clock.sentAt === null) return;
@@ -132,7 +132,7 @@ export function isPassing(error, turn) {
 
 /**
  * Why the server would take the turn without `include_routing`: it tells no routing (its model runs elsewhere), not of so
- * many tokens as the turn may have, or not of more turns at a time. Null: that is not what it refused.
+ * many tokens as the turn may have, or not of more turns at a time. Null: it refused something else.
  */
 export function routingRefusal({ param, code, message }) {
   if (param === "include_routing") return "absent";

@@ -7,7 +7,7 @@ const WIDTH = 96;
 const HEIGHT = 22;
 const PAD = 3;
 
-/** What is kept of an answer of GET /v1/sessions/{id}/states. */
+/** The fields kept of an answer of GET /v1/sessions/{id}/states. */
 export function sampleOf(answer) {
   return { version: answer.version, position: answer.position, layers: answer.layers.map(layerOf) };
 }

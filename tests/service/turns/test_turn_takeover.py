@@ -272,7 +272,7 @@ async def test_a_holder_that_wakes_while_another_goes_on_says_so(store: SqliteSe
     await two.backend.held.wait()
     one.backend.release_all()
     late = (await collect(opened))[1]
-    assert "another server, which goes on with it; GET /v1/streams/r1 gives the rest" in str(late.error)
+    assert "another server, which continues it; GET /v1/streams/r1 gives the rest" in str(late.error)
     two.backend.release_all()
     assert (await reading)[1].head.version == 1
     for process in (one, two):
