@@ -181,7 +181,7 @@ class Settings(BaseSettings):
     )
 
     detached_s: Annotated[
-        float, Shown(section="Sessions and prefixes", page="[what is kept](sessions.md#what-is-kept-and-when)")
+        float, Shown(section="Sessions and prefixes", page="[commits](sessions.md#what-is-kept-and-when)")
     ] = Field(default=300.0, ge=0, le=86_400.0, description="Time for a turn to finish after its client left.")
     lease_s: Annotated[float, Shown(page="[leases](sessions.md#leases)")] = Field(
         default=10.0, ge=1.0, le=3_600.0, description="Time for which a session stays busy after its server is lost."

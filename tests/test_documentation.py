@@ -11,6 +11,8 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from deploy.docs.style.measure import MAX_MEAN, MAX_P90, style_of
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS_OF_PAGES = ("docs", "deploy", "benchmarks", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for name in FOLDERS_OF_PAGES for page in (ROOT / name).rglob("*.md"))])
@@ -91,3 +93,36 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
         "# One, two\n\n[a](#one-two) [b](#three) [c](nowhere.md) [d](https://e.org) `[NW](WNL)` [NW](WNL)\n"
     )
     assert dead_links_of(page) == ["#three", "nowhere.md", "WNL"]
+
+
+STYLED = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+NAME_SOURCES = frozenset(("architecture.md", "extending.md", "glossary.md"))  # pages for those who change the code
+SOURCE = re.compile(r"`(?:nsm_core|service|nsm_lab)/[\w/]+\.(?:py|cpp|inc)`")
+
+
+@pytest.mark.parametrize("page", STYLED, ids=lambda page: page.name)
+def test_page_has_short_sentences_and_lines_and_no_history(page: Path) -> None:
+    """`python -m deploy.docs.style` prints the same for all pages."""
+    style = style_of(page.read_text("utf-8"))
+    assert style.mean <= MAX_MEAN
+    assert style.p90 <= MAX_P90
+    assert (style.long_lines, style.history, style.idiom) == ((), (), ())
+
+
+@pytest.mark.parametrize("page", [page for page in STYLED if page.name not in NAME_SOURCES], ids=lambda page: page.name)
+def test_page_for_users_names_no_source_file(page: Path) -> None:
+    assert SOURCE.findall(page.read_text("utf-8")) == []
+
+
+def test_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 650
+
+
+def test_style_counts_words_of_sentences_outside_of_code_headings_and_tables() -> None:
+    prose = "# A heading\n\nOne two three. `Code here` is four words.\n\n```sh\nx y z\n```\n"
+    style = style_of(f"{prose}\n| a b |\n| --- |\n| c d e. F g |\n")
+    assert style.sentences == (3, 4)
+    assert sorted(style.cells) == [2, 2, 3]
+    assert style_of(f"{'x' * 121}\n").long_lines == (1,)
+    assert style_of("This was tried before. It is what is said.\n").history == ("was tried",)
+    assert style_of("It is what is said.\n").idiom == ("what is",)

@@ -92,6 +92,6 @@ def _long_lines(text: str) -> Iterator[int]:
     """Numbers of lines over the limit outside of tables, code, comments and lines that are one link or picture."""
     without_code = FENCE.sub(lambda block: "\n" * block[0].count("\n"), text)
     for number, line in enumerate(without_code.splitlines(), start=1):
-        is_free = line.lstrip().startswith(("|", "!", "<!--", "    "))
+        is_free = line.startswith("    ") or line.lstrip().startswith(("|", "!", "<!--"))
         if len(line) > MAX_LINE and not is_free:
             yield number
