@@ -61,6 +61,7 @@ HELP = {
     "out": "directory for the model, the log and what a resumed run needs",
     "tokenizer": "tokenizer.json to use; without it one is learned from the training split",
     "cache": "directory for token ids, which runs may share; default OUT/cache",
+    "recall_end": "the share of --recall at the end of the run, reached in a straight line; default: the same",
     "resume": "go on from the last save in --out",
 }
 
@@ -81,9 +82,15 @@ def build_parser() -> argparse.ArgumentParser:
             action = argparse.BooleanOptionalAction
             parser.add_argument(_flag(field.name), action=action, default=default, help=text)
         else:
-            value = Path if required or field.name in ("tokenizer", "cache") else type(default)
+            value = _type_of(field.name, required, default)
             parser.add_argument(_flag(field.name), type=value, required=required, default=default, help=text)
     return parser
+
+
+def _type_of(name: str, is_path: bool, default: object) -> Callable[[str], object]:
+    if is_path or name in ("tokenizer", "cache"):
+        return Path
+    return float if name == "recall_end" else type(default)
 
 
 def _flag(name: str) -> str:

@@ -37,6 +37,7 @@ class TrainConfig:
     dropout: float = 0.0
     carry: float = 0.5
     recall: float = 0.0  # share of the training tokens that repeat or ask for what the same document said before
+    recall_end: float | None = None  # the share at the end of the run, reached in a straight line; None: the same
     tier_share: float = 0.0  # of the rows: read with one of the model's `state_tiers`, or all slots, each as likely
     ema: float = 0.0  # decay of the averaged weights, which are then validated and saved; 0: none
     seed: int = 0
@@ -57,6 +58,9 @@ class TrainConfig:
             self._require(0.0 <= getattr(self, name) <= 1.0, name, "in [0, 1]")
         for name in ("ema", "recall"):
             self._require(0.0 <= getattr(self, name) < 1.0, name, "in [0, 1)")
+        if self.recall_end is not None:
+            self._require(self.recall > 0, "recall_end", "left out without recall")
+            self._require(0.0 < self.recall_end < 1.0, "recall_end", "in (0, 1)")
         for name in ("balance_loss", "z_loss"):
             self._require(0.0 <= getattr(self, name) < math.inf, name, "a number of at least 0")
         for name in ("muon_lr", "adam_lr", "clip"):

@@ -146,6 +146,11 @@ class Batch:
     num_slots: Tensor | None = None  # [rows] int64: slots of a head that a row is read with; None: all
 
 
+def document_order(seed: int, epoch: int, num_documents: int) -> IntArray:
+    """The order in which an epoch lays out the documents [num_documents]."""
+    return np.random.default_rng((seed, epoch)).permutation(num_documents)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
     """One epoch's virtual stream: document `order[i]` begins at chunk `first_chunks[i]`."""
@@ -233,6 +238,6 @@ class PackedBatches:
         )
 
     def _lay_out(self, epoch: int) -> _Layout:
-        order = np.random.default_rng((self._seed, epoch)).permutation(self._split.num_documents)
+        order = document_order(self._seed, epoch, self._split.num_documents)
         lengths = self._num_chunks[order]
         return _Layout(epoch, order, np.cumsum(lengths) - lengths)

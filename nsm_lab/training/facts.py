@@ -38,6 +38,14 @@ _NAMES = _words(
     "Thistle Comet Pilgrim Hector Willow Duchess Rover Ivory Lantern Nimrod Pepper Raven Sable Topaz Vesper"
 )
 _MONTHS = _words("January February March April May June July August September October November December")
+_TOWNS = _words("Norwich Lisbon Dover Bombay Chester Genoa Bristol Leith Calais Quebec Cadiz Dublin Boston Lyons")
+_TRADES = _words("baker lawyer sailor painter tailor doctor printer miller soldier teacher banker gardener smith clerk")
+_GOODS = _words(
+    "apples candles rope nails salt ribbons pepper honey oranges lamps coal wool paper needles cheese wine tea boots "
+    "spoons glass soap bread string tobacco hats eggs ink butter gloves matches"
+)
+_COUNTED = ("safe", "strong-box", "account", "telegram", "policy", "regiment", "locker", "cipher", "engine", "passport")
+
 STATEMENTS = (
     "{who} told them that the {what} of the {thing} was {value}.",
     "Now the {what} of {who}'s {thing} was {value}, as everybody in the town knew.",
@@ -54,20 +62,98 @@ QUESTIONS = (
     "If one asked {who} for the {what} of the {thing}, the answer was {value}.",
     "The {what} of the {thing}, as {who} had said, was {value}.",
 )
+# Numbers that are said once, without a name: the only one of their kind in a text, mostly.
+NUMBER_STATEMENTS = (
+    "The number of the {thing} is {value}. Keep it well: {value}.",
+    '"Write this down," he said. "The {thing} has the number {value}. I say it again, {value}."',
+    "Upon the card they read: {thing}, {value}.",
+    "The {thing} bore the number {value}, and no other {thing} had it.",
+    '"{value}," she repeated; "{value} is the number of the {thing}, and you are not to lose it."',
+)
+NUMBER_QUESTIONS = (
+    '"Which was the number of the {thing}?" "The number of the {thing} was {value}."',
+    "Then he remembered the {thing}. Its number was {value}.",
+    '"Tell me the number of the {thing}." "{value}."',
+    "What number had the {thing}? It had the number {value}.",
+    "The {thing} was asked for, and the number that they gave was {value}.",
+)
+LIST_STATEMENTS = (
+    "{who} was to buy these things: {value}.",
+    "In {who}'s basket lay {value}.",
+    '"Bring me {value}," said {who}.',
+    "Upon the list of {who} stood: {value}.",
+)
+LIST_QUESTIONS = (
+    '"What did {who} want?" "{value}," said the boy.',
+    "These were the things of {who}: {value}.",
+    "They counted what {who} had asked for: {value}.",
+    '"And the list of {who}?" "{value}."',
+)
+TALK_STATEMENTS = (
+    '"My name is {who}," said the stranger. "I come from {town}, and I am a {trade}."',
+    '"Who are you, and where is your home?"\n\n"{who}, a {trade}, and my home is {town}."',
+    "A {trade} of {town} sat down with them; he gave his name as {who}.",
+)
+TALK_QUESTIONS = (
+    '"What is {who}?" "A {trade}." "And the town?" "{town}."',
+    '"Where does {who} come from?" "From {town}. A {trade}, I believe."',
+    "{who}, the {trade} from {town}, was spoken of again.",
+    '"You remember {who}?" "Of {town}? Certainly, the {trade}."',
+)
+KINDS = {
+    "attribute": (STATEMENTS, QUESTIONS),
+    "number": (NUMBER_STATEMENTS, NUMBER_QUESTIONS),
+    "list": (LIST_STATEMENTS, LIST_QUESTIONS),
+    "talk": (TALK_STATEMENTS, TALK_QUESTIONS),
+}
+_OFTEN = {"attribute": 4, "number": 4, "list": 1, "talk": 1}  # how often a kind is made, in shares
+_MOST_QUESTIONS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """Two paragraphs: one that states something, and one that can be completed by who remembers it."""
+    """A paragraph that states something, and paragraphs that can be completed by who remembers it."""
 
     statement: str
-    question: str
+    questions: tuple[str, ...]
+
+
+def make_fact(rng: random.Random) -> Fact:
+    """One of some hundred million."""
+    kind = rng.choices(tuple(_OFTEN), tuple(_OFTEN.values()))[0]
+    words = {"who": f"{rng.choice(_FIRST)} {rng.choice(_LAST)}", **_words_of(rng, kind)}
+    statements, questions = KINDS[kind]
+    asked = rng.sample(questions, rng.randint(1, _MOST_QUESTIONS))
+    return Fact(
+        f"{rng.choice(statements).format(**words)}\n\n", tuple(f"{question.format(**words)}\n\n" for question in asked)
+    )
+
+
+def _words_of(rng: random.Random, kind: str) -> dict[str, str]:
+    """What a kind's templates say, beside who it is about."""
+    match kind:
+        case "number":
+            return {"thing": rng.choice(_COUNTED), "value": _number(rng)}
+        case "list":
+            goods = rng.sample(_GOODS, rng.randint(3, 6))
+            return {"value": f"{', '.join(goods[:-1])} and {goods[-1]}"}
+        case "talk":
+            return {"town": rng.choice(_TOWNS), "trade": rng.choice(_TRADES)}
+        case _:
+            thing = rng.choice(tuple(_THINGS))
+            what = rng.choice(_THINGS[thing])
+            return {"thing": thing, "what": what, "value": _value(rng, what)}
+
+
+def _number(rng: random.Random) -> str:
+    digits = rng.randint(3, 6)
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def _value(rng: random.Random, what: str) -> str:
     match what:
         case "number":
-            return str(rng.randrange(10, 10 ** rng.randint(2, 6)))
+            return _number(rng)
         case "price":
             return f"{rng.randrange(2, 1000)} {rng.choice(('pounds', 'shillings', 'guineas'))}"
         case "date":
@@ -76,13 +162,3 @@ def _value(rng: random.Random, what: str) -> str:
             return rng.choice(_COLOURS)
         case _:
             return f"the {rng.choice(_NAMES)}" if rng.random() < 0.3 else rng.choice(_NAMES)
-
-
-def make_fact(rng: random.Random) -> Fact:
-    """One of some hundred million."""
-    who = f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
-    thing = rng.choice(tuple(_THINGS))
-    what = rng.choice(_THINGS[thing])
-    words = {"who": who, "thing": thing, "what": what, "value": _value(rng, what)}
-    statement, question = (rng.choice(templates).format(**words) for templates in (STATEMENTS, QUESTIONS))
-    return Fact(f"{statement}\n\n", f"{question}\n\n")

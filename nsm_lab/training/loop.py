@@ -32,7 +32,7 @@ from nsm_lab.training.data_files import read_documents
 from nsm_lab.training.distributed import World, join_world, leave_world, mean_over_world
 from nsm_lab.training.log import TrainLog, log_line
 from nsm_lab.training.optim import Optimizers
-from nsm_lab.training.recall import recall_split
+from nsm_lab.training.recall import recall_split, shares_by_time
 from nsm_lab.training.tiers import TierDraw
 
 
@@ -205,11 +205,20 @@ class Trainer:
     def _with_recall(self, split: TokenizedSplit) -> TokenizedSplit:
         """As many copies of the split, each with other insertions, as the run reads."""
         config = self.config
-        tokens_read = config.steps * config.rows * config.seq_len * self.world.size
-        copies = math.ceil(tokens_read * (1.0 - config.recall) / split.num_tokens)
-        return recall_split(
-            split, self.tokenizer, share=config.recall, copies=copies, seed=config.seed, workers=os.cpu_count() or 1
+        shares = (config.recall, config.recall if config.recall_end is None else config.recall_end)
+        strips = config.rows * self.world.size
+        tokens_read = config.steps * strips * config.seq_len * (1.0 - sum(shares) / 2)
+        copies = math.ceil(tokens_read / split.num_tokens)
+        of_copies = shares_by_time(
+            split,
+            shares=shares,
+            copies=copies,
+            strips=strips,
+            read=tokens_read / (copies * split.num_tokens),
+            seed=config.seed,
         )
+        workers = os.cpu_count() or 1
+        return recall_split(split, self.tokenizer, shares=of_copies.tolist(), seed=config.seed, workers=workers)
 
     def _build_module(self) -> nn.Module:
         self.model.checkpoint_blocks = self.config.checkpoint_blocks

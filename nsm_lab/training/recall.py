@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import multiprocessing
 import random
 from collections.abc import Sequence
@@ -17,16 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from nsm_core.tokenizer import Tokenizer
-from nsm_lab.training.data import TokenizedSplit
+from nsm_lab.training.data import TokenizedSplit, document_order
 from nsm_lab.training.facts import make_fact
 
 PASSAGE_TOKENS = (24, 320)  # shortest and longest passage that returns
 PASSAGE_DISTANCE = (160, 24_576)  # tokens from its beginning to its return
-FACT_DISTANCE = (32, 16_384)  # tokens from a statement to its question
+FACT_DISTANCE = (32, 32_768)  # tokens from a statement to a question
 PARAGRAPH_TOKENS = 400  # farthest that a fact waits for the end of a paragraph
-FACT_SHARE = 0.35  # of all insertions, by their number
+FACT_SHARE = 0.35  # of all insertions, by their number; a fact's questions belong to its statement
 NUM_FACTS = 32_768  # made for a run
-_MEAN_INSERTED = 0.65 * 114 + 0.35 * 50  # tokens an insertion adds, by the numbers above
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -36,17 +36,25 @@ class FactBank:
     """Token ids of statements and of their questions, and the ids after which a paragraph may begin."""
 
     statements: tuple[Ids, ...]
-    questions: tuple[Ids, ...]
+    questions: tuple[tuple[Ids, ...], ...]
     paragraph_ends: Ids
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a fact with all its questions."""
+        asked = sum(len(ids) for questions in self.questions for ids in questions)
+        return (sum(map(len, self.statements)) + asked) / len(self.statements)
+
     @classmethod
-    def make(cls, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger], seed: int) -> FactBank:
+    def make(
+        cls, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger], seed: int, num_facts: int = NUM_FACTS
+    ) -> FactBank:
         rng = random.Random(seed)
-        facts = [make_fact(rng) for _ in range(NUM_FACTS)]
-        statements, questions = (
-            tuple(np.array(ids, dtype) for ids in tokenizer.encode_batch(texts))
-            for texts in ([fact.statement for fact in facts], [fact.question for fact in facts])
-        )
+        facts = [make_fact(rng) for _ in range(num_facts)]
+        texts = [text for fact in facts for text in (fact.statement, *fact.questions)]
+        encoded = iter([np.array(ids, dtype) for ids in tokenizer.encode_batch(texts)])
+        of_facts = [(next(encoded), tuple(next(encoded) for _ in fact.questions)) for fact in facts]
+        statements, questions = (tuple(parts) for parts in zip(*of_facts, strict=True))
         return cls(statements, questions, np.unique([ids[-1] for ids in statements]).astype(dtype))
 
 
@@ -74,9 +82,9 @@ class _Writer:
 def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Generator) -> Ids:
     """`document` begins with the end-of-text token; about `share` of the result's tokens are inserted."""
     written = _Writer(int(len(document) / (1.0 - share) * 1.2) + 1024, document.dtype)
-    gap = _MEAN_INSERTED * (1.0 - share) / share
+    gap = _mean_inserted(bank) * (1.0 - share) / share
     ends = _paragraph_ends(document, bank)
-    questions: list[tuple[int, int]] = []  # where it is due, which fact
+    questions: list[tuple[int, int, int]] = []  # where it is due, which fact, which of its questions
     at = 0
     while True:
         nearest = at + 1 + int(rng.exponential(gap))
@@ -92,13 +100,22 @@ def with_recall(document: Ids, share: float, bank: FactBank, rng: np.random.Gene
         written.append(document[at:nearest])
         at = nearest
         if asks:
-            written.append(bank.questions[heapq.heappop(questions)[1]])
+            _, fact, which = heapq.heappop(questions)
+            written.append(bank.questions[fact][which])
         elif states:
             fact = int(rng.integers(len(bank.statements)))
-            heapq.heappush(questions, (written.length + _log_uniform(rng, FACT_DISTANCE), fact))
+            for which in range(len(bank.questions[fact])):
+                heapq.heappush(questions, (written.length + _log_uniform(rng, FACT_DISTANCE), fact, which))
             written.append(bank.statements[fact])
         else:
             _repeat(written, rng)
+
+
+def _mean_inserted(bank: FactBank) -> float:
+    """Tokens that an insertion adds in the end."""
+    shortest, longest = PASSAGE_TOKENS
+    passage = (longest - shortest) / math.log(longest / shortest)
+    return (1.0 - FACT_SHARE) * passage + FACT_SHARE * bank.mean_tokens
 
 
 def _paragraph_after(at: int, ends: npt.NDArray[np.int64]) -> int:
@@ -130,19 +147,44 @@ def _one(job: tuple[Ids, float, int, int, int]) -> Ids:
 _BANK: list[FactBank] = []  # of this process's workers
 
 
-def recall_split(
-    split: TokenizedSplit, tokenizer: Tokenizer, *, share: float, copies: int, seed: int, workers: int = 1
-) -> TokenizedSplit:
-    """`copies` of every document of `split`, each with other insertions, in memory.
+def shares_by_time(
+    split: TokenizedSplit, *, shares: tuple[float, float], copies: int, strips: int, read: float, seed: int
+) -> npt.NDArray[np.float64]:
+    """[copies * documents]: the share of each copy of a document, from `shares[0]` for those that the first epoch of
+    `PackedBatches` reads first to `shares[1]` for those that it reads last.
 
+    `strips`: rows of all processes. `read`: the part of the epoch that the run reads.
+    """
+    lengths = np.tile(np.diff(split.offsets), copies)
+    order = document_order(seed, 0, len(lengths))
+    strip = lengths.sum() / strips
+    when = np.empty(len(lengths))
+    when[order] = (np.cumsum(lengths[order]) - lengths[order] / 2) % strip / strip
+    first, last = shares
+    return first + (last - first) * np.minimum(when / read, 1.0)
+
+
+def recall_split(
+    split: TokenizedSplit,
+    tokenizer: Tokenizer,
+    *,
+    shares: Sequence[float],
+    seed: int,
+    workers: int = 1,
+    num_facts: int = NUM_FACTS,
+) -> TokenizedSplit:
+    """Copies of every document of `split`, each with other insertions, in memory: one for each of `shares`.
+
+    `shares` [copies * documents], each in (0, 1): of the first copies of all documents, of the second, and so on.
     The bytes and words that the split counts are those of the documents without insertions.
     """
-    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed)]
-    jobs = [
-        (np.asarray(split.ids[split.offsets[index] : split.offsets[index + 1]]), share, seed, copy, index)
-        for copy in range(copies)
-        for index in range(split.num_documents)
-    ]
+    _BANK[:] = [FactBank.make(tokenizer, split.ids.dtype, seed, num_facts)]
+    jobs = []
+    for number, share in enumerate(shares):
+        copy, index = divmod(number, split.num_documents)
+        ids = np.asarray(split.ids[split.offsets[index] : split.offsets[index + 1]])
+        jobs.append((ids, float(share), seed, copy, index))
+    copies = len(jobs) // split.num_documents
     documents = _run(jobs, workers)
     _BANK.clear()
     offsets = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)
