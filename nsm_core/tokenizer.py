@@ -26,10 +26,10 @@ _ESCAPED_BYTE = re.compile("([\udc80-\udcff])")  # what the surrogateescape hand
 _PROBE = f"a  B\r\n\té e\u0301 ﬁ {END_OF_TEXT} "
 
 
-def describe(template: ChatTemplate) -> dict[str, Any]:
+def describe(template: ChatTemplate, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a `tokenizer_config.json` says of these tokenizers, for programs that load them with `transformers`."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": tokenizer.transformers_class,
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
@@ -75,6 +75,7 @@ class Tokenizer(abc.ABC):
     """
 
     file_name: ClassVar[str]
+    transformers_class: ClassVar[str]  # what `transformers`, or code beside a model, calls it
 
     def __init__(self, *, token_bytes: Sequence[bytes], end_of_text_id: int, fingerprint: str) -> None:
         """`token_bytes`: what each id stands for; empty for special tokens. Raises CheckpointError."""
@@ -142,6 +143,7 @@ class BpeTokenizer(Tokenizer):
     """A byte-level BPE over the `tokenizers` library."""
 
     file_name = TOKENIZER_FILE
+    transformers_class = "PreTrainedTokenizerFast"
 
     def __init__(self, inner: tokenizers.Tokenizer, *, vocab_size: int = 0) -> None:
         """`vocab_size`: of the model, if it is larger; ids without a token stand for no bytes."""

@@ -33,6 +33,7 @@ class WorldTokenizer(Tokenizer):
     """Greedy longest match on bytes. Id 0 ends a text; ids without a token stand for no bytes."""
 
     file_name = VOCABULARY_FILE
+    transformers_class = "RwkvTokenizer"
 
     def __init__(self, tokens: Mapping[int, bytes], *, vocab_size: int = 0) -> None:
         """`tokens`: bytes by id, from 1 on. `vocab_size`: of the model, if it is larger. Raises CheckpointError."""

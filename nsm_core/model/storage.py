@@ -117,7 +117,7 @@ def write_files(directory: Path, files: ModelFiles) -> None:
     _publish(directory / WEIGHTS_FILE, lambda path: save_file(dict(files.tensors), str(path), metadata=metadata))
     _publish(directory / CONFIG_FILE, lambda path: path.write_text(files.config.to_json(), "utf-8"))
     _publish(directory / TOKENIZER_FILE, files.tokenizer.save)
-    description = json.dumps(describe(get_template(files.config.chat_template)), indent=2)
+    description = json.dumps(describe(get_template(files.config.chat_template), files.tokenizer), indent=2)
     _publish(directory / DESCRIPTION_FILE, lambda path: path.write_text(f"{description}\n", "utf-8"))
 
 

@@ -58,11 +58,13 @@ def convert(
     ] = None,
 ) -> None:
     """Write an RWKV-7 model of any layout as a model directory of its own."""
-    from nsm_core.rwkv7.opening import OpenModel
+    from nsm_core.rwkv7.opening import OpenModel, claims
     from nsm_core.rwkv7.saving import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise typer.BadParameter(f"{output} is not a new or empty directory", param_hint="'--out'")
+    if model.exists() and not claims(model):
+        raise CheckpointError(f"{model} is no RWKV-7 model, and no other is converted")
     opened = OpenModel(model)
     template = opened.template.text if chat_template is None else _template_text(chat_template)
     save_model(opened, output, weight_format.value, chat_template=template)

@@ -45,4 +45,4 @@ async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
 @router.get("/tokenizer_info", response_class=Response, responses=answers(TokenizerAnswer))
 async def tokenizer_info(services: ServicesDep) -> Response:
     """What the model's `tokenizer_config.json` says: for programs that build prompts with this server's tokenizer."""
-    return json_response(describe(services.chat_template))
+    return json_response(describe(services.chat_template, services.backend.tokenizer))

@@ -287,3 +287,19 @@ def test_directories_of_other_models_are_left_to_their_loaders(tmp_path: Path) -
     assert not claims(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert not claims(tmp_path)
+
+
+@pytest.mark.other_library
+def test_a_directory_that_rwkv7_hf_wrote_opens_as_the_file_it_was_made_from(tmp_path: Path) -> None:
+    converter = pytest.importorskip("rwkv7_hf.converter")
+    from tests.support.rwkv7 import small_config
+
+    tensors = model_tensors(small_config(vocab_size=640, width=128, num_layers=3, head_size=64, value_rank=8))
+    path = with_vocabulary(write_pth(tmp_path / "model.pth", tensors))
+    out = tmp_path / "hf"
+    converter.main(["--input", str(path), "--output", str(out), "--precision", "fp32", "--max-shard-size", "500KB"])
+    with_vocabulary(out)
+    first, second = open_files(path), open_files(out)
+    assert first.config == second.config
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+    assert "User: " in second.chat_template

@@ -39,7 +39,8 @@ async def test_X24_programs_can_ask_for_the_tokenizers_description(server: Gatew
     assert response.status_code == 200
     info = response.json()
     assert info["eos_token"] == info["bos_token"] == END_OF_TEXT
-    assert info == describe(get_template(server.services.backend.model.chat_template))
+    backend = server.services.backend
+    assert info == describe(get_template(backend.model.chat_template), backend.tokenizer)
 
 
 async def test_the_count_is_what_a_completion_is_charged(server: Gateway) -> None:
