@@ -20,7 +20,7 @@ import torch
 from benchmarks.peers import figures, sessions, streams
 from benchmarks.peers.build_llama import DIRECTORY, VERSION, LlamaBuild
 from benchmarks.peers.ceilings import measure_ceilings
-from benchmarks.peers.engine import OurKernels, Ours
+from benchmarks.peers.engine import Ours, bundled_kernels, rwkv7_kernels
 from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
 from benchmarks.peers.llama import Llama
 from benchmarks.peers.report import report
@@ -41,7 +41,9 @@ def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken,
     taken: Taken = {}
     ours = Ours(max_batch=max(args.batches))
     llamas = [Llama(build, name) for name in LLAMA_CPP]
-    subjects = {subject.name: subject for subject in (ours, OurKernels(max_batch=max(args.batches)), *llamas)}
+    most = max(args.batches)
+    kernels = (bundled_kernels(max_batch=most), rwkv7_kernels(build.model("rwkv7"), max_batch=most))
+    subjects = {subject.name: subject for subject in (ours, *kernels, *llamas)}
     sizes = {"batches": args.batches, "num_tokens": args.tokens, "lengths": args.lengths}
     for number in range(args.rounds):
         if "ceilings" in args.parts:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.engine import Bench
 from benchmarks.native_kernels import open_executor
-from benchmarks.peers.figures import Figures
+from benchmarks.peers.figures import KERNELS, RWKV7_KERNELS, Figures
+from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.rwkv7.executor import Rwkv7Executor
+from nsm_core.execution.rwkv7.weights import Rwkv7Precision, Rwkv7Weights
 from nsm_core.model.loader import load_checkpoint
+from nsm_core.rwkv7.loader import load_rwkv7
 
 TOKEN_BUDGET = 256  # the engine's default
 
@@ -54,15 +59,14 @@ class Ours:
 
 
 class OurKernels:
-    """Steps and logits alone, without an engine around them: as little as `llama-batched-bench` does."""
+    """Steps and logits alone, without an engine around them: as little as `llama-batched-bench` does.
 
-    name = "our kernels"
+    `executor`: with rows that are leased.
+    """
 
-    def __init__(self, *, max_batch: int) -> None:
-        """Raises RuntimeError where the kernels were not built."""
-        if not variants():
-            raise RuntimeError("the native kernels were not built: python -m nsm_core.execution.native.build")
-        self._executor = open_executor(variants()[0], max_batch)
+    def __init__(self, name: str, executor: Executor) -> None:
+        self.name = name
+        self._executor = executor
 
     def decode_and_prefill(self, *, batches: Sequence[int], num_tokens: int, lengths: Sequence[int]) -> Figures:
         figures = {
@@ -89,3 +93,24 @@ class OurKernels:
     def _reset(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._executor.pool.write(row, self._executor.initial)
+
+
+def bundled_kernels(*, max_batch: int) -> OurKernels:
+    """Of the bundled model. Raises RuntimeError where the kernels were not built."""
+    _require_kernels()
+    return OurKernels(KERNELS, open_executor(variants()[0], max_batch))
+
+
+def rwkv7_kernels(file: Path, *, max_batch: int) -> OurKernels:
+    """Of an RWKV-7 model in int8. Raises RuntimeError where the kernels were not built, CheckpointError."""
+    _require_kernels()
+    model = load_rwkv7(file).model
+    executor = Rwkv7Executor(model, num_rows=max_batch, weights=Rwkv7Weights(model, Rwkv7Precision.INT8))
+    for row in range(max_batch):
+        executor.pool.lease(row)
+    return OurKernels(RWKV7_KERNELS, executor)
+
+
+def _require_kernels() -> None:
+    if not variants():
+        raise RuntimeError("the native kernels were not built: python -m nsm_core.execution.native.build")

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-OURS, KERNELS = "ours", "our kernels"
+OURS, KERNELS, RWKV7_KERNELS = "ours", "our kernels", "our rwkv7"
 LLAMA_CPP = ("llama", "rwkv7", "mamba2")
 Figures = dict[str, float]  # a name is what.size.figure; `_ms` is better when less, all else when more
 Taken = dict[str, dict[str, list[float]]]  # subject: name: a value for each round
@@ -30,7 +30,7 @@ def goodness(name: str, ours: float, theirs: float) -> float:
 class Goal:
     """`at_least`: of the ratio of ours to the best of `peers`, or of the figure itself where there are none.
 
-    `peer_name`: the peers' figure, where it has another name than ours.
+    `peer_name`: the peers' figure, where it has another name than ours. `subject`: which of ours.
     """
 
     text: str
@@ -38,6 +38,7 @@ class Goal:
     at_least: float
     peers: tuple[str, ...] = ()
     peer_name: str | None = None
+    subject: str = OURS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ def goals(
         if batch in batches:
             name = f"decode.{batch}.tokens_per_cpu_s"
             found.append(Goal(text=f"decoding, batch {batch}", name=name, at_least=at_least, peers=LLAMA_CPP))
+    found += _rwkv7_goals(batches, lengths)
     name = f"context.{context}.tokens_per_cpu_s"
     found.append(Goal(text=f"decoding after {context} tokens", name=name, at_least=8.0, peers=("llama",)))
     for length in lengths:
@@ -88,13 +90,30 @@ def goals(
     return found
 
 
+def _rwkv7_goals(batches: Sequence[int], lengths: Sequence[int]) -> list[Goal]:
+    """The same architecture from the same file, int8 against Q8_0."""
+    wanted = {
+        f"decode.{batch}": at_least for batch, at_least in ((1, 1.2), (8, 2.5), (32, 3.0)) if batch in batches
+    } | {f"prefill.{length}": 2.0 for length in lengths}
+    return [
+        Goal(
+            text=f"RWKV-7, {part.replace('.', ' ')}",
+            name=f"{part}.tokens_per_cpu_s",
+            at_least=at_least,
+            peers=("rwkv7",),
+            subject=RWKV7_KERNELS,
+        )
+        for part, at_least in wanted.items()
+    ]
+
+
 def judge(taken: Taken, wanted: Iterable[Goal]) -> list[Verdict]:
     """Of the goals whose figures were taken."""
     return [verdict for goal in wanted if (verdict := _verdict(taken, goal)) is not None]
 
 
 def _verdict(taken: Taken, goal: Goal) -> Verdict | None:
-    ours = taken.get(OURS, {}).get(goal.name)
+    ours = taken.get(goal.subject, {}).get(goal.name)
     if ours is None:
         return None
     if not goal.peers:

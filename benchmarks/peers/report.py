@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.figures import KERNELS, LLAMA_CPP, OURS, Taken, Verdict
+from benchmarks.peers.figures import KERNELS, LLAMA_CPP, OURS, RWKV7_KERNELS, Taken, Verdict
 
-SUBJECTS = (OURS, KERNELS, *LLAMA_CPP)
+SUBJECTS = (OURS, KERNELS, RWKV7_KERNELS, *LLAMA_CPP)
 
 
 def report(result: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:

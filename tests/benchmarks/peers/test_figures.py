@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.peers.figures import LLAMA_CPP, OURS, Goal, add, goals, goodness, judge, paired
+from benchmarks.peers.figures import LLAMA_CPP, OURS, RWKV7_KERNELS, Goal, add, goals, goodness, judge, paired
 from benchmarks.peers.report import report
 from benchmarks.peers.streams import in_turn
 
@@ -39,6 +39,20 @@ def test_less_is_better_for_times() -> None:
     resumed, again = judge(found, [RESUMED, REREAD])
     assert (resumed.reached, resumed.text) == (3.0, "met")
     assert (again.against, again.reached, again.text) == (OURS, 600.0, "met")
+
+
+def test_rwkv7_is_held_against_the_same_architecture() -> None:
+    wanted = [
+        goal for goal in goals(batches=[8], lengths=[512], context=9, clients=[], session=9) if goal.subject != OURS
+    ]
+    found = {
+        RWKV7_KERNELS: {"decode.8.tokens_per_cpu_s": [1500.0], "prefill.512.tokens_per_cpu_s": [3000.0]},
+        "rwkv7": {"decode.8.tokens_per_cpu_s": [500.0], "prefill.512.tokens_per_cpu_s": [2000.0]},
+        "llama": {"decode.8.tokens_per_cpu_s": [9000.0], "prefill.512.tokens_per_cpu_s": [9000.0]},
+    }
+    decode, prefill = judge(found, wanted)
+    assert (decode.against, decode.reached, decode.text) == ("rwkv7", 3.0, "met")
+    assert (prefill.against, prefill.reached, prefill.text) == ("rwkv7", 1.5, "missed by 25 %")
 
 
 def test_a_share_stands_by_itself() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.engine import rwkv7_kernels
 from benchmarks.peers.models import MATRIX, PEERS, TOKENIZER, VOCAB_SIZE, WIDTH, write_model
+from nsm_core.execution.native.library import variants
 from nsm_core.model.loader import load_checkpoint
 
 
@@ -43,3 +45,14 @@ def test_ggufs_reader_reads_what_was_written(name: str, tmp_path: Path) -> None:
     for tensor in PEERS[name].tensors():
         assert tuple(written[tensor.name].shape) == tensor.shape[::-1]  # ggml counts from the other end
         assert written[tensor.name].tensor_type.name == tensor.kind
+
+
+@pytest.mark.other_library
+@pytest.mark.skipif(not variants(), reason="the native kernels are not built")
+def test_our_kernels_run_llama_cpps_rwkv7(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "rwkv7.gguf"
+    write_model(PEERS["rwkv7"], file)
+    found = rwkv7_kernels(file, max_batch=2).decode_and_prefill(batches=[1, 2], num_tokens=2, lengths=[8])
+    assert sorted(found) == ["decode.1.tokens_per_cpu_s", "decode.2.tokens_per_cpu_s", "prefill.8.tokens_per_cpu_s"]
+    assert min(found.values()) > 0
