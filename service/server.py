@@ -31,6 +31,7 @@ from service.web.head_limits import RECEIVE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from nsm_core.loaded_model import LoadedModel, SequenceModel
+    from service.backends.local import LocalBackend
 
 Made = TypeVar("Made")
 
@@ -49,12 +50,22 @@ def run(settings: Settings) -> None:
     limit_arenas(NUM_ARENAS)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
-        tracing = make_tracing() if is_tracing_on() else None
-        store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
-        app = create_app(settings, make_backend(settings), store, prefixes, tracing)
-        config = uvicorn_config(app)
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(serve(app, config, sock))
+        if settings.workers:
+            from service.workers import run_workers
+
+            run_workers(settings, sock)
+        else:
+            run_gateway(settings, sock, make_backend)
+
+
+def run_gateway(settings: Settings, sock: socket.socket, make: Callable[[Settings], InferenceBackend]) -> None:
+    """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
+    tracing = make_tracing() if is_tracing_on() else None
+    store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
+    app = create_app(settings, make(settings), store, prefixes, tracing)
+    config = uvicorn_config(app)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(serve(app, config, sock))
 
 
 async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> None:
@@ -82,8 +93,11 @@ def start_line(services: Services, host: str, port: int) -> str:
 
 def make_backend(settings: Settings) -> InferenceBackend:
     """The model in this process, or the Triton servers that have it. Raises CheckpointError or ConfigError."""
-    if settings.triton_url is not None:
-        return make_triton_backend(settings)
+    return make_local_backend(settings) if settings.triton_url is None else make_triton_backend(settings)
+
+
+def make_local_backend(settings: Settings) -> LocalBackend:
+    """The model in this process. Raises CheckpointError or ConfigError."""
     from nsm_core.engine.step_stats import meter_of
     from nsm_core.execution.devices import engine_config
     from service.backends.local import LocalBackend

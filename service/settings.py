@@ -73,6 +73,12 @@ class Settings(BaseSettings):
         default="127.0.0.1", description="Address to listen on."
     )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free port.")
+    workers: Annotated[int, Shown(page="[workers](operations.md#workers)", is_engine=True)] = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Processes that answer HTTP, beside one for the engine. 0: one process does both.",
+    )
     data_dir: Annotated[Path | None, Shown(default="the user's data directory")] = Field(
         default_factory=lambda: default_data_dir(os.environ), description="Directory of the SQLite store."
     )
@@ -291,6 +297,12 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"{label(name)} has no effect with NSM_TRITON_URL: it is a parameter of the server's config.pbtxt"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_share_a_store(self) -> Settings:
+        if self.workers > 1 and self.store == "memory":
+            raise ValueError(f"{label('workers')} above 1 needs a store that processes share, not memory")
         return self
 
     @model_validator(mode="after")

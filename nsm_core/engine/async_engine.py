@@ -11,16 +11,15 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from nsm_core.engine.engine import Engine, Events
-from nsm_core.engine.event_queue import EventQueue, TakeTokens
-from nsm_core.engine.request import Event, Finished, FinishReason, GenerationRequest, TokenEvent
+from nsm_core.engine.generation_handle import GenerationHandle as GenerationHandle
+from nsm_core.engine.request import Finished, FinishReason, GenerationRequest
 from nsm_core.engine.stream_pace import StreamPace
-from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded
 from nsm_core.grammars.compiler import CompilePool
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.grammars.matcher import TokenMatcher
@@ -33,8 +32,6 @@ logger = logging.getLogger("nsm.engine")
 IDLE_TURN_S = 1.0
 # A thread without a heartbeat for this long hangs.
 HEARTBEAT_LIMIT_S = 5.0
-# The engine ends a request at its deadline between two steps. If a step takes longer, the loop ends the request.
-DEADLINE_GRACE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,74 +46,6 @@ class _Submit:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
-
-
-class GenerationHandle:
-    """A request in the engine. Its events end with exactly one Finished."""
-
-    def __init__(self, request: GenerationRequest, inbox: _Inbox, pace: StreamPace) -> None:
-        self.request = request
-        self._inbox = inbox
-        self._events = EventQueue(pace)
-        self._num_tokens = 0
-        self.has_ended = False
-        self.is_cancelled = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    def events(self) -> AsyncIterator[Event]:
-        """Each event once, in order; for one consumer."""
-        return self._events.events()
-
-    def batches(self, *, hold_s: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[Event]]:
-        """The same events in lists: all that are ready when the consumer asks. `hold_s`: see EventQueue."""
-        return self._events.batches(hold_s=hold_s)
-
-    def divert(self, take: TakeTokens) -> None:
-        """From now on tokens that come while the consumer waits go to `take`; see EventQueue."""
-        self._events.divert(take)
-
-    def cancel(self) -> None:
-        """The request ends within one step; Finished(reason=abort) still arrives. Idempotent, never blocks."""
-        self.is_cancelled = True
-        self._inbox.put(_Cancel(self.request.request_id))
-
-    def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on the request ends soon after its deadline, whatever the engine's thread does."""
-        deadline = self.request.deadline
-        if deadline is not None and deadline != math.inf:
-            self._timer = loop.call_later(deadline - time.monotonic() + DEADLINE_GRACE_S, self._expire)
-
-    def deliver(self, event: Event) -> None:
-        """On the event loop's thread. After the end, events are ignored."""
-        if self.has_ended:
-            return
-        self._num_tokens += isinstance(event, TokenEvent)
-        if isinstance(event, Finished):
-            self.has_ended = True
-            if self._timer is not None:
-                self._timer.cancel()
-        self._events.put(event)
-
-    def _expire(self) -> None:
-        self.fail(
-            DeadlineExceeded(f"the deadline passed after {self._num_tokens} tokens, while the engine was in a step")
-        )
-        self.cancel()
-
-    def fail(self, error: NsmError | None) -> None:
-        """Ends the request with `error`, without the engine. None: it was cancelled."""
-        request = self.request
-        cached = 0 if request.resume is None else request.resume.position
-        prompt_tokens = cached + len(request.prompt_ids)
-        self.deliver(
-            Finished(
-                reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
-                prompt_tokens=prompt_tokens,
-                cached_tokens=cached,
-                completion_tokens=self._num_tokens,
-                error=error,
-            )
-        )
 
 
 class _Inbox:
@@ -208,7 +137,7 @@ class AsyncEngine:
         self.require_room()
         self._engine.check(request)
         self._check_num_watched(request)
-        handle = GenerationHandle(request, self._inbox, self._pace)
+        handle = GenerationHandle(request, self._cancel, self._pace)
         if self._loop is not None:
             handle.start_timer(self._loop)
         self._handles[request.request_id] = handle
@@ -255,6 +184,13 @@ class AsyncEngine:
         if num_watched >= MAX_ROUTED_REQUESTS:
             message = f"at most {MAX_ROUTED_REQUESTS} requests with include_routing may run at a time"
             raise Overloaded(message, param="include_routing")
+
+    def _cancel(self, request_id: str) -> None:
+        self._inbox.put(_Cancel(request_id))
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs, and no request was refused for good."""
+        return self._end is None
 
     def is_ready(self) -> bool:
         """Whether requests are taken and the thread's heartbeat is fresh."""

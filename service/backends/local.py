@@ -112,6 +112,10 @@ class LocalBackend:
         async with self._inspecting:
             return await asyncio.to_thread(_inspect_text, self._served, state, ids)
 
+    def is_alive(self) -> bool:
+        """False once its engine has ended: only another process can help then."""
+        return self._engine.is_alive()
+
     def is_ready(self) -> bool:
         return self._engine.is_ready()
 

@@ -5,10 +5,32 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from service.telemetry.metrics.shared import is_shared
+
+
+def repeated_histogram(
+    name: str, text: str, *, buckets: Sequence[float], registry: CollectorRegistry
+) -> FastHistogram | SharedHistogram:
+    """A histogram for values that come with every token: of this process, or of all that share their numbers."""
+    kind = SharedHistogram if is_shared() else FastHistogram
+    return kind(name, text, buckets=buckets, registry=registry)
+
+
+class SharedHistogram:
+    """The library's, whose numbers other processes see."""
+
+    def __init__(self, name: str, text: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._histogram = Histogram(name, text, buckets=buckets, registry=registry)
+
+    def observe(self, value: float, number: int = 1) -> None:
+        """The value came so many times."""
+        for _ in range(number):
+            self._histogram.observe(value)
 
 
 class FastHistogram(Collector):

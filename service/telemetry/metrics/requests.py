@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from nsm_core.engine.request import Finished, Timings
 from service.telemetry.metrics.buckets import CHOICES, JOULES, SECONDS, TOKENS
-from service.telemetry.metrics.fast_histogram import FastHistogram
+from service.telemetry.metrics.fast_histogram import repeated_histogram
 
 EndReason = Literal["stop", "length", "abort", "abort_before_first_token", "error"]
 Rejection = Literal["invalid_api_key", "rate_limit", "concurrency_limit", "session_quota", "byte_quota"]
@@ -37,7 +37,7 @@ class RequestMetrics:
             "Arrival at the gateway to the first text handed to the client's connection; without streaming, to the "
             "first text that reached the gateway. One sample for each request that delivered at least one token.",
         )
-        self.inter_token_latency = FastHistogram(
+        self.inter_token_latency = repeated_histogram(
             "nsm_inter_token_latency_seconds",
             "Gap between two tokens of one request, as they reach the gateway; those of one event have no gap.",
             buckets=SECONDS,

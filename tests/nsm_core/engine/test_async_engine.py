@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from torch import Tensor
 
-from nsm_core.engine import async_engine
+from nsm_core.engine import async_engine, generation_handle
 from nsm_core.engine.async_engine import AsyncEngine, GenerationHandle
 from nsm_core.engine.request import Finished, FinishReason, GenerationRequest, TokenEvent
 from nsm_core.errors import DeadlineExceeded, EngineDead, InvalidRequest, NsmError, Overloaded, StateMismatch
@@ -266,7 +266,7 @@ async def test_a_hanging_step_is_not_ready(
 async def test_X15_a_deadline_passes_in_a_step_that_hangs(
     gated: AsyncEngine, model: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "DEADLINE_GRACE_S", 0.05)
+    monkeypatch.setattr(generation_handle, "DEADLINE_GRACE_S", 0.05)
     running = gated.submit(make_request("running", deadline=time.monotonic() + 0.3))
     model.gate.release()
     waiting = gated.submit(make_request("waiting", deadline=time.monotonic() + 0.3))

@@ -1,0 +1,151 @@
+"""Messages between an engine's process and the gateways of the same machine, over a Unix socket.
+
+Each message is msgpack behind its length. A step of the engine is one message to each gateway: numbers of requests and
+ids of tokens as arrays, their texts beside them, and only what is no plain token as a value of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from nsm_core.engine.request import Finished, GenerationRequest, PromptScored, PromptState, TokenEvent
+from nsm_core.errors import NsmError
+from nsm_core.grammars.grammar import Grammar
+from nsm_core.inspection.report import LayerReport
+from nsm_core.model_info import ModelInfo
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.stats import EngineStats
+from nsm_core.wire.errors import Failure, decode_failure, encode_failure
+
+LENGTH_BYTES = 4
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """A request by the gateway's number for it. Its deadline is a reading of the clock that both processes share."""
+
+    number: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    """The request shall end."""
+
+    number: int
+
+
+class AskState(msgspec.Struct, tag=True, array_like=True):
+    """`InferenceBackend.inspect_state`."""
+
+    number: int
+    state: bytes | None
+    detail: Detail
+    layer: int | None
+
+
+class AskText(msgspec.Struct, tag=True, array_like=True):
+    """`InferenceBackend.inspect_text`."""
+
+    number: int
+    state: bytes | None
+    ids: tuple[int, ...]
+
+
+class AskGrammar(msgspec.Struct, tag=True, array_like=True):
+    """`InferenceBackend.check_grammar`."""
+
+    number: int
+    grammar: Grammar
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """The first message of an engine's process. `tokenizer`: as JSON."""
+
+    model: ModelInfo
+    tokenizer: str
+    max_requests: int
+
+
+class CannotStart(msgspec.Struct, tag=True, array_like=True):
+    """The first message of an engine's process that ends now."""
+
+    message: str
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """What became visible for one gateway's requests.
+
+    `numbers`, `ids`: little-endian unsigned integers of 32 bits, of the plain tokens in order; `texts`: theirs. The
+    events of a request are in this order: `scored`, `states`, tokens, `ends`. `num_others`: requests of other gateways.
+    """
+
+    numbers: bytes
+    ids: bytes
+    texts: list[str]
+    scored: list[tuple[int, PromptScored]]
+    states: list[tuple[int, PromptState]]
+    tokens: list[tuple[int, TokenEvent]]
+    ends: list[tuple[int, Finished]]
+    num_others: int
+
+
+class Status(msgspec.Struct, tag=True, array_like=True):
+    """Now and then. `num_others`: requests of other gateways."""
+
+    stats: EngineStats
+    num_others: int
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """To a question of that number."""
+
+    number: int
+    state: StateReport | None = None
+    layers: tuple[LayerReport, ...] = ()
+    error: NsmError | None = None
+
+
+ToEngine = Submit | Cancel | AskState | AskText | AskGrammar
+ToGateway = Hello | CannotStart | Step | Status | Answer
+
+
+def _encode_other(value: object) -> object:
+    if isinstance(value, NsmError):
+        return encode_failure(Failure(error=value))
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
+def _decode_other(kind: type, value: Any) -> object:
+    if issubclass(kind, NsmError):
+        return decode_failure(value).error
+    raise TypeError(f"a {kind.__name__} cannot be read")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_other)
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway, dec_hook=_decode_other)
+
+
+def encode(message: ToEngine | ToGateway) -> bytes:
+    """The message with its length in front."""
+    raw = _encoder.encode(message)
+    return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
+
+
+async def read_to_engine(reader: asyncio.StreamReader) -> ToEngine:
+    """The next message of a gateway. Raises IncompleteReadError at the end, msgspec.DecodeError for another message."""
+    return _to_engine.decode(await _read(reader))
+
+
+async def read_to_gateway(reader: asyncio.StreamReader) -> ToGateway:
+    """The next message of an engine's process. Raises as `read_to_engine`."""
+    return _to_gateway.decode(await _read(reader))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little"))

@@ -1,0 +1,272 @@
+"""The model in an engine's process on this machine, which this process reaches over a Unix socket."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsm_core.engine.generation_handle import GenerationHandle
+from nsm_core.engine.request import Event, GenerationRequest, TokenEvent
+from nsm_core.engine.request_check import RequestCheck
+from nsm_core.engine.stream_pace import StreamPace
+from nsm_core.errors import ConfigError, EngineDead, InvalidRequest, NsmError, Overloaded
+from nsm_core.grammars.grammar import Grammar
+from nsm_core.inspection.report import LayerReport
+from nsm_core.model_info import ModelInfo
+from nsm_core.state.layout import StateLayout
+from nsm_core.state.report import Detail, StateReport
+from nsm_core.stats import EngineStats
+from nsm_core.tokenizer import Tokenizer
+from nsm_core.tokenizer_files import tokenizer_from_json
+from nsm_core.wire import local as wire
+
+logger = logging.getLogger("nsm.engine")
+
+HEARTBEAT_LIMIT_S = 5.0  # an engine that tells nothing for so long hangs
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 2.0  # between tries to reach an engine that was lost
+STOP_S = 3.0  # for the last events of requests that are stopped
+
+
+class ProcessBackend:
+    """An InferenceBackend. Needs neither torch nor the model's files.
+
+    The socket outlives the engine: a new process on it is waited for, and until it answers requests are refused. Those
+    that the old one had end with EngineDead. `reports_engine`: `stats` tells the engine's own numbers; of several
+    gateways on one engine, whose metrics are summed up, one does.
+    """
+
+    def __init__(self, path: Path, *, max_interval_s: float = 0.0, reports_engine: bool = True) -> None:
+        self._path = path
+        self._reports_engine = reports_engine
+        self._pace = StreamPace(max_interval_s)
+        self._end: EngineDead | None = EngineDead("the backend was not started")
+        self._hello: wire.Hello | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._check: RequestCheck | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._numbers = itertools.count()
+        self._handles: dict[int, GenerationHandle] = {}
+        self._num_sampled: dict[int, int] = {}  # by the number of the request
+        self._by_id: dict[str, int] = {}
+        self._questions: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._status = EngineStats()
+        self._heard_at = 0.0
+        self._num_others = 0
+        self._reading: asyncio.Task[None] | None = None
+        self._has_none = asyncio.Event()
+        self._has_none.set()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._known.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise EngineDead("the engine's process has not answered yet")
+        return self._tokenizer
+
+    @property
+    def max_requests(self) -> int:
+        return self._known.max_requests
+
+    async def start(self) -> None:
+        reader = await self._connect()
+        self._end = None
+        self._reading = asyncio.create_task(self._read_on(reader))
+
+    async def stop(self) -> None:
+        self._end = self._end or EngineDead("the backend is stopping")
+        for handle in list(self._handles.values()):
+            handle.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_none.wait(), STOP_S)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait((self._reading,))
+        for handle in list(self._handles.values()):  # the engine did not answer
+            handle.fail(None)
+        self._handles.clear()
+
+    def require_room(self) -> None:
+        if self._end is not None:
+            raise EngineDead(str(self._end))
+        if self._writer is None:
+            raise EngineDead("the engine's process is starting again")
+        if self._heartbeat_age_s() >= HEARTBEAT_LIMIT_S:
+            raise EngineDead(f"the engine does not answer: nothing was heard of it for {self._heartbeat_age_s():.0f} s")
+        if len(self._handles) + self._num_others >= self.max_requests:
+            raise Overloaded(f"the queue is full: the engine takes {self.max_requests} requests")
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle:
+        if request.request_id in self._by_id:
+            raise InvalidRequest(f"request id {request.request_id} is in use", param="request_id")
+        self.require_room()
+        if self._check is None:
+            raise EngineDead("the backend was not started")
+        self._check.check(request)
+        handle, number = GenerationHandle(request, self._cancel, self._pace), next(self._numbers)
+        handle.start_timer(asyncio.get_running_loop())
+        self._handles[number], self._by_id[request.request_id] = handle, number
+        self._num_sampled[number] = len(request.sampled_ids)
+        self._has_none.clear()
+        self._send(wire.Submit(number, request))
+        return handle
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._ask(wire.AskGrammar(next(self._numbers), grammar))
+
+    async def inspect_state(
+        self, state: bytes | None, *, detail: Detail = Detail.LAYER, layer: int | None = None
+    ) -> StateReport:
+        answer = await self._ask(wire.AskState(next(self._numbers), state, detail, layer))
+        if answer.state is None:
+            raise EngineDead("the engine's process answered without a report")
+        return answer.state
+
+    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+        return (await self._ask(wire.AskText(next(self._numbers), state, tuple(ids)))).layers
+
+    def is_ready(self) -> bool:
+        return self._end is None and self._writer is not None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers for all gateways; nothing but the heartbeat unless this gateway tells them."""
+        stats = self._status if self._reports_engine else EngineStats()
+        return dataclasses.replace(stats, heartbeat_age_s=self._heartbeat_age_s())
+
+    @property
+    def _known(self) -> wire.Hello:
+        if self._hello is None:
+            raise EngineDead("the engine's process has not answered yet")
+        return self._hello
+
+    def _heartbeat_age_s(self) -> float:
+        return self._status.heartbeat_age_s + time.monotonic() - self._heard_at
+
+    def _cancel(self, request_id: str) -> None:
+        number = self._by_id.get(request_id)
+        if number is not None:
+            self._send(wire.Cancel(number))
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.encode(message))
+
+    async def _ask(self, question: wire.AskState | wire.AskText | wire.AskGrammar) -> wire.Answer:
+        """Raises what the engine raised, or EngineDead."""
+        if self._writer is None:
+            raise EngineDead("the engine's process is starting again")
+        answered: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._questions[question.number] = answered
+        try:
+            self._send(question)
+            answer = await answered
+        finally:
+            del self._questions[question.number]
+        if answer.error is not None:
+            raise answer.error
+        return answer
+
+    async def _connect(self) -> asyncio.StreamReader:
+        """Waits for the engine's first message. Raises ConfigError, or OSError and IncompleteReadError."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            hello = await wire.read_to_gateway(reader)
+            if isinstance(hello, wire.CannotStart):
+                raise ConfigError(hello.message)
+            if not isinstance(hello, wire.Hello):
+                raise ConfigError("the engine's process is of another version")
+            if self._hello is not None and hello.model.fingerprint != self._hello.model.fingerprint:
+                raise ConfigError("the engine's process came back with another model")
+        except BaseException:
+            writer.close()
+            raise
+        if self._hello is None:
+            self._tokenizer = tokenizer_from_json(hello.tokenizer)
+        self._hello, self._writer, self._heard_at = hello, writer, time.monotonic()
+        self._check = RequestCheck(
+            vocab_size=self.tokenizer.vocab_size,
+            spec=StateLayout(hello.model.state_layout),
+            fingerprint=hello.model.fingerprint,
+        )
+        return reader
+
+    async def _read_on(self, reader: asyncio.StreamReader) -> None:
+        """Until it is cancelled: reads of this engine and of those that take its place."""
+        try:
+            while True:
+                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                    while True:
+                        self._take(await wire.read_to_gateway(reader))
+                self._lose()
+                reader = await self._reconnect()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+
+    async def _reconnect(self) -> asyncio.StreamReader:
+        retry_s = RETRY_MIN_S
+        while True:
+            try:
+                reader = await self._connect()
+            except (OSError, asyncio.IncompleteReadError, NsmError) as error:
+                logger.warning("the engine's process is not back: %s: %s", type(error).__name__, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+            else:
+                logger.info("the engine's process is back")
+                return reader
+
+    def _lose(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._num_others, self._status = None, 0, EngineStats()
+        logger.warning("the engine's process was lost, with %d requests of this gateway", len(self._handles))
+        for number in list(self._handles):
+            self._handles[number].fail(EngineDead("the engine's process ended"))
+            self._forget(number)
+        for answered in self._questions.values():
+            if not answered.done():
+                answered.set_exception(EngineDead("the engine's process ended"))
+
+    def _take(self, message: wire.ToGateway) -> None:
+        self._heard_at = time.monotonic()
+        if isinstance(message, wire.Step):
+            self._num_others = message.num_others
+            self._deliver(message)
+        elif isinstance(message, wire.Status):
+            self._status, self._num_others = message.stats, message.num_others
+        elif isinstance(message, wire.Answer):
+            answered = self._questions.get(message.number)
+            if answered is not None and not answered.done():
+                answered.set_result(message)
+
+    def _deliver(self, step: wire.Step) -> None:
+        others: tuple[tuple[int, Event], ...] = (*step.scored, *step.states, *step.tokens)
+        for number, event in others:
+            if isinstance(event, TokenEvent):
+                self._num_sampled[number] = event.index
+            self._handles[number].deliver(event)
+        numbers, ids = array.array("I", step.numbers), array.array("I", step.ids)
+        for number, token_id, text in zip(numbers, ids, step.texts, strict=True):
+            index = self._num_sampled[number] + 1
+            self._num_sampled[number] = index
+            self._handles[number].deliver(TokenEvent(index=index, token_id=token_id, text=text))
+        for number, end in step.ends:
+            self._handles[number].deliver(end)
+            self._forget(number)
+        self._pace.step_ended()
+
+    def _forget(self, number: int) -> None:
+        handle = self._handles.pop(number)
+        del self._num_sampled[number], self._by_id[handle.request.request_id]
+        if not self._handles:
+            self._has_none.set()

@@ -1,0 +1,198 @@
+"""The engine's side: gives the backend of this process to the gateways that connect to a Unix socket."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from typing import Protocol
+
+from nsm_core.engine.generation_handle import GenerationHandle
+from nsm_core.engine.request import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    PromptState,
+    TokenEvent,
+)
+from nsm_core.errors import EngineDead, NsmError
+from nsm_core.wire import local as wire
+from service.backends.base import InferenceBackend
+
+logger = logging.getLogger("nsm.engine")
+
+STATUS_S = 0.5  # between two accounts of the engine
+
+
+class HandleBackend(InferenceBackend, Protocol):
+    """A backend whose generations can be listened to."""
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle: ...
+
+
+class EngineServer:
+    """`serve` once. A gateway that leaves takes its requests with it; the others do not notice."""
+
+    def __init__(self, backend: HandleBackend) -> None:
+        self.backend = backend
+        self.num_requests = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Takes connections from now on. The backend has been started."""
+        self._server = await asyncio.start_unix_server(self._connected, sock=sock)
+
+    async def stop(self) -> None:
+        """Ends the connections; requests were ended by the backend's own stop."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a connection is served by a task")
+        self._tasks.add(task)
+        connection = _Connection(self, writer)
+        try:
+            await connection.run(reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            logger.info("a gateway has left the engine")
+        except asyncio.CancelledError:
+            pass  # the engine stops
+        finally:
+            connection.close()
+            self._tasks.discard(task)
+
+
+class _Connection:
+    """One gateway."""
+
+    def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
+        self._server, self._backend, self._writer = server, server.backend, writer
+        self._handles: dict[int, GenerationHandle] = {}
+        self._questions: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._status_task = asyncio.create_task(self._report_status())
+        self._is_due = False  # a step will be sent
+        self._begin_step()
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Until the gateway leaves."""
+        backend = self._backend
+        tokenizer = backend.tokenizer.to_json()
+        self._send(wire.Hello(model=backend.model, tokenizer=tokenizer, max_requests=backend.max_requests))
+        while True:
+            message = await wire.read_to_engine(reader)
+            if isinstance(message, wire.Submit):
+                self._submit(message.number, message.request)
+            elif isinstance(message, wire.Cancel):
+                handle = self._handles.get(message.number)
+                if handle is not None:
+                    handle.cancel()
+            else:
+                task = asyncio.create_task(self._answer(message))
+                self._questions.add(task)
+                task.add_done_callback(self._questions.discard)
+
+    def close(self) -> None:
+        """The gateway's requests end."""
+        self._status_task.cancel()
+        for handle in self._handles.values():
+            handle.cancel()
+        for task in self._questions:
+            task.cancel()
+        self._writer.close()
+
+    def _submit(self, number: int, request: GenerationRequest) -> None:
+        try:
+            handle = self._backend.submit(request)
+        except NsmError as error:
+            self._add(number, Finished(reason=FinishReason.ERROR, error=error))
+            return
+        self._handles[number] = handle
+        self._server.num_requests += 1
+        handle.listen(functools.partial(self._take, number))
+
+    def _take(self, number: int, event: Event) -> None:
+        if isinstance(event, Finished):
+            del self._handles[number]
+            self._server.num_requests -= 1
+        self._add(number, event)
+
+    def _add(self, number: int, event: Event) -> None:
+        """To the message of this step, which is sent when the loop has delivered all of its events."""
+        if isinstance(event, TokenEvent):
+            if event.logprob is None and event.routing is None:
+                self._numbers.append(number)
+                self._ids.append(event.token_id)
+                self._texts.append(event.text)
+            else:
+                self._step.tokens.append((number, event))
+        elif isinstance(event, Finished):
+            self._step.ends.append((number, event))
+        elif isinstance(event, PromptState):
+            self._step.states.append((number, event))
+        elif isinstance(event, PromptScored):
+            self._step.scored.append((number, event))
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._send_step)
+
+    def _begin_step(self) -> None:
+        self._numbers, self._ids = array.array("I"), array.array("I")
+        self._texts: list[str] = []
+        self._step = wire.Step(b"", b"", self._texts, [], [], [], [], 0)
+
+    def _send_step(self) -> None:
+        step = self._step
+        step.numbers, step.ids = self._numbers.tobytes(), self._ids.tobytes()
+        step.num_others = self._num_others
+        self._is_due = False
+        self._begin_step()
+        self._send(step)
+
+    @property
+    def _num_others(self) -> int:
+        return self._server.num_requests - len(self._handles)
+
+    async def _report_status(self) -> None:
+        while True:
+            self._send(wire.Status(self._backend.stats(), self._num_others))
+            await asyncio.sleep(STATUS_S)
+
+    async def _answer(self, question: wire.AskState | wire.AskText | wire.AskGrammar) -> None:
+        answer, backend = wire.Answer(question.number), self._backend
+        try:
+            if isinstance(question, wire.AskState):
+                answer.state = await backend.inspect_state(question.state, detail=question.detail, layer=question.layer)
+            elif isinstance(question, wire.AskText):
+                answer.layers = await backend.inspect_text(question.state, question.ids)
+            else:
+                await backend.check_grammar(question.grammar)
+        except NsmError as error:
+            answer.error = error
+        except Exception as error:
+            logger.exception("a question of a gateway failed")
+            answer.error = EngineDead(f"the engine's process failed: {type(error).__name__}")
+        self._send(answer)
+
+    def _send(self, message: wire.ToGateway) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(wire.encode(message))
+
+
+def refuse(sock: socket.socket, message: str) -> None:
+    """Tells the first gateway that connects why there is no engine."""
+    with contextlib.suppress(OSError):
+        connection, _ = sock.accept()
+        with connection:
+            connection.sendall(wire.encode(wire.CannotStart(message)))

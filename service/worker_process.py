@@ -1,0 +1,90 @@
+"""What a child of `service.workers` runs: the engine, or one of the processes that answer HTTP.
+
+The first line of standard input says which, with the settings. The input ends when the supervisor does, and then so
+does this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from nsm_core.errors import NsmError
+from nsm_core.heap import limit_arenas
+from service.backends.base import InferenceBackend
+from service.backends.process.backend import ProcessBackend
+from service.server import NUM_ARENAS, run_gateway
+from service.settings import Settings
+from service.telemetry.logs import configure_logging
+
+EXIT_CONFIG = 78  # EX_CONFIG
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    settings = Settings(**given["settings"])
+    configure_logging(settings.log_level, settings.log_format)
+    limit_arenas(NUM_ARENAS)
+    if given["role"] == "engine":
+        _run_engine(settings, given["engine_fd"])
+    else:
+        _run_worker(settings, given)
+
+
+def _run_worker(settings: Settings, given: dict[str, Any]) -> None:
+    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+
+    def make(settings: Settings) -> InferenceBackend:
+        return ProcessBackend(
+            Path(given["engine_path"]),
+            max_interval_s=settings.stream_interval_ms / 1e3,
+            reports_engine=given["number"] == 0,
+        )
+
+    with socket.socket(fileno=given["http_fd"]) as sock:
+        run_gateway(settings, sock, make)
+
+
+def _end_with_supervisor() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run_engine(settings: Settings, fd: int) -> None:
+    """Signals are for the supervisor, which ends this process after the workers: their streams may finish."""
+    from service.backends.process.server import EngineServer, refuse
+    from service.server import make_local_backend
+
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
+    with socket.socket(fileno=fd) as sock:
+        try:
+            backend = make_local_backend(settings)
+        except NsmError as error:
+            refuse(sock, error.with_notes())
+            sys.exit(EXIT_CONFIG)
+
+        async def serve() -> None:
+            await backend.start()
+            server = EngineServer(backend)
+            await server.serve(sock)
+            ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+            while not ended.done() and backend.is_alive():
+                await asyncio.wait((ended,), timeout=1.0)
+            await backend.stop()
+            await server.stop()
+
+        asyncio.run(serve())
+        if not backend.is_alive():
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""`nsm serve --workers N`: an engine's process and processes that answer HTTP, killed and stopped as they run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.gateway import frames_of
+from tests.support.server_processes import Server, running
+from tests.support.triton_servers import eventually
+
+WAIT_S = 60.0
+BODY = {"prompt": "Once", "seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture
+async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Server]:
+    settings = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "DEVICE": "cpu", "WORKERS": 2}
+    async with running(settings, tmp_path / "data") as started:
+        yield started
+
+
+def children(server: Server) -> list[psutil.Process]:
+    """The engine's process, then the workers, by their age."""
+    return sorted(psutil.Process(server.process.pid).children(), key=lambda child: (child.create_time(), child.pid))
+
+
+def holder_of(server: Server, port: int) -> psutil.Process:
+    """The worker that has accepted the connection from this port of a client."""
+    for child in children(server)[1:]:
+        if any(conn.raddr and conn.raddr.port == port for conn in child.net_connections("tcp")):
+            return child
+    raise AssertionError(f"no worker has a connection from port {port}")
+
+
+async def has_all(server: Server) -> bool:
+    return len(children(server)) == 3
+
+
+async def is_ready(server: Server) -> None:
+    """Waits until a worker answers and has its engine."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                async with httpx.AsyncClient(base_url=server.client.base_url) as client:
+                    if (await client.get("/health/ready")).status_code == 200:
+                        return
+            except httpx.TransportError:
+                pass  # a connection that a killed process had accepted
+            await asyncio.sleep(0.1)
+
+
+class Stream:
+    """A stream on a connection of its own."""
+
+    def __init__(self, server: Server, *, max_tokens: int) -> None:
+        self.client = httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S)
+        self.text = ""
+        self.has_begun = asyncio.Event()
+        self.port = 0
+        self.task = asyncio.create_task(self._read(max_tokens))
+
+    async def _read(self, max_tokens: int) -> bool:
+        """Whether the stream came to its own end."""
+        body = {**BODY, "max_tokens": max_tokens, "stream": True}
+        try:
+            async with self.client, self.client.stream("POST", "/v1/completions", json=body) as answer:
+                self.port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+                async for piece in answer.aiter_text():
+                    self.text += piece
+                    self.has_begun.set()
+        except httpx.RemoteProtocolError:
+            return False
+        return self.text.endswith("data: [DONE]\n\n")
+
+
+async def streams_on_both(server: Server, *, max_tokens: int) -> dict[int, list[Stream]]:
+    """Streams by the process that serves them, at least one of each worker."""
+    found: dict[int, list[Stream]] = {}
+    async with asyncio.timeout(WAIT_S):
+        while len(found) < 2:
+            stream = Stream(server, max_tokens=max_tokens)
+            await stream.has_begun.wait()
+            found.setdefault(holder_of(server, stream.port).pid, []).append(stream)
+    return found
+
+
+async def test_a_worker_that_is_killed_takes_its_own_streams_and_is_replaced(server: Server) -> None:
+    found = await streams_on_both(server, max_tokens=1500)
+    lost, other = sorted(found, key=lambda pid: len(found[pid]))
+    os.kill(lost, signal.SIGKILL)
+    assert not any(await asyncio.gather(*(stream.task for stream in found[lost])))
+    assert all(await asyncio.gather(*(stream.task for stream in found[other])))
+    assert '"finish_reason":"length"' in found[other][0].text
+    await eventually(lambda: has_all(server), seconds=WAIT_S)
+    await is_ready(server)
+
+
+async def test_an_engine_that_is_killed_ends_its_requests_and_is_replaced(server: Server) -> None:
+    engine = children(server)[0]
+    stream = Stream(server, max_tokens=20_000)
+    await stream.has_begun.wait()
+    engine.kill()
+    assert await stream.task
+    assert '"code":"engine_dead"' in stream.text
+    await is_ready(server)
+    answer = await server.client.post("/v1/completions", json={**BODY, "max_tokens": 4})
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+async def test_any_worker_continues_a_session_and_reads_a_stream_that_another_began(server: Server) -> None:
+    await server.create("one")
+    body = {"input": "Once", "max_tokens": 30, "seed": 1, "ignore_eos": True, "stream": True}
+    text, stream_id = "", ""
+    async with server.client.stream("POST", "/v1/sessions/one/generate", json=body) as answer:
+        async for piece in answer.aiter_text():
+            text += piece
+    frames = frames_of(text)
+    stream_id = frames[0]["id"]
+    for _ in range(8):  # connections of their own, which either worker may accept
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
+            again = await client.get(f"/v1/streams/{stream_id}")
+            assert [frame["choices"] for frame in frames_of(again.text)] == [frame["choices"] for frame in frames]
+            turn: dict[str, Any] = {"input": " more", "max_tokens": 2, "ignore_eos": True}
+            assert (await client.post("/v1/sessions/one/generate", json=turn)).status_code == 200
+    assert (await server.head("one"))[0] == 9
+
+
+async def test_one_scrape_tells_of_all_processes(server: Server) -> None:
+    for _ in range(6):
+        async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_S) as client:
+            assert (await client.post("/v1/completions", json={**BODY, "max_tokens": 3})).status_code == 200
+
+    async def number(name: str) -> float:
+        lines = (await server.client.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    assert await number('nsm_request_success_total{finished_reason="length"}') == 6
+    assert await number("nsm_inter_token_latency_seconds_count") == 12
+    assert await number("nsm_max_slots ") == 16
+
+    async def is_reported() -> bool:  # by the engine, twice a second
+        return await number("nsm_generation_tokens_total ") == 18
+
+    await eventually(is_reported, seconds=WAIT_S)
+
+
+async def test_a_stop_lets_streams_finish_and_leaves_no_process(server: Server) -> None:
+    processes = children(server)
+    stream = Stream(server, max_tokens=60)
+    await stream.has_begun.wait()
+    server.process.terminate()
+    assert await stream.task
+    assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
+    assert not psutil.wait_procs(processes, timeout=5)[1]

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from nsm_core.engine.generation_handle import GenerationHandle
+from nsm_core.engine.request import Finished, GenerationRequest
+from nsm_core.errors import ConfigError, EngineDead, Overloaded
+from nsm_core.tokenizer import Tokenizer
+from service.backends.process.backend import ProcessBackend
+from service.backends.process.server import EngineServer, refuse
+from tests.nsm_core.engine.harness import make_request, random_ids
+from tests.support.engine_process import engine_socket
+from tests.support.models import local_backend
+from tests.support.triton_servers import eventually
+
+WAIT_S = 20.0
+
+
+def request(name: str, max_tokens: int = 8) -> GenerationRequest:
+    return make_request(name, random_ids(1, 5), max_tokens=max_tokens)
+
+
+async def end_of(generation: GenerationHandle) -> Finished:
+    events = [event async for event in generation.events()]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+async def test_two_gateways_share_an_engine_and_its_queue(tiny_tokenizer: Tokenizer) -> None:
+    async with engine_socket(local_backend(tiny_tokenizer, max_slots=1, queue_limit=1)) as path:
+        one, two = ProcessBackend(path), ProcessBackend(path, reports_engine=False)
+        await asyncio.gather(one.start(), two.start())
+        long = one.submit(request("a", 20_000))
+        queued = two.submit(request("b", 20_000))
+        await asyncio.wait_for(_until_full(one), WAIT_S)
+        with pytest.raises(Overloaded, match="the engine takes 2 requests"):
+            one.submit(request("c"))
+        assert (one.stats().max_slots, two.stats().max_slots) == (1, 0)
+        await one.stop()
+        assert (await end_of(long)).reason == "abort"
+        queued.cancel()
+        await two.stop()
+        assert (await end_of(queued)).reason == "abort"
+
+
+async def _until_full(backend: ProcessBackend) -> None:
+    while True:
+        try:
+            backend.require_room()
+        except Overloaded:
+            return
+        await asyncio.sleep(0.01)
+
+
+async def test_requests_of_a_gateway_that_leaves_end_and_free_the_engine(tiny_tokenizer: Tokenizer) -> None:
+    engine = local_backend(tiny_tokenizer, max_slots=1, queue_limit=0)
+    async with engine_socket(engine) as path:
+        one, two = ProcessBackend(path), ProcessBackend(path)
+        await asyncio.gather(one.start(), two.start())
+        one.submit(request("a", 20_000))
+        assert one._writer is not None
+        one._writer.close()  # as when its process is killed
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    finished = await end_of(two.submit(request("b")))
+                except Overloaded:
+                    pass  # the engine still has the other's
+                else:
+                    if finished.error is None:
+                        break
+                await asyncio.sleep(0.01)
+        await asyncio.gather(one.stop(), two.stop())
+
+
+async def test_an_engine_that_is_lost_ends_requests_and_one_that_takes_its_place_serves(
+    tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "engine.sock"))
+        sock.listen()
+        first = local_backend(tiny_tokenizer)
+        await first.start()
+        server = EngineServer(first)
+        await server.serve(sock.dup())
+        backend = ProcessBackend(tmp_path / "engine.sock")
+        await backend.start()
+        generation = backend.submit(request("a", 20_000))
+        await server.stop()
+        error = (await end_of(generation)).error
+        assert isinstance(error, EngineDead)
+        assert str(error) == "the engine's process ended"
+        with pytest.raises(EngineDead, match="starting again"):
+            backend.require_room()
+        with pytest.raises(EngineDead, match="starting again"):
+            await backend.inspect_state(None)
+        assert not backend.is_ready()
+        await first.stop()
+        second = local_backend(tiny_tokenizer)
+        await second.start()
+        server = EngineServer(second)
+        await server.serve(sock.dup())
+
+        async def is_back() -> bool:
+            return backend.is_ready()
+
+        await eventually(is_back, seconds=WAIT_S)
+        assert (await end_of(backend.submit(request("a")))).error is None
+        await backend.stop()
+        await second.stop()
+        await server.stop()
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "engine.sock"))
+        sock.listen()
+        refusing = threading.Thread(target=refuse, args=(sock, "no model directory /none"))
+        refusing.start()
+        with pytest.raises(ConfigError, match="no model directory /none"):
+            await ProcessBackend(tmp_path / "engine.sock").start()
+        refusing.join()

@@ -1,0 +1,42 @@
+"""An engine behind the socket of engine processes, without a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from service.backends.local import LocalBackend
+from service.backends.process.backend import ProcessBackend
+from service.backends.process.server import EngineServer
+
+
+@contextlib.asynccontextmanager
+async def engine_socket(engine: LocalBackend) -> AsyncIterator[Path]:
+    """The path of its socket while it is served."""
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as sock:
+        path = Path(directory) / "engine.sock"
+        sock.bind(str(path))
+        sock.listen()
+        await engine.start()
+        server = EngineServer(engine)
+        await server.serve(sock)
+        try:
+            yield path
+        finally:
+            await engine.stop()
+            await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def process_backend(engine: LocalBackend) -> AsyncIterator[ProcessBackend]:
+    """A gateway's backend on it, started."""
+    async with engine_socket(engine) as path:
+        backend = ProcessBackend(path)
+        await backend.start()
+        try:
+            yield backend
+        finally:
+            await backend.stop()
