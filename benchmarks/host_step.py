@@ -24,6 +24,7 @@ from nsm_core.engine.engine import Engine
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.execution.base import NextInputs
 from nsm_core.model.bundled import find_checkpoint
+from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
@@ -56,6 +57,7 @@ class NoExecutor:
     """Returns at once. Its logits are narrow, so that choosing a token from them costs little."""
 
     draw = staticmethod(draw_reference)
+    mask = staticmethod(mask_reference)
     savepoint = None
     prompt_unit = 1
 

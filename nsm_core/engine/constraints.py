@@ -67,13 +67,14 @@ class Constraints:
             begin += 1 + len(of_slot)
         if positions:
             fill_masks(words, positions)
+        allows_any: list[bool] = np.asarray(words.any(axis=1)).tolist()
         begin = 0
         for slot, _ in starts:
             sequence, number = sequences[slot], 1 + len(drafts.get(slot, ()))
             for offset in range(min(number, sequence.params.min_tokens - len(sequence.sampled))):
                 _forbid_end(words[begin + offset], sequence)
             matcher = sequence.matcher
-            if matcher is not None and (matcher.inner.is_error() or not words[begin].any()):
+            if matcher is not None and (matcher.inner.is_error() or not allows_any[begin]):
                 failed[slot] = failure_of(matcher)
             begin += number
 

@@ -179,8 +179,11 @@ class _Vocabulary:
         self.special_token_ids: Sequence[int] = sorted(names)
         self.tokens: Sequence[bytes] = [names.get(token_id, raw) for token_id, raw in enumerate(texts)]
 
+        # the library asks for the ids of each text that a grammar forces, at each of its tokens: few texts, many times
+        self._encode = functools.lru_cache(maxsize=4096)(tokenizer.encode_bytes)
+
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode_bytes(text if isinstance(text, bytes) else text.encode())
+        return self._encode(text if isinstance(text, bytes) else text.encode())
 
 
 def _library_grammar(grammar: Grammar) -> str:

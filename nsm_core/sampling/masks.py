@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+WORD_BITS = 32
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -20,6 +22,20 @@ class TokenMasks:
 
     indices: npt.NDArray[np.int64]
     words: npt.NDArray[np.int32]
+
+    def forced_ids(self) -> npt.NDArray[np.int64]:
+        """[R]: the only token that a row allows, or -1 for a row that allows several."""
+        counts = np.bitwise_count(self.words.view(np.uint32)).sum(axis=1)
+        ids = np.full(len(self.words), -1, np.int64)
+        rows = np.flatnonzero(counts == 1)
+        at = (self.words[rows] != 0).argmax(axis=1)
+        bits = self.words.view(np.uint32)[rows, at]
+        ids[rows] = at * WORD_BITS + np.bitwise_count(bits - np.uint32(1))
+        return ids
+
+    def of_rows(self, chosen: npt.NDArray[np.bool_]) -> TokenMasks:
+        """Those of `chosen` [R]."""
+        return TokenMasks(self.indices[chosen], self.words[chosen])
 
     def within(self, rows: Sequence[int]) -> TokenMasks:
         """The masks for logits[rows], which have all rows of `indices`."""

@@ -104,8 +104,8 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Sequence[SampledRow], masks: TokenMasks | None = None
     ) -> list[SampledToken | NumericalError]:
-        """logits [B, V], one row of it for each of `rows`; not modified. `masks`: of rows that may not have every
-        token; none of them is plain.
+        """logits [B, V], one row of it for each of `rows`; not modified, save where there are masks. `masks`: of rows
+        that may not have every token; none of them is plain.
 
         A row with NaN or infinite logits gives a NumericalError, returned and not raised: the other rows have tokens.
         """
@@ -143,15 +143,23 @@ class Sampler:
         is_finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(raw).all(axis=-1))
         good = [index for index in range(len(rows)) if is_finite[index]]
         adjusted = _adjust(raw, rows, good)
+        has_logprobs = any(row.params.logprobs is not None for row in rows)
+        forced: dict[int, int] = {}  # rows that have no choice need none
         if masks is not None:
-            adjusted = raw.copy() if adjusted is raw else adjusted
-            self._mask(adjusted, masks)
+            forced_ids = masks.forced_ids()
+            forced = dict(
+                zip(masks.indices[forced_ids >= 0].tolist(), forced_ids[forced_ids >= 0].tolist(), strict=True)
+            )
+            adjusted = raw.copy() if has_logprobs and adjusted is raw else adjusted
+            self._mask(adjusted, masks.of_rows(forced_ids < 0))
         token_ids = adjusted.argmax(axis=-1)  # enough for greedy rows
-        drawn = [index for index in good if not rows[index].params.is_greedy]
+        drawn = [index for index in good if not rows[index].params.is_greedy and index not in forced]
         if drawn:
             token_ids[drawn] = self._draw(adjusted, drawn, [rows[index] for index in drawn])
         ids: list[int] = token_ids.tolist()
-        if len(good) == len(rows) and all(row.params.logprobs is None for row in rows):
+        for index, token_id in forced.items():
+            ids[index] = token_id
+        if len(good) == len(rows) and not has_logprobs:
             return [SampledToken(token_id) for token_id in ids]
         return [
             _report(raw[index], ids[index], row.params) if finite else not_finite(row.position)

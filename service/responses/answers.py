@@ -15,16 +15,14 @@ from service.generate.choices import RequestGroup, ends_of
 from service.responses.format import (
     Event,
     Response,
-    delta_event,
     ended_response,
     failed_response,
-    numbered,
     opening_of,
-    texts_after,
-    texts_before,
+    status_of,
 )
 from service.responses.records import StoredResponse
 from service.responses.running import ResponseText, finish_response, refresh_status, wait_for_result
+from service.responses.stream import ResponseStream, output_of
 from service.schemas.items import new_item_id
 from service.turns.turn import HandedOver, Turn, TurnOutcome, TurnSource
 from service.web.errors import report
@@ -148,18 +146,19 @@ class UnstoredResponse:
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """A failure is an event too."""
-        before = texts_before(self._opened, self._item_id)
-        yield numbered(before, 0)
+        stream = ResponseStream(self._opened, self._item_id)
+        yield stream.begin()
         try:
             async with contextlib.aclosing(self._pieces()) as batches:
                 async for pieces in batches:
-                    number = len(before) + len(self._texts) - len(pieces)
-                    yield numbered([delta_event(self._item_id, piece) for piece in pieces], number)
+                    events = stream.feed(pieces)
+                    if events:
+                        yield events
             ended = self._ended()
         except NsmError as error:
             report(error, request_id=self._opened["id"])
             ended = failed_response(self._opened, error)
-        yield numbered(texts_after(ended, self._item_id), len(before) + len(self._texts))
+        yield stream.end(ended)
 
     async def collect(self) -> Response:
         async with contextlib.aclosing(self._pieces()) as batches:
@@ -178,7 +177,8 @@ class UnstoredResponse:
 
     def _ended(self) -> Response:
         finished: Finished = ends_of(self._group)[0]
-        return ended_response(self._opened, finished, item_id=self._item_id, text="".join(self._texts))
+        text, status = "".join(self._texts), status_of(finished)
+        return ended_response(self._opened, finished, output_of(self._opened, self._item_id, text, status=status))
 
 
 async def _until_end(
@@ -186,15 +186,13 @@ async def _until_end(
 ) -> AsyncGenerator[list[Event], None]:
     """The events up to the last piece of text; `text` is left with all of them, and with the turn's end."""
     text = text or ResponseText(services)
-    before = numbered(texts_before(opening_of(stored.response), stored.item_id), 0)
-    yield before
-    number = len(before)
+    stream = ResponseStream(opening_of(stored.response), stored.item_id)
+    yield stream.begin()
     async with contextlib.aclosing(source.batches()) as batches:
         async for turn_events in batches:
-            pieces = [piece for piece in map(text.feed, turn_events) if piece is not None]
-            if pieces:
-                yield numbered([delta_event(stored.item_id, piece) for piece in pieces], number)
-                number += len(pieces)
+            events = stream.feed([piece for piece in map(text.feed, turn_events) if piece is not None])
+            if events:
+                yield events
 
 
 def _require_ended(stored: StoredResponse, end: TurnOutcome | None) -> None:
@@ -205,7 +203,5 @@ def _require_ended(stored: StoredResponse, end: TurnOutcome | None) -> None:
 
 def _events_of(stored: StoredResponse) -> list[Event]:
     """All events of an ended response."""
-    item_id = stored.item_id
-    deltas = [delta_event(item_id, text) for text in stored.deltas]
-    before, after = texts_before(opening_of(stored.response), item_id), texts_after(stored.response, item_id)
-    return numbered([*before, *deltas, *after], 0)
+    stream = ResponseStream(opening_of(stored.response), stored.item_id)
+    return [*stream.begin(), *stream.feed(stored.deltas), *stream.end(stored.response)]

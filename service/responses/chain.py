@@ -14,7 +14,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatTemplate
 from service.deps import TenantScope
-from service.schemas.items import Item, message_of
+from service.schemas.items import Item, messages_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ async def plan_turn(
 
 
 def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:
-    messages = [message_of(item) for item in items]
+    messages = messages_of(items)
     return template.render(messages) if base is None else template.render_next(*messages)
 
 

@@ -141,7 +141,7 @@ async def make_plan(scope: TenantScope, body: ContextFields, context: Context, i
     read = [*context.unread, *items]
     if not read:
         raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
-    return await plan_turn(scope, context.chain, instructions=body.instructions, items=read)
+    return await plan_turn(scope, context.chain, instructions=body.read_instructions, items=read)
 
 
 async def _after_response(scope: TenantScope, response_id: str) -> Context:

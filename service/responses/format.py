@@ -12,7 +12,7 @@ from nsm_core.engine.request import Finished, FinishReason
 from nsm_core.errors import NsmError
 from service.generate.choices import EVENTS_AT_ONCE
 from service.generate.openai_format import energy_of
-from service.schemas.items import output_item, output_text
+from service.schemas.items import Item
 from service.schemas.responses import CreateResponseBody
 from service.web.errors import answer, report, rule_of
 from service.web.sse import frame
@@ -48,15 +48,15 @@ def opened_response(body: CreateResponseBody, *, response_id: str, model: str) -
         "metadata": body.metadata,
         "model": model,
         "output": [],
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
         "store": body.store,
         "temperature": body.temperature,
         "text": {"format": body.text_format},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
         "top_logprobs": 0,
         "top_p": body.top_p,
         "truncation": body.truncation,
@@ -64,16 +64,21 @@ def opened_response(body: CreateResponseBody, *, response_id: str, model: str) -
     }
 
 
-def ended_response(opened: Response, finished: Finished, *, item_id: str, text: str) -> Response:
-    """The object of a response whose text is complete, or as long as it may be."""
-    is_whole = finished.reason is FinishReason.STOP
-    status = "completed" if is_whole else "incomplete"
+def status_of(finished: Finished) -> str:
+    """Of a response whose text is complete, or as long as it may be."""
+    return "completed" if finished.reason is FinishReason.STOP else "incomplete"
+
+
+def ended_response(opened: Response, finished: Finished, output: list[Item]) -> Response:
+    """The object of a response that came to an end of its own."""
+    status = status_of(finished)
+    is_whole = status == "completed"
     return {
         **opened,
         "status": status,
         "completed_at": math.floor(time.time()) if is_whole else None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
-        "output": [output_item(item_id, text, status=status)],
+        "output": output,
         "usage": usage(finished, has_energy="include_energy" in opened),
     }
 
@@ -110,43 +115,6 @@ def opening_of(response: Response) -> Response:
         "output": [],
         "usage": None,
     }
-
-
-def texts_before(opened: Response, item_id: str) -> list[Event]:
-    """The events before the first piece of text."""
-    item = output_item(item_id, None, status="in_progress")
-    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    return [
-        {"type": "response.created", "response": opened},
-        {"type": "response.in_progress", "response": opened},
-        {"type": "response.output_item.added", "output_index": 0, "item": item},
-        {"type": "response.content_part.added", **location, "part": output_text("")},
-    ]
-
-
-def delta_event(item_id: str, text: str) -> Event:
-    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    return {"type": "response.output_text.delta", **location, "delta": text, "logprobs": []}
-
-
-def texts_after(ended: Response, item_id: str) -> list[Event]:
-    """The events after the last piece of text."""
-    last = {"type": LAST_EVENTS[ended["status"]], "response": ended}
-    if not ended["output"]:
-        return [last]
-    item = ended["output"][0]
-    part = item["content"][0]
-    location = {"item_id": item_id, "output_index": 0, "content_index": 0}
-    return [
-        {"type": "response.output_text.done", **location, "text": part["text"], "logprobs": []},
-        {"type": "response.content_part.done", **location, "part": part},
-        {"type": "response.output_item.done", "output_index": 0, "item": item},
-        last,
-    ]
-
-
-def numbered(events: list[Event], start: int) -> list[Event]:
-    return [{**event, "sequence_number": start + offset} for offset, event in enumerate(events)]
 
 
 async def frames(

@@ -13,8 +13,9 @@ from service.generate.chat import PrefixCutter
 from service.generate.deltas import Delta
 from service.responses.chain import LogPosition
 from service.responses.conversations import finish_turn
-from service.responses.format import cancelled_response, ended_response, failed_response
+from service.responses.format import cancelled_response, ended_response, failed_response, status_of
 from service.responses.records import StoredResponse, load_response, put_response
+from service.responses.stream import output_of
 from service.stores.sessions.turn_records import TurnRecord
 from service.turns.lease import NO_CHUNKS
 from service.turns.turn import HandedOver, Turn, TurnEvent, TurnOutcome
@@ -120,7 +121,8 @@ def _ended(stored: StoredResponse, text: ResponseText, error: NsmError | None) -
         head, before = end.head, stored.chain.end
         position = LogPosition(session_id=before.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
         whole = "".join(text.deltas)
-        response = ended_response(stored.response, end.finished, item_id=stored.item_id, text=whole)
+        output = output_of(stored.response, stored.item_id, whole, status=status_of(end.finished))
+        response = ended_response(stored.response, end.finished, output)
         stored = dataclasses.replace(stored, chain=dataclasses.replace(stored.chain, end=position))
     return dataclasses.replace(stored, response=response, deltas=text.deltas)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsm_core.chat_template import ChatMessage
+from nsm_core.grammars.tool_calls import answer_text, results_message
 
 Item = dict[str, Any]
 
@@ -31,10 +33,67 @@ def output_text(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def message_of(item: Mapping[str, Any]) -> ChatMessage:
-    """The item as the model reads it; a developer's message is a system message by its older name."""
-    role = "system" if item["role"] == "developer" else item["role"]
-    return ChatMessage(role=role, content="\n".join(part["text"] for part in item["content"]))
+def call_item(call_id: str, name: str, arguments: str) -> Item:
+    """A call of an earlier answer that a client brought, under an id of its own."""
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": "completed",
+    }
+
+
+def result_item(call_id: str, output: str) -> Item:
+    """A call's result."""
+    return {
+        "id": f"fco_{uuid.uuid4().hex}",
+        "type": "function_call_output",
+        "call_id": call_id,
+        "output": output,
+        "status": "completed",
+    }
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """The items as the model reads them: a developer's message is a system message by its older name, calls that
+    follow an answer's text or each other are one answer, and so are results one message.
+    """
+    messages: list[ChatMessage] = []
+    for kind, group in itertools.groupby(items, key=_group_of):
+        if kind == "results":
+            messages.append(results_message([item["output"] for item in group]))
+        elif kind == "answer":
+            messages += _answers_of(list(group))
+        else:
+            for item in group:
+                role = "system" if item["role"] == "developer" else item["role"]
+                messages.append(ChatMessage(role=role, content=_text_of(item)))
+    return messages
+
+
+def _group_of(item: Mapping[str, Any]) -> str:
+    if item["type"] == "function_call_output":
+        return "results"
+    return "answer" if item["type"] == "function_call" or item["role"] == "assistant" else "message"
+
+
+def _answers_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Assistant's messages, each with the calls behind it."""
+    answers: list[tuple[str, list[tuple[str, str]]]] = []
+    for item in items:
+        if item["type"] == "message":
+            answers.append((_text_of(item), []))
+        else:
+            if not answers:
+                answers.append(("", []))
+            answers[-1][1].append((item["name"], item["arguments"]))
+    return [ChatMessage("assistant", answer_text(text, calls)) for text, calls in answers]
+
+
+def _text_of(item: Mapping[str, Any]) -> str:
+    return "\n".join(part["text"] for part in item["content"])
 
 
 def list_object(items: Sequence[Item], *, has_more: bool) -> dict[str, Any]:

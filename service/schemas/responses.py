@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen
 from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
+from nsm_core.grammars.tool_calls import tools_text
 from service.schemas import ignored_fields
 from service.schemas.chat import DEFAULT_MAX_TOKENS
 from service.schemas.common import (
@@ -21,17 +23,19 @@ from service.schemas.common import (
     check_max_tokens,
     content_schema,
 )
-from service.schemas.items import Item, input_item
+from service.schemas.items import Item, call_item, input_item, result_item
 from service.schemas.sessions import Metadata
 from service.schemas.structured import RESPONSE_FORMAT_SCHEMA, read_format
+from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
 from service.web.errors import shown
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CONTENT_SCHEMA = content_schema({"enum": list(TEXT_PARTS)})
-IGNORED: Mapping[str, type] = {**ignored_fields.COMMON, "max_tool_calls": int}
+IGNORED: Mapping[str, type] = {
+    **{name: kind for name, kind in ignored_fields.COMMON.items() if name != "parallel_tool_calls"},
+    "max_tool_calls": int,
+}
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "include": ([],),
     "reasoning": ({}, {"effort": "none"}, {"effort": None}, {"effort": None, "summary": None}),
     "prompt": (),
@@ -69,15 +73,21 @@ def _require_one_of(supported: tuple[Any, ...], value: Any, param: str) -> None:
 
 
 class InputMessage(RequestBody):
-    """One message. What an output item carries when a client sends it back is accepted."""
+    """A message, a call that an answer made, or a call's result. What an output item carries when a client sends it
+    back is accepted.
+    """
 
     ignored: ClassVar = {"id": str, "status": str, "phase": str}
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)] = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = Field(default=None, description="of a call: a JSON object as text")
+    output: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)] = None
 
-    @field_validator("content", mode="after")
+    @field_validator("content", "output", mode="after")
     @classmethod
     def _texts_only(cls, content: Any) -> tuple[str, ...]:
         if isinstance(content, str):
@@ -86,25 +96,65 @@ class InputMessage(RequestBody):
             return tuple(_text_of(part) for part in content)
         raise ValueError("must be a string or a list of text parts")
 
+    @field_validator("arguments", mode="after")
+    @classmethod
+    def _arguments_are_an_object(cls, arguments: str) -> str:
+        return check_arguments(arguments)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_its_type(cls, item: Any) -> Any:
+        wanted = FIELDS_OF_TYPES.get(item.get("type") or "message") if isinstance(item, dict) else None
+        if wanted is None:
+            return item
+        for name in wanted:
+            if item.get(name) is None:
+                raise PydanticCustomError("missing_field", "{message}", {"name": name, "message": "is required"})
+        for name in FIELDS_OF_ITEMS:
+            if item.get(name) is not None and name not in wanted:
+                message = f"{name} is no field of a {item.get('type') or 'message'}"
+                raise PydanticCustomError("unknown_parameter", "{message}", {"name": name, "message": message})
+        return item
+
     def to_item(self) -> Item:
-        return input_item(self.role, self.content)
+        if self.type == "message":
+            return input_item(self.role or "user", self.content)
+        if self.type == "function_call":
+            return call_item(self.call_id or "", self.name or "", self.arguments or "{}")
+        return result_item(self.call_id or "", "\n".join(self.output))
+
+
+FIELDS_OF_TYPES: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+FIELDS_OF_ITEMS = ("role", "content", "call_id", "name", "arguments", "output")
 
 
 def refuse_other_items(items: Any, param: str) -> Any:
-    """Raises InvalidRequest for an item that is no message, before its fields are looked at."""
+    """Raises InvalidRequest for an item of another type, before its fields are looked at."""
     if not isinstance(items, list) or len(items) > MAX_MESSAGES:
         return items  # refused as a whole
     for number, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind not in ("message", None):
+        if kind is not None and kind not in FIELDS_OF_TYPES:
             path = f"{param}[{number}].type"
+            expected = ", ".join(f'"{name}"' for name in FIELDS_OF_TYPES)
             raise InvalidRequest(
-                f'{path} must be "message", got {shown(kind)}', param=path, code="unsupported_parameter"
+                f"{path} must be one of {expected}, got {shown(kind)}", param=path, code="unsupported_parameter"
             )
     return items
 
 
 DescribedMessages = Annotated[list[InputMessage], MaxLen(MAX_MESSAGES)]
+
+
+def tool_use_of(response: Mapping[str, Any]) -> ToolUse:
+    """The tools of a response's object."""
+    return read_tools(
+        response["tools"], response["tool_choice"], has_many=response["parallel_tool_calls"], nested=False
+    )
 
 
 class ContextFields(RequestBody):
@@ -120,6 +170,9 @@ class ContextFields(RequestBody):
     previous_response_id: str | None = None
     conversation: Annotated[Any, WithJsonSchema({"description": 'an id, or {"id": "conv_…"}'})] = None
     truncation: Literal["auto", "disabled"] = "disabled"
+    tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool = Field(default=True, description="whether an answer may hold several calls")
 
     @field_validator("input", mode="before", json_schema_input_type=str | DescribedMessages)
     @classmethod
@@ -145,6 +198,24 @@ class ContextFields(RequestBody):
         if not self.input and self.conversation is None:
             raise InvalidRequest("input must hold at least 1 message, got none", param="input")
         return self
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Raises InvalidRequest."""
+        return read_tools(
+            [] if self.tools is None else self.tools,
+            self.tool_choice,
+            has_many=self.parallel_tool_calls,
+            nested=False,
+        )
+
+    @property
+    def read_instructions(self) -> str | None:
+        """What is read in front of the chain: the instructions, and the tools."""
+        tools = self.tool_use.tools
+        if not tools:
+            return self.instructions
+        return "\n\n".join([*([self.instructions] if self.instructions else []), tools_text(tools)])
 
     def items(self) -> list[Item]:
         """The input, each item under a new id."""
@@ -190,7 +261,11 @@ class CreateResponseBody(SamplingFields, ContextFields):
 
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """Raises InvalidRequest."""
-        grammar = read_format(self.text_format, "text.format", template.answer_prefix, nested=False)
+        use = self.tool_use
+        form = read_format(self.text_format, "text.format", "" if use.tools else template.answer_prefix, nested=False)
+        grammar = use.to_grammar(form, template.answer_prefix)
+        # a form says itself where the answer ends; a text beside tools ends as any other
+        has_stops = form is None and not use.is_forced
         max_tokens = min(DEFAULT_MAX_TOKENS, limits.max_tokens)
         if self.max_output_tokens is not None:
             max_tokens = check_max_tokens(self.max_output_tokens, limits.max_tokens, param="max_output_tokens")
@@ -198,7 +273,7 @@ class CreateResponseBody(SamplingFields, ContextFields):
             sampling=self.to_sampling(
                 limits,
                 max_tokens=max_tokens,
-                template_stop=() if grammar else template.stop,  # a grammar says itself where the answer ends
+                template_stop=template.stop if has_stops else (),
                 grammar=grammar,
             ),
             timeout_s=self.timeout or limits.timeout_s,

@@ -118,7 +118,11 @@ RULES: Mapping[type[NsmError], Rule] = {
     ConfigError: Rule(500, SERVER, "config_error", retry=False),
 }
 INTERNAL = Rule(500, SERVER, "internal_error")
-NAMED_ERRORS = ("unknown_parameter", "unsupported_parameter")  # of service/schemas, with name and message in ctx
+NAMED_ERRORS = (
+    "unknown_parameter",
+    "unsupported_parameter",
+    "missing_field",
+)  # of service/schemas, with name and message in ctx
 HTTP_TYPES = {404: NOT_FOUND, 401: AUTHENTICATION, 403: PERMISSION, 429: RATE_LIMIT}
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
@@ -258,7 +262,8 @@ def _answer_validation(errors: Sequence[Any]) -> ErrorAnswer:
     if item["type"] in NAMED_ERRORS:
         name, message = field_path([*location, item["ctx"]["name"]]), item["ctx"]["message"]
         message = message if item["type"] == "unknown_parameter" else f"{name} {message}"
-        return ErrorAnswer(status=400, type=INVALID, message=message, param=name, code=item["type"])
+        code = None if item["type"] == "missing_field" else item["type"]
+        return ErrorAnswer(status=400, type=INVALID, message=message, param=name, code=code)
     param = field_path(location) or None
     if item["type"] == "missing":
         message = f"{param or 'a JSON body'} is required"

@@ -62,7 +62,7 @@ def test_a_masked_row_has_an_allowed_token_and_the_others_keep_theirs(
     rows = [SamplingRow(params=params, position=index, generated_counts={}) for index in range(6)]
     allowed = [[3], [200, 201, 299]]
     masks = TokenMasks(np.array([2, 5]), words_of(allowed, 300))
-    plain, masked = Sampler(draw, mask).sample(logits, rows), Sampler(draw, mask).sample(logits, rows, masks)
+    plain, masked = Sampler(draw, mask).sample(logits, rows), Sampler(draw, mask).sample(logits.clone(), rows, masks)
     assert masked[2].token_id in allowed[0]
     assert masked[5].token_id in allowed[1]
     assert [masked[index] for index in (0, 1, 3, 4)] == [plain[index] for index in (0, 1, 3, 4)]
@@ -77,6 +77,12 @@ def test_log_probabilities_under_a_mask_are_those_of_the_raw_logits() -> None:
     assert token.logprob is not None
     assert token.token_id == 9
     assert token.logprob.logprob == pytest.approx(torch.log_softmax(logits, -1)[0, 9].item(), abs=1e-5)
+
+
+def test_a_row_that_allows_one_token_has_it() -> None:
+    allowed = [[0], [31], [32], [299], [1, 2], []]
+    masks = TokenMasks(np.arange(6), words_of(allowed, 300))
+    assert masks.forced_ids().tolist() == [0, 31, 32, 299, -1, -1]
 
 
 def test_masks_of_some_rows_follow_them_into_a_part_of_the_batch() -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from nsm_core.errors import Overloaded
 from service.generate.choices import EVENTS_AT_ONCE
-from service.responses.format import delta_event, frames, numbered
+from service.responses.format import frames
 
 
 async def given(*sizes: int, error: Exception | None = None) -> AsyncGenerator[list[dict[str, Any]], None]:
     """Batches of so many events, numbered through; then `error`."""
     number = 0
     for size in sizes:
-        yield numbered([delta_event("msg_1", str(number + offset)) for offset in range(size)], number)
+        yield [{"type": "response.output_text.delta", "sequence_number": number + offset} for offset in range(size)]
         number += size
     if error is not None:
         raise error

@@ -119,7 +119,8 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input": []}, "input", ["at least 1"]),
     ({"input": [{"role": "user", "content": 5}]}, "input[0].content", ["string", "5"]),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ["tool"]),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].type", ["message", "function_call"]),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", ["is required"]),
+    ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input[0].output", ["no field of a message"]),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", ["item_reference"]),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -131,14 +132,15 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
         "input[0].content",
         ["input_file"],
     ),
-    ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", ["null"]),
+    ({"tool_choice": "required"}, "tool_choice", ["needs tools"]),
     ({"reasoning": {"effort": "high"}}, "reasoning", ["not supported"]),
     ({"include": ["message.output_text.logprobs"]}, "include", ["not supported"]),
     ({"top_logprobs": 3}, "top_logprobs", ["not supported"]),
     ({"top_logprobs": False}, "top_logprobs", ["not supported", "false"]),
     ({"n": True}, "n", ["not supported", "true"]),
     ({"service_tier": 1}, "service_tier", ["must be a string, got 1"]),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format", ["json_object"]),
+    ({"text": {"format": {"type": "xml"}}}, "text.format", ["json_object"]),
     ({"truncation": "middle"}, "truncation", ["middle"]),
     ({"max_output_tokens": 0}, "max_output_tokens", ["[1, 32768]", "0"]),
     ({"max_tokens": 5}, "max_tokens", ["unknown field", "did you mean max_output_tokens?"]),
@@ -216,7 +218,7 @@ async def test_the_stock_client_sees_errors_as_its_own() -> None:
     async with gateway(FakeBackend(SCRIPT), is_live=True) as server:
         with pytest.raises(openai.NotFoundError, match="resp_unknown"):
             await server.openai.responses.retrieve("resp_unknown")
-        with pytest.raises(openai.BadRequestError, match="not supported"):
+        with pytest.raises(openai.BadRequestError, match='must be "function"'):
             await server.openai.responses.create(
                 model="fake-nsm", input="x", tools=[{"type": "web_search"}]
             )  # fmt: skip
