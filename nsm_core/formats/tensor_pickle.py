@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickletools
+import struct
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_PICKLE_BYTES = 8 << 20  # that of a model of 13B parameters has a quarter of a megabyte
@@ -23,6 +25,25 @@ _EMPTY_DICT = "collections OrderedDict"
 _TENSOR = "torch._utils _rebuild_tensor_v2"
 _PARAMETER = "torch._utils _rebuild_parameter"
 _KNOWN = {*DTYPES, *IGNORED_STORAGES, _EMPTY_DICT, _TENSOR, _PARAMETER}
+
+
+_LINES = "lines"
+# Names of instructions by code, and the forms of their arguments in `struct`; t and w: that many bytes of a text, or of
+# a whole number, come after
+_INSTRUCTIONS: Mapping[int, tuple[str, str]] = {
+    0x80: ("PROTO", "<B"), 0x95: ("FRAME", "<Q"), ord("."): ("STOP", ""), ord("("): ("MARK", ""),
+    ord("N"): ("NONE", ""), 0x88: ("NEWTRUE", ""), 0x89: ("NEWFALSE", ""),
+    ord("}"): ("EMPTY_DICT", ""), ord("]"): ("EMPTY_LIST", ""), ord(")"): ("EMPTY_TUPLE", ""),
+    ord("t"): ("TUPLE", ""), 0x85: ("TUPLE1", ""), 0x86: ("TUPLE2", ""), 0x87: ("TUPLE3", ""),
+    ord("a"): ("APPEND", ""), ord("e"): ("APPENDS", ""), ord("s"): ("SETITEM", ""), ord("u"): ("SETITEMS", ""),
+    0x94: ("MEMOIZE", ""), ord("q"): ("BINPUT", "<B"), ord("r"): ("LONG_BINPUT", "<I"),
+    ord("h"): ("BINGET", "<B"), ord("j"): ("LONG_BINGET", "<I"),
+    ord("c"): ("GLOBAL", _LINES), 0x93: ("STACK_GLOBAL", ""), ord("Q"): ("BINPERSID", ""),
+    ord("R"): ("REDUCE", ""), ord("b"): ("BUILD", ""),
+    ord("X"): ("BINUNICODE", "<It"), 0x8C: ("SHORT_BINUNICODE", "<Bt"),
+    ord("J"): ("BININT", "<i"), ord("K"): ("BININT1", "<B"), ord("M"): ("BININT2", "<H"),
+    0x8A: ("LONG1", "<Bw"), ord("G"): ("BINFLOAT", ">d"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,15 +87,52 @@ def read_pickle(raw: bytes) -> Any:
     """The value that a pickle describes. Raises UnreadablePickle."""
     machine = _Machine()
     try:
-        for instruction, argument, _ in pickletools.genops(raw):
-            if instruction.name == "STOP":
+        for name, argument in _instructions(raw):
+            if name == "STOP":
                 return machine.pop()
-            machine.run(instruction.name, argument)
+            machine.run(name, argument)
     except UnreadablePickle:
         raise
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise UnreadablePickle(f"the pickle is damaged: {type(error).__name__}") from error
     raise UnreadablePickle("the pickle has no end")
+
+
+def _instructions(raw: bytes) -> Iterator[tuple[str, Any]]:
+    """Names and arguments, in order."""
+    at = 0
+    while at < len(raw):
+        code = raw[at]
+        if code not in _INSTRUCTIONS:
+            name = next((known.name for known in pickletools.opcodes if known.code == chr(code)), f"0x{code:02x}")
+            raise UnreadablePickle(f"the pickle has the instruction {name}, which no file of tensors needs")
+        name, form = _INSTRUCTIONS[code]
+        argument, at = _argument(raw, at + 1, form)
+        yield name, argument
+
+
+def _argument(raw: bytes, at: int, form: str) -> tuple[Any, int]:
+    """An instruction's argument, and where it ends."""
+    if form == _LINES:  # module and name
+        middle = raw.index(b"\n", at)
+        end = raw.index(b"\n", middle + 1)
+        return f"{raw[at:middle].decode()} {raw[middle + 1 : end].decode()}", end + 1
+    if not form:
+        return None, at
+    fixed = form.rstrip("tw")
+    (value,) = struct.unpack_from(fixed, raw, at)
+    at += struct.calcsize(fixed)
+    if fixed == form:
+        return value, at
+    counted = raw[at : at + value]
+    if len(counted) != value:
+        raise UnreadablePickle("the pickle has no end")
+    decoded = (
+        counted.decode("utf-8", "surrogatepass")
+        if form.endswith("t")
+        else int.from_bytes(counted, "little", signed=True)
+    )
+    return decoded, at + value
 
 
 class _Machine:
@@ -91,13 +149,8 @@ class _Machine:
             self._stack.append(_CONSTANTS[name])
         elif name in _LITERALS:
             self._stack.append(argument)
-        elif name in _SKIPPED:
-            return
-        else:
-            handler = getattr(self, f"_{name.lower()}", None)
-            if handler is None:
-                raise UnreadablePickle(f"the pickle has the instruction {name}, which no file of tensors needs")
-            handler(argument)
+        elif name not in _SKIPPED:
+            getattr(self, f"_{name.lower()}")(argument)
 
     def _since_mark(self) -> list[Any]:
         items = []
