@@ -147,9 +147,17 @@ def take_back(path: Path, table: str, older: Rows) -> None:
 TableFault = Callable[[Path, str, Rows], None]
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("fault", [empty, drop, cut, take_back])
-@pytest.mark.parametrize("is_running", [True, False], ids=["running", "at_rest"])
+def table_cases() -> Iterator[Any]:
+    """At rest a table that is emptied or cut is read by the same code as under a running server."""
+    for is_running in (True, False):
+        for fault in (empty, drop, cut, take_back):
+            for table in TABLES:
+                marks = [] if is_running or fault in (drop, take_back) else [pytest.mark.slow]
+                name = f"{'running' if is_running else 'at_rest'}-{fault.__name__}-{table}"
+                yield pytest.param(is_running, fault, table, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("is_running", "fault", "table"), list(table_cases()))
 async def test_X6_a_damaged_table_refuses_by_name_or_the_state_is_made_again(
     is_running: bool, fault: TableFault, table: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
