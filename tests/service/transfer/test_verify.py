@@ -56,6 +56,7 @@ async def test_a_state_that_is_its_logs_is_the_same() -> None:
         ({"pending_id": 99}, "pending_token"),
         ({"pending_id": None}, "log_length"),
         ({"position": 13}, "position"),
+        ({"position": 15}, "log_length"),  # its pending token would be behind the log
         ({"version": 4}, "version"),
         ({"session_id": "s2"}, "session_id"),
         ({"tenant": "b"}, "tenant"),
