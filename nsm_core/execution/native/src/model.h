@@ -178,6 +178,7 @@ class Runner {
   const States states_;
   Team team_;
   const int piece_tokens_;
+  const int64_t most_ahead_;
   int routing_stride_, score_floats_, keyed_floats_;
   Buffer<float> x_, normed_, projected_, routing_, mixed_, up_, scratch_, cos_, sin_, scores_, keyed_;
   Buffer<int8_t> bytes_;

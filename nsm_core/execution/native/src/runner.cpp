@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -7,7 +9,18 @@ namespace nsm {
 namespace {
 
 constexpr int TASKS_PER_THREAD = 4;  // small enough that a slow thread is not waited for long
-constexpr int64_t MOST_AHEAD = int64_t{16} << 20;  // bytes: what is fetched early has to stay in the last cache meanwhile
+constexpr int64_t MIB = int64_t{1} << 20;
+
+// Bytes that are fetched early: they have to stay in a cache meanwhile. That is the last one, or a large second one, half of which
+// weights need: processors that have it put hardly anything into the last one that leaves it unused.
+int64_t most_ahead() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  const int64_t second_level = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  const int64_t second_level = 0;
+#endif
+  return second_level > MIB ? second_level / 2 : 16 * MIB;
+}
 
 // The most that any layer of the model has of something.
 template <typename Width>
@@ -38,7 +51,7 @@ int keyed_floats_of(const Model& model, int piece_tokens) {
 }  // namespace
 
 Runner::Runner(const Model& model, States states, int num_threads, int piece_tokens)
-    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens) {
+    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), most_ahead_(most_ahead()) {
   const Shape& shape = model.shape;
   const size_t tokens = piece_tokens, d = shape.d_model, threads = num_threads;
   routing_stride_ = most_of(model, [&](const Layer& layer) { return tiles_of(shape.routing_rows(layer.kind)) * LANES; });
@@ -118,7 +131,7 @@ void Runner::look_ahead(int index, const std::vector<Span>& spans) {
   for (const Span& span : spans)
     ahead_rows_.push_back(reinterpret_cast<const int8_t*>(states_.memory[index] + span.row * states_.memory_strides[index]));
   const int64_t row_bytes = model_.shape.memory_floats(model_.layers[index].kind) * static_cast<int64_t>(sizeof(float));
-  ahead_ = {ahead_rows_.data(), row_bytes, 0, std::min<int64_t>(row_bytes * static_cast<int64_t>(spans.size()), MOST_AHEAD)};
+  ahead_ = {ahead_rows_.data(), row_bytes, 0, std::min<int64_t>(row_bytes * static_cast<int64_t>(spans.size()), most_ahead_)};
 }
 
 void Runner::norm_and_quantise(const float* gain, int tokens) {

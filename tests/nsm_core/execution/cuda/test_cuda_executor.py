@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,8 +28,19 @@ def small_model() -> NsmModel:
     return random_model(small_config(48, layer_pattern="NW", window=10)).to("cuda" if HAS_GPU else "cpu")
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    results = list(checks.check_invariance(small_model(), FP32, (1, 3)))
+def keyed_model() -> NsmModel:
+    """Of the least sizes that the kernels for prompts take."""
+    config = small_config(48, layer_pattern="KW", num_memory_slots=32, slot_width=32, window=64)
+    return random_model(config).to("cuda" if HAS_GPU else "cpu")
+
+
+MODELS = pytest.mark.parametrize("make", [small_model, keyed_model])
+MakeModel = Callable[[], NsmModel]
+
+
+@MODELS
+def test_a_row_has_the_same_bits_alone_and_among_others(make: MakeModel) -> None:
+    results = list(checks.check_invariance(make(), FP32, (1, 3)))
     assert all(row["ok"] for row in results), results
 
 
@@ -61,15 +73,23 @@ def test_rounding_affects_matrices_alone() -> None:
 
 
 @pytest.mark.gpu
+@MODELS
 @pytest.mark.parametrize("weights", list(CudaWeights))
-def test_gpu_steps_stay_near_the_eager_model(weights: CudaWeights) -> None:
-    results = list(checks.check_steps(small_model(), CudaOptions(weights=weights), num_steps=8, num_rows=5))
+def test_gpu_steps_stay_near_the_eager_model(weights: CudaWeights, make: MakeModel) -> None:
+    results = list(checks.check_steps(make(), CudaOptions(weights=weights), num_steps=8, num_rows=5))
     assert all(row["ok"] for row in results), results
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_graphs_give_the_bits_of_single_launches() -> None:
-    results = list(checks.check_replays(small_model(), CudaWeights.BF16))
+def test_on_a_gpu_prompts_of_keyed_slots_have_the_same_bits_cut_and_beside_others() -> None:
+    results = list(checks.check_prompts(keyed_model(), FP32, (1, 3), length=200))
+    assert all(row["ok"] for row in results), results
+
+
+@pytest.mark.gpu
+@MODELS
+def test_on_a_gpu_graphs_give_the_bits_of_single_launches(make: MakeModel) -> None:
+    results = list(checks.check_replays(make(), CudaWeights.BF16))
     assert all(row["ok"] for row in results), results
 
 
@@ -80,8 +100,9 @@ def test_on_a_gpu_products_have_the_same_bits_in_every_tile_and_every_time() -> 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_of_every_size_give_the_same_bits() -> None:
-    results = list(checks.check_invariance(small_model(), CudaOptions()))
+@MODELS
+def test_on_a_gpu_batches_of_every_size_give_the_same_bits(make: MakeModel) -> None:
+    results = list(checks.check_invariance(make(), CudaOptions()))
     assert all(row["ok"] for row in results), results
 
 
