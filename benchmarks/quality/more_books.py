@@ -96,8 +96,8 @@ def shingles(text: str) -> Shingles:
     if len(codes) < SHINGLE_WORDS:
         return np.empty(0, np.uint64)
     runs = np.zeros(len(codes) - SHINGLE_WORDS + 1, np.uint64)
-    for place in range(SHINGLE_WORDS):
-        runs = runs * np.uint64(0x9E3779B97F4A7C15) + codes[place : place + len(runs)]
+    for offset in range(SHINGLE_WORDS):
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + codes[offset : offset + len(runs)]
     runs ^= runs >> np.uint64(29)
     return np.unique(runs[runs % np.uint64(SAMPLED_OF) == 0])
 
