@@ -1,0 +1,313 @@
+"""What a client gets of a server over HTTP: `python -m benchmarks.http_gpu`. A table, then one line of JSON.
+
+It starts `nsm serve` with the options after `--serve`, in processes of its own, and reads the streams from sockets in
+others. Prompts are random words of the test books, so that no prefix repeats. First so many streams at once, then turns
+of sessions. "first": from the request to the first piece of text; "gap": between two pieces of one stream, of which a
+busy server's have several tokens. CPU time is that of all processes of the server, for a token.
+
+On a GPU: `python -m benchmarks.http_gpu --serve "--device cuda --workers 4"`; on a CPU take small numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nsm_lab.provenance import command_line, source_commit
+from nsm_lab.training.data_files import read_documents
+
+BOOKS = Path(__file__).parents[1] / "data" / "books-sample"
+URL = re.compile(r"serving .* on http://([^:\s]+):(\d+)")
+TEXT = b'"text":"'
+NO_TEXT = b'"text":""'
+USAGE = re.compile(rb'"completion_tokens":(\d+)')
+START_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One measurement: `number` at once, spread over client processes; `turns` of each session, 0 for streams."""
+
+    number: int
+    num_tokens: int
+    num_words: int
+    turns: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """What clients saw, in seconds: of each stream the time to its first text, and all gaps between pieces."""
+
+    firsts: list[float] = dataclasses.field(default_factory=list)
+    gaps: list[float] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+    num_turns: int = 0
+    num_failed: int = 0
+
+    def add(self, other: Seen) -> None:
+        self.firsts += other.firsts
+        self.gaps += other.gaps
+        self.num_tokens += other.num_tokens
+        self.num_turns += other.num_turns
+        self.num_failed += other.num_failed
+
+
+class Reader(asyncio.Protocol):
+    """Sends one request and notes when text comes."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._tail = b""
+        self.times: list[float] = []
+        self.num_tokens = 0
+        self.is_whole = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._began = time.perf_counter()
+        transport.write(self._request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        if data.count(TEXT) > data.count(NO_TEXT):
+            self.times.append(time.perf_counter() - self._began)
+        self._tail = (self._tail + data)[-2048:]
+        if self._tail.endswith(b"0\r\n\r\n") and not self.ended.done():
+            found = USAGE.search(self._tail)
+            self.num_tokens = int(found[1]) if found else 0
+            self.is_whole = found is not None and b"data: [DONE]" in self._tail
+            self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Client:
+    """The streams and sessions of one process."""
+
+    def __init__(self, address: tuple[str, int], seed: int) -> None:
+        self._address = address
+        self._draw = random.Random(seed)
+        self._words = [word for document in read_documents(BOOKS, "test") for word in document.text.split()]
+        self.seen = Seen()
+
+    async def stream(self, path: str, body: dict[str, Any]) -> None:
+        body = {**body, "ignore_eos": True, "temperature": 0.8, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        reader = Reader(self._request(path, body))
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: reader, *self._address)
+        await reader.ended
+        transport.close()
+        seen, times = self.seen, reader.times
+        seen.num_failed += not reader.is_whole
+        seen.num_tokens += reader.num_tokens
+        seen.firsts += times[:1]
+        seen.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    async def session(self, load: Load) -> None:
+        """A session of its own, turn after turn."""
+        name = f"bench-{self._draw.getrandbits(60):x}"
+        await self._create(name)
+        for _ in range(load.turns):
+            body = {"input": self._prompt(load.num_words), "max_tokens": load.num_tokens}
+            await self.stream(f"/v1/sessions/{name}/generate", body)
+            self.seen.num_turns += 1
+
+    async def completion(self, load: Load) -> None:
+        await self.stream("/v1/completions", {"prompt": self._prompt(load.num_words), "max_tokens": load.num_tokens})
+
+    async def _create(self, name: str) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        writer.write(self._request("/v1/sessions", {"id": name}, close=True))
+        if b" 20" not in await reader.readline():
+            raise RuntimeError("no session could be created")
+        writer.close()
+
+    def _prompt(self, num_words: int) -> str:
+        return " ".join(self._draw.choices(self._words, k=num_words))
+
+    def _request(self, path: str, body: dict[str, Any], *, close: bool = False) -> bytes:
+        raw = json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+        lines += [f"content-length: {len(raw)}", *(["connection: close"] if close else []), "", ""]
+        return "\r\n".join(lines).encode() + raw
+
+
+def client_process(address: tuple[str, int], seed: int, load: Load, number: int, pipe: Any) -> None:
+    """`number` of the load's streams or sessions, when the parent says so."""
+
+    async def run(client: Client) -> None:
+        work = client.session if load.turns else client.completion
+        await asyncio.gather(*(work(load) for _ in range(number)))
+
+    client = Client(address, seed)
+    pipe.send("ready")
+    pipe.recv()
+    asyncio.run(run(client))
+    pipe.send(client.seen)
+
+
+class ServerUnderTest:
+    """`nsm serve` and its children."""
+
+    def __init__(self, options: Sequence[str], data_dir: Path) -> None:
+        run = "from service.cli.main import main; main()"
+        command = [sys.executable, "-c", run, "serve", "--port", "0", "--data-dir", str(data_dir), *options]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        started = time.monotonic()
+        self.address = self._read_address()
+        self.start_s = time.monotonic() - started
+
+    def _read_address(self) -> tuple[str, int]:
+        lines = []
+        for line in self._process.stderr or ():
+            lines.append(line)
+            found = URL.search(line)
+            if found:
+                self._draining = threading.Thread(target=self._drain, daemon=True)
+                self._draining.start()
+                return found[1], int(found[2])
+        raise RuntimeError("the server did not start:\n" + "".join(lines))
+
+    def _drain(self) -> None:
+        for _ in self._process.stderr or ():
+            pass  # a full pipe would stop the server
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its processes so far."""
+        root = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return sum(spent.user + spent.system for spent in times)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self._draining.join()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+@contextlib.contextmanager
+def served(options: Sequence[str]) -> Iterator[ServerUnderTest]:
+    with tempfile.TemporaryDirectory() as directory:
+        server = ServerUnderTest(options, Path(directory))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def measure(server: ServerUnderTest, load: Load, num_clients: int, seed: int) -> dict[str, float]:
+    """The figures of one load."""
+    context = multiprocessing.get_context("spawn")
+    shares = [load.number // num_clients + (index < load.number % num_clients) for index in range(num_clients)]
+    pipes, processes = [], []
+    for index, share in enumerate(share for share in shares if share):
+        ours, theirs = context.Pipe()
+        processes.append(
+            context.Process(target=client_process, args=(server.address, seed + index, load, share, theirs))
+        )
+        processes[-1].start()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    cpu_s, started = server.cpu_s(), time.perf_counter()
+    for pipe in pipes:
+        pipe.send("go")
+    seen = Seen()
+    for pipe in pipes:
+        seen.add(pipe.recv())
+    wall_s, cpu_s = time.perf_counter() - started, server.cpu_s() - cpu_s
+    for process in processes:
+        process.join()
+    return figures_of(seen, wall_s, cpu_s)
+
+
+def figures_of(seen: Seen, wall_s: float, cpu_s: float) -> dict[str, float]:
+    """Rates a second, times in milliseconds, CPU microseconds a token."""
+    return {
+        "tokens_per_s": seen.num_tokens / wall_s,
+        "turns_per_s": seen.num_turns / wall_s,
+        "first_ms_p50": quantile(seen.firsts, 0.5) * 1e3,
+        "first_ms_p95": quantile(seen.firsts, 0.95) * 1e3,
+        "gap_ms_p50": quantile(seen.gaps, 0.5) * 1e3,
+        "gap_ms_p99": quantile(seen.gaps, 0.99) * 1e3,
+        "tokens_per_piece": seen.num_tokens / max(1, len(seen.firsts) + len(seen.gaps)),
+        "cpu_us_per_token": cpu_s / max(1, seen.num_tokens) * 1e6,
+        "num_failed": seen.num_failed,
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """NaN of nothing."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+HEAD = (
+    f"{'at once':<14}{'tok/s':>9}{'turns/s':>9}{'first p50/p95, ms':>20}{'gap p50/p99, ms':>18}"
+    f"{'CPU us/tok':>12}{'failed':>8}"
+)
+
+
+def row_of(load: Load, found: dict[str, float]) -> str:
+    """A line of the table."""
+    kind = "sessions" if load.turns else "streams"
+    first = f"{found['first_ms_p50']:.0f} / {found['first_ms_p95']:.0f}"
+    gap = f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f}"
+    return (
+        f"{load.number:>4} {kind:<9}{found['tokens_per_s']:>9,.0f}{found['turns_per_s']:>9.1f}{first:>20}{gap:>18}"
+        f"{found['cpu_us_per_token']:>12.1f}{found['num_failed']:>8}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", default="", help="options of nsm serve, as one argument")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 32, 128, 512])
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--words", type=int, default=30, help="of each prompt")
+    parser.add_argument("--sessions", type=int, default=256, help="at once; 0: none")
+    parser.add_argument("--turns", type=int, default=4, help="of each session")
+    parser.add_argument("--turn-tokens", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=4, help="processes")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    loads = [Load(number=number, num_tokens=args.tokens, num_words=args.words) for number in args.streams]
+    if args.sessions:
+        turn = {"num_tokens": args.turn_tokens, "num_words": args.words, "turns": args.turns}
+        loads.append(Load(number=args.sessions, **turn))
+    rows = []
+    with served(shlex.split(args.serve)) as server:
+        print(f"started in {server.start_s:.1f} s")
+        print(HEAD)
+        measure(server, loads[0], args.clients, args.seed - 1000)  # a warm-up
+        for index, load in enumerate(loads):
+            found = measure(server, load, args.clients, args.seed + 1000 * index)
+            rows.append({**dataclasses.asdict(load), **found})
+            print(row_of(load, found))
+    about = {"command": command_line(), "commit": source_commit(), "serve": args.serve, "start_s": server.start_s}
+    result = {**about, "rows": rows}
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
