@@ -34,6 +34,7 @@ class NoEngine:
         self._step_s = step_s
         self._stats = EngineStats(max_slots=1024)
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
+        self.grammars = grammars(tokenizer)
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +80,7 @@ class NoEngine:
         for _ in range(num_new):
             token_id = self._ids[len(sampled) % len(self._ids)]
             sampled.append(token_id)
-            text = output.feed(token_id).text
+            text = output.feed_plain(token_id)  # as the real engine does for tokens that only add text
             yield request_id, TokenEvent(index=len(sampled), token_id=token_id, text=text)
         if len(sampled) == request.sampling.max_tokens:
             yield self._finish(request_id, "length")
@@ -137,6 +138,15 @@ class NoBackend:
 
     async def inspect_state(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError("no state to look at")
+
+
+def grammars(tokenizer: Any) -> Any:
+    """The compiler that an engine has, where the checkout has one."""
+    try:
+        from nsm_core.grammars.compiler import GrammarCompiler
+    except ImportError:
+        return None
+    return GrammarCompiler(tokenizer)
 
 
 def pace() -> dict[str, Any]:
