@@ -41,10 +41,12 @@ def backend_settings(request: pytest.FixtureRequest, tiny_model_dir: Path) -> di
     if request.param == "local":
         return {"MODEL": tiny_model_dir, "NUM_THREADS": 1}
     if request.param == "rwkv7":
-        return {"MODEL": request.getfixturevalue("tiny_rwkv7_dir"), "NUM_THREADS": 1}
+        return {"MODEL": request.getfixturevalue("rwkv7_dir"), "NUM_THREADS": 1}
     return {"TRITON_URL": request.getfixturevalue("triton").grpc_url}
 
 
 @pytest.fixture(scope="session")
-def tiny_rwkv7_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
-    return save_rwkv7(tmp_path_factory.mktemp("tiny-rwkv7") / "model", tiny_tokenizer)
+def rwkv7_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> Path:
+    """Of a size at which a step takes some milliseconds: turns must last long enough to be stopped in their middle."""
+    sizes = {"width": 256, "head_size": 64, "hidden": 1024, "num_layers": 12}
+    return save_rwkv7(tmp_path_factory.mktemp("rwkv7") / "model", tiny_tokenizer, **sizes)

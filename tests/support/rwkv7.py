@@ -77,9 +77,10 @@ def rwkv7_backend(tokenizer: Tokenizer, **limits: int) -> LocalBackend:
     return LocalBackend(random_rwkv7(tokenizer), config)
 
 
-def save_rwkv7(directory: Path, tokenizer: Tokenizer) -> Path:
+def save_rwkv7(directory: Path, tokenizer: Tokenizer, **sizes: int) -> Path:
     """A directory with a file of official names and a tokenizer, as servers load it."""
     directory.mkdir()
-    save_file(random_tensors(small_config(vocab_size=tokenizer.vocab_size)), directory / "rwkv7-random.safetensors")
+    tensors = random_tensors(small_config(vocab_size=tokenizer.vocab_size, **sizes))
+    save_file(tensors, directory / "rwkv7-random.safetensors")
     tokenizer.save(directory / TOKENIZER_FILE)
     return directory
