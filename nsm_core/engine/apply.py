@@ -139,6 +139,8 @@ class ResultApplier:
         self._stats.counters.tokens_generated += 1
         token = TokenEvent(index=len(sequence.sampled), token_id=token_id, text=text)
         events.append((sequence.request.request_id, token))
+        if sequence.matcher is not None and sequence.matcher.is_complete:
+            events += self.finish(sequence, FinishReason.STOP)
         return True
 
     def _append(self, slot: int, sampled: SampledToken, routing: TokenRouting | None, events: Events) -> None:

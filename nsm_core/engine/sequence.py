@@ -114,7 +114,7 @@ class RunningSequence:
         self.prompt_tokens = self.resumed_position + len(request.prompt_ids)
         # An array as long as the vocabulary, so only for requests with penalties
         self._counts = TokenCounts(tokenizer.vocab_size, self.resumed_counts) if self.params.has_penalties else None
-        is_plain = self._counts is None and not request.sampled_ids and matcher is None
+        is_plain = self._counts is None and not request.sampled_ids
         self._num_plain = self.params.max_tokens - 1 if is_plain else 0
         replayed = _replayed_ids(request, tokenizer)
         for token_id in replayed:
@@ -180,13 +180,16 @@ class RunningSequence:
 
     def append_plain(self, token_id: int) -> str | None:
         """Appends a token that only adds text, and returns the text. None, without any change, for the first and the
-        last token, for ids that may end the output or hold text back, and for requests with penalties.
+        last token, for ids that may end the output or hold text back, and for requests with penalties. Raises
+        GrammarFailed for an id that the grammar does not allow.
         """
         if not 0 < len(self.sampled) < self._num_plain:
             return None
         text = self.output.feed_plain(token_id)
         if text is not None:
             self.sampled.append(token_id)
+            if self.matcher is not None:
+                self.matcher.advance(token_id)
         return text
 
     def append(self, token_id: int) -> OutputStep:

@@ -15,12 +15,12 @@ from service.schemas.common import (
     IGNORED,
     MAX_MESSAGES,
     UNSUPPORTED,
+    LengthFields,
     Limits,
     RequestBody,
     RequestSpec,
     RoutingFields,
     SamplingFields,
-    check_max_tokens,
     check_n,
     content_schema,
 )
@@ -118,7 +118,7 @@ def core_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> li
     return with_tools([*read, results_message(results)] if results else read, tools)
 
 
-class ChatBody(SamplingFields, StructuredFields, RoutingFields):
+class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
     """Messages in, the assistant's next message out."""
 
     ignored = {name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"}  # noqa: RUF012
@@ -128,8 +128,7 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
 
     model: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
-    max_tokens: int | None = Field(default=None, description="older name of max_completion_tokens")
+    max_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     n: int = 1
     tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
@@ -148,9 +147,6 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
             if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
                 message = f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}"
                 raise InvalidRequest(message, param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            message = f"max_tokens and max_completion_tokens differ: {self.max_tokens}, {self.max_completion_tokens}"
-            raise InvalidRequest(message, param="max_tokens")
         return self
 
     @property
@@ -173,7 +169,7 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
         has_stops = form is None and not use.is_forced
         sampling = self.to_sampling(
             limits,
-            max_tokens=self._max_tokens(limits.max_tokens),
+            max_tokens=self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_stop=template.stop if has_stops else (),
             grammar=grammar,
@@ -186,13 +182,6 @@ class ChatBody(SamplingFields, StructuredFields, RoutingFields):
             timeout_s=self.timeout or limits.timeout_s,
             include_routing=self.include_routing,
         )
-
-    def _max_tokens(self, limit: int) -> int:
-        for name in ("max_completion_tokens", "max_tokens"):
-            given: int | None = getattr(self, name)
-            if given is not None:
-                return check_max_tokens(given, limit, param=name)
-        return min(DEFAULT_MAX_TOKENS, limit)
 
 
 def render_chat(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:

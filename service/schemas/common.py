@@ -263,6 +263,28 @@ class SamplingFields(RequestBody):
         )
 
 
+class LengthFields(RequestBody):
+    """The most tokens of an answer, under either of its names."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, description="newer name of max_tokens")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = f"max_tokens and max_completion_tokens differ: {self.max_tokens}, {self.max_completion_tokens}"
+            raise InvalidRequest(message, param="max_tokens")
+        return self
+
+    def length(self, limit: int, *, default: int, at_least: int = 1) -> int:
+        """Raises InvalidRequest that names the field as the client wrote it."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            given: int | None = getattr(self, name)
+            if given is not None:
+                return check_max_tokens(given, limit, param=name, at_least=at_least)
+        return min(default, limit)
+
+
 class RoutingFields(RequestBody):
     """The request for the routing of each token."""
 

@@ -11,11 +11,11 @@ from nsm_core.sampling.params import MAX_TOP_LOGPROBS
 from service.schemas.common import (
     IGNORED,
     UNSUPPORTED,
+    LengthFields,
     Limits,
     RequestSpec,
     RoutingFields,
     SamplingFields,
-    check_max_tokens,
     check_n,
 )
 from service.schemas.structured import StructuredFields
@@ -33,7 +33,7 @@ PROMPT_SCHEMA = {
 }
 
 
-class CompletionBody(SamplingFields, StructuredFields, RoutingFields):
+class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
     """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
 
     ignored = IGNORED
@@ -41,7 +41,9 @@ class CompletionBody(SamplingFields, StructuredFields, RoutingFields):
 
     model: str | None = None
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
-    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, description="0 is allowed with echo: score the prompt only")
+    max_tokens: int | None = Field(
+        default=None, description=f"default {DEFAULT_MAX_TOKENS}; 0 is allowed with echo: score the prompt only"
+    )
     n: int = 1
     best_of: int | None = Field(default=None, description="must equal n")
     echo: bool = False
@@ -74,11 +76,11 @@ class CompletionBody(SamplingFields, StructuredFields, RoutingFields):
         is_batch = isinstance(self.prompt, list) and not _is_ids(self.prompt)
         prompts = tuple(self.prompt) if is_batch else (self.prompt,)
         check_n(self.n, len(prompts), limits.max_choices)
-        self.check_routing(max_tokens=self.max_tokens, num_choices=self.n * len(prompts))
-        check_max_tokens(self.max_tokens, limits.max_tokens, at_least=0 if self.echo else 1)
-        is_score_only = self.echo and self.max_tokens == 0
+        length = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS, at_least=0 if self.echo else 1)
+        self.check_routing(max_tokens=length, num_choices=self.n * len(prompts))
+        is_score_only = self.echo and length == 0
         has_scores = self.echo and (self.logprobs is not None or is_score_only)
-        max_tokens = max(1, self.max_tokens)  # score only: the request ends before a token is sampled
+        max_tokens = max(1, length)  # score only: the request ends before a token is sampled
         return RequestSpec(
             prompts=prompts,
             n=self.n,

@@ -14,12 +14,12 @@ from service.schemas.common import (
     IGNORED,
     MAX_TOKEN_IDS,
     UNSUPPORTED,
+    LengthFields,
     Limits,
     RequestBody,
     RequestSpec,
     RoutingFields,
     SamplingFields,
-    check_max_tokens,
 )
 from service.schemas.completions import DEFAULT_MAX_TOKENS
 from service.schemas.ignored_fields import (
@@ -128,7 +128,7 @@ class RewindBody(RequestBody):
         return self
 
 
-class GenerateBody(SamplingFields, StructuredFields, RoutingFields):
+class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
     """One turn: read `input`, then sample."""
 
     ignored = IGNORED
@@ -139,7 +139,7 @@ class GenerateBody(SamplingFields, StructuredFields, RoutingFields):
 
     model: str | None = None
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = ""
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
     expected_version: int | None = Field(
         default=None,
@@ -161,7 +161,7 @@ class GenerateBody(SamplingFields, StructuredFields, RoutingFields):
 
     def to_request(self, limits: Limits) -> RequestSpec:
         """The one prompt is the input. Raises InvalidRequest."""
-        max_tokens = check_max_tokens(self.max_tokens, limits.max_tokens)
+        max_tokens = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS)
         sampling = self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs, grammar=self.to_grammar())
         self.check_routing(max_tokens=max_tokens)
         return RequestSpec(

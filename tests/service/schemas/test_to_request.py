@@ -17,6 +17,7 @@ from service.schemas.sessions import GenerateBody
 
 LIMITS = Limits(max_tokens=100, max_choices=8, vocab_size=50, timeout_s=60.0)
 TEMPLATE = get_template("plain-v1")
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 def completion(**fields: Any) -> RequestSpec:
@@ -90,3 +91,18 @@ def test_body_above_a_limit_is_refused_by_its_field(fields: dict[str, Any], para
     with pytest.raises(InvalidRequest) as refusal:
         completion(**fields)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [(CompletionBody, {"prompt": "x"}), (GenerateBody, {"input": "x"}), (ChatBody, HELLO)],
+)
+def test_both_names_of_the_length_mean_the_same_everywhere(body: Any, prompt: dict[str, Any]) -> None:
+    template = (TEMPLATE,) if body is ChatBody else ()
+    for fields in ({"max_tokens": 7}, {"max_completion_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}):
+        assert body(**prompt, **fields).to_request(LIMITS, *template).max_tokens == 7
+    with pytest.raises(InvalidRequest, match="differ"):
+        body(**prompt, max_tokens=7, max_completion_tokens=8)
+    with pytest.raises(InvalidRequest) as refusal:
+        body(**prompt, max_completion_tokens=-1).to_request(LIMITS, *template)
+    assert refusal.value.param == "max_completion_tokens"
