@@ -41,6 +41,10 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 .PHONY: packages
 packages: $(READY)
 	@scripts/test-packages
+
+.PHONY: clients
+clients: $(READY)  ## install the client libraries of tests/integration/test_client_libraries.py into .venv/clients
+	@scripts/client-packages "$(VENV)"
 	@scripts/triton-server "$(VENV)"
 	@scripts/perf-analyzer "$(VENV)"
 	@scripts/client-generator "$(VENV)"

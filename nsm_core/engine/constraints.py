@@ -67,14 +67,16 @@ class Constraints:
             begin += 1 + len(of_slot)
         if positions:
             fill_masks(words, positions)
-        allows_any: list[bool] = np.asarray(words.any(axis=1)).tolist()
+        # a matcher that has failed allows the end of the text, or nothing
+        num_allowed: list[int] = np.bitwise_count(words.view(np.uint32)).sum(axis=1, dtype=np.int64).tolist()
         begin = 0
         for slot, _ in starts:
             sequence, number = sequences[slot], 1 + len(drafts.get(slot, ()))
             for offset in range(min(number, sequence.params.min_tokens - len(sequence.sampled))):
                 _forbid_end(words[begin + offset], sequence)
             matcher = sequence.matcher
-            if matcher is not None and (matcher.inner.is_error() or not allows_any[begin]):
+            num = num_allowed[begin]
+            if matcher is not None and num <= 1 and (num == 0 or matcher.inner.is_error()):
                 failed[slot] = failure_of(matcher)
             begin += number
 

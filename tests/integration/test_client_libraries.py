@@ -19,7 +19,7 @@ NUM_ANSWERS = {"instructor": 2, "pydantic_ai": 2, "langchain": 3}
 
 pytestmark = [
     pytest.mark.other_library,
-    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/client-packages installs the client libraries"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the client libraries"),
 ]
 
 
