@@ -188,7 +188,7 @@ def test_a_directory_goes_before_a_bundled_model_of_its_name(tmp_path: Path, mon
 
 def test_unknown_name_lists_the_bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"bundled models are pulse-books, pulse-books-small$"):
+    with pytest.raises(CheckpointError, match=r"bundled models are pulse-books, pulse-books-keyed, pulse-books-small$"):
         find_checkpoint(Path("pulse-boks"))
 
 
@@ -198,7 +198,9 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most_bytes"), [(None, 45_000_000), ("pulse-books-small", 8_000_000)], ids=["default", "small"]
+    ("name", "most_bytes"),
+    [(None, 45_000_000), ("pulse-books-keyed", 40_000_000), ("pulse-books-small", 8_000_000)],
+    ids=["default", "keyed", "small"],
 )
 def test_the_bundled_models_are_whole_and_small_enough(name: str | None, most_bytes: int) -> None:
     path = None if name is None else Path(name)
