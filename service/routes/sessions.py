@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
+from service.deps import Arrival, ArrivalDep, Services, ServicesDep, TenantDep
 from service.generate.session_turn import open_session_turn, send_turn
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
@@ -25,7 +25,9 @@ from service.schemas.sessions import (
     RewindBody,
     UpdateSessionBody,
 )
-from service.state.copies import create_copy, read_copy
+from service.state.copies import SessionCopy, create_copy, read_copy
+from service.state.earlier import copy_at
+from service.state.log_place import LogPlace
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
@@ -136,13 +138,17 @@ async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
 
 
 @router.post("/v1/sessions/{session_id}/fork", response_class=Response, responses=answers(SessionAnswer))
-async def fork(key: SessionKeyDep, services: ServicesDep, body: ForkBody | None = None) -> Response:
-    """A new session that goes on from the newest commit of this one, at the same version; both are free from there on.
+async def fork(
+    key: SessionKeyDep, services: ServicesDep, arrival: ArrivalDep, body: ForkBody | None = None
+) -> Response:
+    """A new session that continues from the newest commit of this one, at the same version, or from an earlier place.
 
     A running turn does not prevent it, and is not part of the copy.
     """
     body = body or ForkBody()
     copy = await read_copy(services.store, key)
+    if body.place is not None:
+        copy = await _earlier(services, copy, body.place, arrival)
     head = await create_copy(
         services.store,
         copy,
@@ -154,6 +160,21 @@ async def fork(key: SessionKeyDep, services: ServicesDep, body: ForkBody | None 
     return json_response(session_object(services, head))
 
 
+async def _earlier(services: Services, copy: SessionCopy, place: LogPlace, arrival: Arrival) -> SessionCopy:
+    """Reads the log again as far as no retained snapshot spares it."""
+    num_log_tokens = place.num_log_tokens(copy.head, copy.marks)
+    with services.tenants.enter(copy.head.tenant):
+        return await copy_at(
+            services.backend,
+            services.store,
+            copy,
+            num_log_tokens,
+            request_id=f"fork-{uuid.uuid4().hex}",
+            deadline=arrival.time + services.settings.request_timeout_s,
+            state_format=services.state_format,
+        )
+
+
 @router.post("/v1/sessions/{session_id}/rewind", response_class=Response, responses=answers(SessionAnswer))
 async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to the end of an earlier turn, or to any token of the log; what came after it is deleted.
@@ -163,8 +184,7 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
     request = RewindRequest(
         request_id=f"rewind-{uuid.uuid4().hex}",
         key=key,
-        to_version=body.to_version,
-        to_position=body.to_position,
+        place=LogPlace(version=body.to_version, position=body.to_position, prefix="to_"),
         expected_version=body.expected_version,
         deadline=arrival.time + services.settings.request_timeout_s,
     )

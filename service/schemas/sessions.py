@@ -29,6 +29,7 @@ from service.schemas.ignored_fields import (
     check_metadata,
 )
 from service.schemas.structured import StructuredFields
+from service.state.log_place import LogPlace
 from service.stores.sessions.base import UNSET, Unset
 from service.web.errors import shown
 
@@ -105,6 +106,25 @@ class ForkBody(RequestBody):
     id: SessionId | None = None
     metadata: Metadata | None = None
     ttl_s: Ttl | None = None
+    position: int | None = Field(
+        default=None, le=MAX_COUNT, description="fork after so many tokens of the log; absent: at its end"
+    )
+    version: int | None = Field(
+        default=None, le=MAX_COUNT, description="fork at the end of the turn that made this version"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ForkBody:
+        if self.position is not None and self.version is not None:
+            raise InvalidRequest("position and version exclude each other", param="position")
+        return self
+
+    @property
+    def place(self) -> LogPlace | None:
+        """Where the fork begins; None: at the newest commit."""
+        if self.position is None and self.version is None:
+            return None
+        return LogPlace(version=self.version, position=self.position)
 
     def ttl_s_over(self, inherited: float | None) -> float | None:
         return self.ttl_s if "ttl_s" in self.model_fields_set else inherited

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 
 from nsm_core.engine.request import EndState
-from nsm_core.errors import InvalidRequest
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
+from service.state.log_place import LogPlace, marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, require_version, resume
 from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
@@ -20,40 +20,16 @@ from service.turns.lease import HeldLease
 from service.turns.turn import Turn
 from service.turns.turns import TurnRegistry
 
-MAX_SHOWN_VERSIONS = 20
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RewindRequest:
-    """Exactly one of `to_version`, the end of that turn, and `to_position`, so many tokens of the log, is not None.
-
-    `deadline`: a `time.monotonic()` reading, for the reading of the log.
-    """
+    """`deadline`: a `time.monotonic()` reading, for the reading of the log."""
 
     request_id: str
     key: SessionKey
-    to_version: int | None
-    to_position: int | None
+    place: LogPlace
     expected_version: int | None
     deadline: float
-
-    def num_log_tokens(self, head: SessionHead, marks: Sequence[LogMark]) -> int:
-        """How much of the log stays. Raises InvalidRequest."""
-        if self.to_position is not None:
-            if not 0 <= self.to_position <= head.num_log_tokens:
-                raise InvalidRequest(
-                    f"to_position must be in [0, {head.num_log_tokens}], got {self.to_position}", param="to_position"
-                )
-            return self.to_position
-        ends = {0: 0} | {mark.version: mark.num_log_tokens for mark in marks}
-        if self.to_version not in ends:
-            last = ", ".join(str(version) for version in list(ends)[-MAX_SHOWN_VERSIONS:])
-            raise InvalidRequest(
-                f"to_version must be a version that the session's log still has (the last are {last}), "
-                f"got {self.to_version}",
-                param="to_version",
-            )
-        return ends[self.to_version]
 
 
 async def rewind_session(
@@ -75,13 +51,15 @@ async def rewind_session(
         # refuses a log that this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
         marks = await store.log_marks(request.key)
-        num_log_tokens = request.num_log_tokens(head, marks)
+        num_log_tokens = request.place.num_log_tokens(head, marks)
         log_ids = await store.read_log(request.key, stop=num_log_tokens)
+        kept = marks_up_to(marks, num_log_tokens)
+        is_turn_cut = len(kept) > 0 and kept[-1] not in marks
         snapshot, seed, position = None, None, 0
         if log_ids:
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
-            seed, position = _seed_at(marks, num_log_tokens), end.position
+            seed, position = seed_of(kept), end.position
             start = ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
@@ -90,7 +68,7 @@ async def rewind_session(
             position=position,
             model_fingerprint=model.fingerprint,
             num_log_tokens=num_log_tokens,
-            num_sampled=_num_sampled_since_mark(marks, num_log_tokens),
+            num_sampled=kept[-1].num_sampled if is_turn_cut else 0,
             seed=seed,
         )
         return await held.rewind(rewind)
@@ -127,18 +105,3 @@ async def _state_after(
     state = finished.end_state.state
     end = EndState(state=state, position=len(fed), pending=pending, new_ids=(), generated_counts={})
     return end, reading.rounding
-
-
-def _seed_at(marks: Sequence[LogMark], num_log_tokens: int) -> int:
-    """The seed of the turn that the last token belongs to."""
-    index = next((i for i, mark in enumerate(marks) if mark.num_log_tokens >= num_log_tokens), len(marks))
-    return seed_of(marks[: index + 1])
-
-
-def _num_sampled_since_mark(marks: Sequence[LogMark], num_log_tokens: int) -> int:
-    """How many of the last tokens that stay, after the last mark that stays, were sampled."""
-    cut = next((mark for mark in marks if mark.num_log_tokens > num_log_tokens), None)
-    if cut is None:
-        return 0
-    last_whole = max((mark.num_log_tokens for mark in marks if mark.num_log_tokens <= num_log_tokens), default=0)
-    return max(0, num_log_tokens - max(last_whole, cut.num_log_tokens - cut.num_sampled))

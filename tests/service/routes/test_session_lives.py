@@ -169,3 +169,64 @@ async def test_a_running_turn_does_not_prevent_a_fork_and_is_not_part_of_it() ->
             backend.release_all()
             await stream.aread()
         assert ok(await server.client.get("/v1/sessions/s1"))["version"] == 1
+
+
+async def test_a_fork_at_a_version_equals_a_rewind_to_it(server: Gateway) -> None:
+    await create(server)
+    for text in ("Hello", " again", " and on"):
+        await say(server, "s1", text)
+    log = await log_of(server, "s1")
+    session = await fork(server, id="s2", version=2)
+    copy = await fork(server, id="s3")
+    ok(await server.client.post("/v1/sessions/s3/rewind", json={"to_version": 2}))
+    rewound = await log_of(server, copy["id"])
+    assert await log_of(server, "s2") == rewound == log[: len(rewound)]
+    assert (session["version"], session["position"]) == (2, len(rewound) - 1)
+    assert session["forked_from"] == f"s1@{len(rewound) - 1}"
+    said = [(await say(server, each, " more"))["choices"] for each in ("s2", "s3")]
+    assert said[0] == said[1]
+    assert await log_of(server, "s1") == log
+
+
+async def test_a_fork_at_a_position_ends_in_the_middle_of_a_turn(server: Gateway) -> None:
+    await create(server)
+    await say(server, "s1", [5, 6, 7], max_tokens=4)
+    await say(server, "s1", [8], max_tokens=4)
+    log = await log_of(server, "s1")
+    session = await fork(server, id="s2", position=5)
+    assert await log_of(server, "s2") == log[:5]
+    assert (session["version"], session["position"]) == (1, 4)
+    marks = await server.services.store.log_marks(SessionKey("default", "s2"))
+    assert [(mark.version, mark.num_log_tokens, mark.num_sampled) for mark in marks] == [(1, 5, 2)]
+    assert (await say(server, "s2", "", max_tokens=2))["session"]["version"] == 2
+
+
+async def test_a_fork_at_the_start_is_empty_and_one_at_the_end_is_whole(server: Gateway) -> None:
+    await create(server)
+    await say(server, "s1", [5, 6, 7])
+    log = await log_of(server, "s1")
+    empty = await fork(server, position=0)
+    assert (empty["version"], empty["position"], empty["snapshot_bytes"]) == (0, 0, 0)
+    whole = await fork(server, position=len(log))
+    assert (whole["version"], await log_of(server, whole["id"])) == (1, log)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"position": 99}, "position", "position must be in [0, 7], got 99"),
+        ({"position": -1}, "position", "position must be in [0, 7], got -1"),
+        ({"version": 9}, "version", "version must be a version that the session's log still has (the last are 0, 1)"),
+        ({"version": 1, "position": 1}, "position", "exclude each other"),
+    ],
+)
+async def test_a_fork_at_no_place_of_the_log_is_refused(
+    server: Gateway, body: dict[str, int], param: str, message: str
+) -> None:
+    await create(server)
+    await say(server, "s1", [5, 6, 7])
+    response = await server.client.post("/v1/sessions/s1/fork", json={"id": "s2", **body})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert (await server.client.get("/v1/sessions/s2")).status_code == 404

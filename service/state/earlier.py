@@ -1,0 +1,101 @@
+"""A session as it was at an earlier place of its log: forks begin there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from nsm_core.engine.request import EndState
+from nsm_core.errors import NsmError
+from nsm_core.state.quantize import StateFormat
+from service.backends.base import InferenceBackend
+from service.state.at_position import read_up_to
+from service.state.copies import SessionCopy
+from service.state.log_place import marks_up_to
+from service.state.rebuild import sampled_counts, seed_of
+from service.state.resume import ResumedSession, resume
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession
+from service.stores.sessions.errors import not_found
+
+
+async def copy_at(
+    backend: InferenceBackend,
+    store: SessionStore,
+    copy: SessionCopy,
+    num_log_tokens: int,
+    *,
+    request_id: str,
+    deadline: float,
+    state_format: StateFormat,
+) -> SessionCopy:
+    """`copy` with the first `num_log_tokens` of its log. The state is made by reading them from the nearest retained
+    snapshot; the last of them may wait to be read, as after a rewind. The version is that of the turn it belongs to.
+
+    `deadline`: a `time.monotonic()` reading. Raises NotFound when the session was deleted meanwhile, and what
+    `InferenceBackend.submit` raises.
+    """
+    if num_log_tokens == copy.head.num_log_tokens:
+        return copy
+    model, tokenizer = backend.model, backend.tokenizer
+    # refuses what this model must not read; the state itself is not used
+    stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
+    await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
+    marks = marks_up_to(copy.marks, num_log_tokens)
+    if not marks:
+        head = dataclasses.replace(copy.head, version=0, position=0, num_log_tokens=0, snapshot_bytes=0)
+        return SessionCopy(head=head, snapshot=None, log_ids=(), marks=())
+    log_ids = copy.log_ids[:num_log_tokens]
+    end, rounding = await _state_after(
+        backend, store, copy.head, marks, log_ids, request_id=request_id, deadline=deadline
+    )
+    end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
+    before = dataclasses.replace(copy.head, version=marks[-1].version - 1)
+    start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+    snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), state_format=state_format)
+    head = dataclasses.replace(
+        copy.head,
+        version=marks[-1].version,
+        position=end.position,
+        num_log_tokens=num_log_tokens,
+        snapshot_bytes=len(snapshot),
+        model_fingerprint=model.fingerprint,
+    )
+    return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)
+
+
+async def _state_after(
+    backend: InferenceBackend,
+    store: SessionStore,
+    head: SessionHead,
+    marks: Sequence[LogMark],
+    log_ids: tuple[int, ...],
+    *,
+    request_id: str,
+    deadline: float,
+) -> tuple[EndState, StateFormat]:
+    """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
+    version = marks[-1].version
+    retained = [one for one in await store.list_retained(head.key) if one.version <= version]
+    if (await store.get(head.key)).created_at != head.created_at:
+        raise not_found(head.session_id)
+    is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in retained)
+    num_fed = len(log_ids) if is_retained or len(log_ids) == 1 else len(log_ids) - 1
+    reading = await read_up_to(
+        backend,
+        store,
+        head.key,
+        log_ids[:num_fed],
+        retained=retained,
+        marks=marks,
+        request_id=request_id,
+        deadline=deadline,
+    )
+    finished = reading.finished
+    if finished.end_state is None:
+        raise finished.error or NsmError("the session's log could not be read again")
+    pending = log_ids[-1] if num_fed < len(log_ids) else None
+    state = finished.end_state.state
+    end = EndState(state=state, position=num_fed, pending=pending, new_ids=(), generated_counts={})
+    return end, reading.rounding
