@@ -43,6 +43,8 @@ class Playground:
 
     async def send(self, text: str, *, pane: str = "left", **fields: str) -> None:
         """Writes `text`, and `fields` into those of the sampling, and sends it with the keyboard."""
+        if fields:
+            await self.page.locator(f"#{pane} details.settings").evaluate("one => one.open = true")
         for name, value in fields.items():
             await self.page.fill(f"#{pane}-{name}", value)
         await self.page.fill(f"#{pane}-input", text)

@@ -1,15 +1,16 @@
 // The page: two panes, the list of sessions, the model's facts. Everything the server does is in its HTTP API.
 
 import { idsInAddress, showInAddress } from "./address.js";
-import { Api } from "./api.js";
+import { Api, sessionPath } from "./api.js";
 import { compareBranches, partingOf } from "./branches.js";
-import { Keyring, bindDialogs, confirm } from "./dialogs.js";
+import { Keyring, askName, bindDialogs, confirm } from "./dialogs.js";
 import { announce, button } from "./dom.js";
 import { bytes, millions } from "./format.js";
 import { Memory } from "./memory.js";
 import { Notice } from "./notice.js";
 import { Pane } from "./pane.js";
 import { SessionList } from "./session_list.js";
+import { renameSession, titleOf } from "./session.js";
 import { saveFile, importFile } from "./session_files.js";
 import { bindTheme } from "./theme.js";
 
@@ -17,9 +18,9 @@ const memory = new Memory(sessionStorage);
 const keyring = new Keyring(memory, takeKey);
 const api = new Api(keyring);
 const notice = new Notice("page-notice");
-const on = { changed, openBeside, exportFile: (id) => saveFile(api, id) };
+const on = { changed, openBeside, rename, exportFile: (id) => saveFile(api, id), hasKey: () => keyring.key !== null };
 const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
-const sessions = new SessionList(byId("session-list"), api, { open, openBeside, isOpen });
+const sessions = new SessionList(byId("session-list"), byId("search"), api, { open, openBeside, isOpen, rename, remove });
 const choices = panes.map((pane) => button(pane.name === "left" ? "Left" : "Right", () => activate(pane)));
 const isNarrow = matchMedia("(max-width: 52rem)"); // as in style.css: one pane is shown at a time
 let active = panes[0];
@@ -40,13 +41,41 @@ async function open(id) {
   closeDrawer();
 }
 
-async function openBeside(id) {
+/** `settings`: of the pane that a fork comes from. */
+async function openBeside(id, settings = null) {
   const other = active === panes[0] ? panes[1] : panes[0];
   setComparing(true);
   const there = panes.find((pane) => pane.session?.head.id === id);
   if (isNarrow.matches) activate(there ?? other);
+  if (settings !== null) other.composer.values = settings;
   if (there === undefined) await other.open(id);
   closeDrawer();
+}
+
+async function rename(head) {
+  const name = await askName(head.metadata.title ?? "");
+  if (name === null) return;
+  try {
+    const renamed = await renameSession(api, head, name);
+    for (const pane of panes) pane.takeHead(renamed);
+    changed({ isStep: false });
+  } catch (error) {
+    notice.show(error);
+  }
+}
+
+async function remove(head) {
+  const pane = panes.find((one) => one.session?.head.id === head.id);
+  if (pane !== undefined) return pane.sessionTools.remove();
+  const text = `The state, the text and the turns of “${titleOf(head)}” are gone for good.`;
+  if (!(await confirm({ title: "Delete this session?", text, action: "Delete" }))) return;
+  try {
+    await api.request("DELETE", sessionPath(head.id));
+    memory.removeSession(head.id);
+  } catch (error) {
+    notice.show(error);
+  }
+  sessions.refresh();
 }
 
 /** The pane that sessions are opened in, and that a narrow screen shows. */
@@ -61,6 +90,7 @@ function isOpen(id) {
 }
 
 function setComparing(isComparing) {
+  if (isComparing && panes[1].root.hidden) panes.forEach((pane) => pane.composer.makeRoom({ always: true }));
   panes[1].root.hidden = !isComparing;
   if (!isComparing) {
     panes[1].clear();
@@ -83,6 +113,8 @@ function changed({ isStep = true } = {}) {
   if (isComparing) byId("branches").textContent = compareBranches(left, right);
   const parting = isComparing ? partingOf(left, right) : null;
   panes.forEach((pane) => pane.transcript.mark(pane.turns[parting?.turn], parting));
+  const head = active.session?.head ?? panes[0].session?.head;
+  document.title = head === undefined ? "nsm playground" : `${titleOf(head)} · nsm`;
   sessions.refresh();
 }
 
@@ -109,6 +141,7 @@ async function showModel() {
     const [model] = (await api.json("GET", "v1/models")).data;
     const facts = [`${millions(model.num_parameters)} parameters`, `state ${bytes(model.state_bytes)}, ${model.state_dtype}`, model.numerics];
     byId("model").textContent = [model.id, ...facts].join(" · ");
+    panes.forEach((pane) => pane.setModel(model));
     return true;
   } catch (error) {
     notice.show(error);
@@ -147,9 +180,7 @@ function bind() {
     active.composer.text.focus();
   });
   byId("compare").addEventListener("click", () => setComparing(panes[1].root.hidden));
-  byId("numbers").addEventListener("change", (event) => {
-    byId("panes").classList.toggle("with-numbers", event.target.checked);
-  });
+  bindLook();
   byId("import").addEventListener("click", () => byId("import-file").click());
   byId("import-file").addEventListener("change", chooseFile);
   byId("drawer").addEventListener("click", () => {
@@ -163,6 +194,18 @@ function bind() {
       pane.root.addEventListener(event, () => activate(pane));
     }
   }
+}
+
+/** How tokens look: plain text, tinted by probability, or with the numbers too. */
+function bindLook() {
+  const look = byId("look");
+  look.value = memory.read("look", "tint");
+  const show = () => {
+    byId("panes").dataset.look = look.value;
+    memory.write("look", look.value);
+  };
+  look.addEventListener("change", show);
+  show();
 }
 
 /** Everything as it was before a reload, turns that are still running included. */

@@ -1,4 +1,4 @@
-// The two things this page asks in a window of its own: whether something may be deleted, and the API key.
+// What this page asks in a window of its own: whether something may be deleted, a name, the API key.
 
 import { ApiError } from "./api.js";
 
@@ -15,6 +15,19 @@ export function confirm({ title, text, action }) {
   });
 }
 
+/** Resolves to the new name, or to null when the person keeps the old one. */
+export function askName(name) {
+  const dialog = document.getElementById("name-dialog");
+  const field = document.getElementById("name");
+  field.value = name;
+  dialog.returnValue = "";
+  dialog.showModal();
+  field.select();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes" ? field.value : null), { once: true });
+  });
+}
+
 /** Buttons close their dialog with their value: the page's policy lets no form be sent. */
 export function bindDialogs() {
   for (const dialog of document.querySelectorAll("dialog")) {
@@ -22,6 +35,10 @@ export function bindDialogs() {
       closing.addEventListener("click", () => dialog.close(closing.value));
     }
   }
+  document.getElementById("name-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    document.getElementById("name-dialog").close("yes");
+  });
 }
 
 /** The API key: asked for when the server wants one, kept until the tab is closed or the person forgets it. */

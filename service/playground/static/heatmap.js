@@ -39,9 +39,10 @@ export class Heatmap {
     head.push(el("th", { scope: "col", class: "number" }, "States"));
     return [
       el("div", { class: "choices" }, this.side.label, this.layer.label),
-      el("figure", {}, this.token.canvas, this.token.caption),
-      el("figure", {}, this.time.canvas, this.time.caption),
+      el("figure", {}, this.token.frame, this.token.scale, this.token.caption),
+      el("figure", {}, this.time.frame, this.time.scale, this.time.caption),
       el("table", { class: "routes" }, el("caption", {}, "This token in numbers"), el("thead", {}, el("tr", {}, ...head)), this.table),
+      el("p", { class: "hint" }, "All layers of a whole text, as a page: ", el("code", {}, "nsm inspect --html page.html")),
     ];
   }
 
@@ -100,8 +101,9 @@ export class Heatmap {
     entry.layers.forEach((layer, row) => {
       for (const [state, weight] of layer[side]) paint(state, row, weight / most);
     });
-    const words = `Each row a layer, each column one of ${columns} states; strongest: ${most.toFixed(2)}`;
-    describe(this.token, `${words}.`);
+    const names = entry.layers.map((layer) => layer.layer);
+    label(this.token, { rows: [`layer ${names[0]}`, `layer ${names.at(-1)}`], columns: ["state 0", `state ${columns - 1}`], most });
+    describe(this.token, `One token: each row a layer, each column one of ${columns} states.`);
   }
 
   drawTime(entries, current, side) {
@@ -115,6 +117,8 @@ export class Heatmap {
     });
     this.columns = { entries, width: Math.max(rows.length, 48) };
     paint.outline(entries.indexOf(current));
+    const [first, last] = [entries[0].index + 1, entries.at(-1).index + 1];
+    label(this.time, { rows: ["state 0", `state ${rows[0].num_states - 1}`], columns: [`token ${first}`, `token ${last}`], most });
     describe(this.time, `Layer ${name} over ${rows.length} tokens, the newest on the right; each row a state.`);
   }
 
@@ -165,7 +169,17 @@ function prepare(canvas, columns, rows, rowPx) {
 }
 
 function map() {
-  return { canvas: el("canvas", { role: "img", class: "heat" }), caption: el("figcaption") };
+  const canvas = el("canvas", { role: "img", class: "heat" });
+  const [rows, columns] = [el("div", { class: "heat-rows", "aria-hidden": "true" }), el("div", { class: "heat-columns", "aria-hidden": "true" })];
+  const frame = el("div", { class: "heat-frame" }, rows, canvas, columns);
+  return { canvas, rows, columns, frame, scale: el("p", { class: "heat-scale" }), caption: el("figcaption") };
+}
+
+/** Both ends of each axis, and the scale of the colours, from 0 to `most`, the strongest weight. */
+function label(map, { rows, columns, most }) {
+  map.rows.replaceChildren(...rows.map((words) => el("span", {}, words)));
+  map.columns.replaceChildren(...columns.map((words) => el("span", {}, words)));
+  map.scale.replaceChildren("weight 0", el("i"), most.toFixed(2));
 }
 
 function describe({ canvas, caption }, words) {

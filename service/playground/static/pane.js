@@ -2,33 +2,38 @@
 
 import { sessionPath } from "./api.js";
 import { Composer } from "./composer.js";
-import { confirm } from "./dialogs.js";
 import { announce, button, el } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
-import { createSession, factsOf, loadSession, placeOf, titleOf, turnsUpTo } from "./session.js";
+import { createSession, factsOf, loadSession, titleOf } from "./session.js";
+import { SessionTools } from "./session_tools.js";
 import { Transcript, spoken } from "./transcript.js";
-import { followTurn, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
+import { drawnSeed, followTurn, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
 import { Utilisation, sampleOf } from "./utilisation.js";
+import { welcome } from "./welcome.js";
 
 const SAVE_EVERY_MS = 1000;
 
 export class Pane {
-  /** `on`: {changed({isStep}), openBeside(id), exportFile(id)} */
+  /** `on`: {changed({isStep}), openBeside(id, settings), exportFile(id), rename(head), hasKey()} */
   constructor(name, { api, memory, on }) {
-    Object.assign(this, { name, api, memory, on, session: null });
+    Object.assign(this, { name, api, memory, on, session: null, model: null });
+    this.sessionTools = new SessionTools(this, { api, memory, on });
     this.notice = new Notice(`${name}-notice`);
     this.transcript = new Transcript(name, {
       select: (turn, index) => this.select(turn, index),
-      rewind: (turn) => this.rewind(turn),
-      fork: (turn) => this.fork(turn),
+      rewind: (turn) => this.sessionTools.rewind(turn),
+      fork: (turn) => this.sessionTools.fork(turn),
+      edit: (turn) => this.sessionTools.edit(turn),
+      again: (turn) => this.sessionTools.again(turn),
+      copy: (turn, kind) => this.sessionTools.copy(turn, kind),
       readOn: (turn) => this.follow(turn),
       discard: (turn) => this.discard(turn),
-    });
+    }, () => welcome(this.model, (text) => this.composer.write(text)));
     this.inspector = new Inspector({
-      rewind: (turn, piece) => this.rewind(turn, piece),
-      fork: (turn, piece) => this.fork(turn, piece),
+      rewind: (turn, piece) => this.sessionTools.rewind(turn, piece),
+      fork: (turn, piece) => this.sessionTools.fork(turn, piece),
     });
     this.heatmap = new Heatmap((turn, index) => this.select(turn, index));
     this.utilisation = new Utilisation();
@@ -43,9 +48,11 @@ export class Pane {
     this.tools = el(
       "div",
       { class: "tools" },
-      button("Fork", () => this.fork(null)),
-      button("Export", () => this.attempt(() => this.on.exportFile(this.session.head.id))),
-      button("Delete", () => this.remove(), { class: "danger" }),
+      button("Fork", () => this.sessionTools.fork(null), { title: "A new session continues from here; this one stays as it is" }),
+      button("Rename", () => this.on.rename(this.session.head)),
+      button("Markdown", () => this.sessionTools.saveText(), { title: "The text as a file" }),
+      button("Export", () => this.attempt(() => this.on.exportFile(this.session.head.id)), { title: "State and text as a file that any server of this model can import" }),
+      button("Delete", () => this.sessionTools.remove(), { class: "danger" }),
     );
     const looking = el(
       "div",
@@ -133,6 +140,13 @@ export class Pane {
     this.showHead();
   }
 
+  /** Another name, say. */
+  takeHead(head) {
+    if (this.session?.head.id !== head.id) return;
+    this.session.head = head;
+    this.showHead();
+  }
+
   showHead() {
     const head = this.session?.head ?? null;
     this.title.textContent = head === null ? "New session" : titleOf(head);
@@ -144,16 +158,26 @@ export class Pane {
     this.composer.setRunning(this.running !== null);
   }
 
+  /** The model that answers, once it is known. */
+  setModel(model) {
+    this.model = model;
+    if (this.turns.length === 0) this.transcript.show([]);
+  }
+
   // ---- turns ----
 
-  async send() {
+  async send(body = this.composer.body()) {
     if (this.running !== null || this.isSending) return;
-    this.isSending = true;
     this.notice.clear();
     this.composer.mark(null);
-    const body = this.composer.body();
+    if (body.input === "" && (this.session?.head.position ?? 0) === 0) {
+      this.notice.tell("Write something for the model to read first.");
+      this.composer.text.focus();
+      return;
+    }
+    this.isSending = true;
     try {
-      this.session ??= { head: await createSession(this.api, body.input), turns: [], states: [] };
+      this.session ??= { head: await createSession(this.api, body.input), turns: [], states: [], isFresh: true };
     } catch (error) {
       this.fail(error);
       return;
@@ -161,10 +185,15 @@ export class Pane {
       this.isSending = false;
     }
     this.turns.filter((turn) => turn.status !== "done").forEach((turn) => this.discard(turn));
-    const turn = newTurn(this.session.head.id, { ...body, expected_version: this.session.head.version });
+    const { head } = this.session;
+    // The first turn's seed is the session's: drawn here, so that the page can tell it.
+    const isFirst = head.position === 0;
+    const seed = body.seed ?? (isFirst ? drawnSeed() : (this.turns.at(-1)?.seed ?? null));
+    const turn = newTurn(head.id, { ...body, ...(isFirst ? { seed } : {}), expected_version: head.version }, seed);
     this.turns.push(turn);
     this.transcript.add(turn, this.turns.length);
     this.composer.text.value = "";
+    this.composer.makeRoom();
     this.heatmap.show(turn, 0);
     this.on.changed();
     await this.follow(turn);
@@ -190,8 +219,19 @@ export class Pane {
       if (this.isWithoutRouting(turn, error)) return this.follow(turn);
       this.endBadly(turn, error);
       if (error.code === "stream_not_found" || error.code === "version_conflict") return this.reopen(turn, error);
+      if (this.session.isFresh && turn.status === "failed" && turn.streamId === null) return this.dropFresh();
     }
     await this.afterTurn(turn);
+  }
+
+  /** A first turn that the server refused leaves no empty session behind. */
+  async dropFresh() {
+    const { id } = this.session.head;
+    this.session = null;
+    this.memory.removeSession(id);
+    this.showHead();
+    await this.api.request("DELETE", sessionPath(id)).catch(() => {}); // it stays in the list then, to be deleted there
+    this.on.changed({ isStep: false });
   }
 
   takePiece(turn, piece) {
@@ -242,6 +282,7 @@ export class Pane {
     } catch {
       return; // what prevents it has been shown, or is at the next call
     }
+    delete session.isFresh;
     if (session !== this.session) return; // another one was opened meanwhile
     this.showHead();
     this.on.changed();
@@ -279,58 +320,15 @@ export class Pane {
     }
   }
 
-  // ---- sessions ----
-
-  /** Back to the end of a turn, or to one of its tokens; what came after it is deleted. */
-  async rewind(turn, piece = null) {
-    const title = piece === null ? "Rewind to the end of this turn?" : "Rewind to this token?";
-    const text = "What came after it is deleted from the session. A fork keeps it.";
-    if (!(await confirm({ title, text, action: "Rewind" }))) return;
-    await this.attempt(async () => {
-      const { session } = this;
-      const body = { ...placeOf(turn, piece), expected_version: session.head.version };
-      session.head = await this.api.json("POST", sessionPath(session.head.id, "rewind"), body);
-      session.turns = turnsUpTo(session.turns, turn, piece, session.head.version);
-      session.states = session.states.filter((state) => state.position <= session.head.position);
-      this.save();
-      this.showSession();
-      this.on.changed();
-      await this.readStates();
-    });
-  }
-
-  /** A new session beside this one; `turn` null: from its newest commit. */
-  async fork(turn, piece = null) {
-    await this.attempt(async () => {
-      let head = await this.api.json("POST", sessionPath(this.session.head.id, "fork"));
-      const done = this.turns.filter((one) => one.status === "done");
-      let turns = done;
-      if (turn !== null && (piece !== null || turn !== done.at(-1))) {
-        head = await this.api.json("POST", sessionPath(head.id, "rewind"), placeOf(turn, piece));
-        turns = turnsUpTo(done, turn, piece, head.version);
-      }
-      const states = this.session.states.filter((state) => state.position <= head.position);
-      this.memory.writeSession(head.id, { turns, states });
-      await this.on.openBeside(head.id);
-    });
-  }
-
-  async remove() {
-    const { id } = this.session.head;
-    const text = `The state, the text and the turns of “${titleOf(this.session.head)}” are gone for good.`;
-    if (!(await confirm({ title: "Delete this session?", text, action: "Delete" }))) return;
-    await this.attempt(async () => {
-      await this.api.request("DELETE", sessionPath(id));
-      this.forget(id);
-    });
-  }
-
+  /** Resolves to whether it was done; an error is shown. */
   async attempt(work) {
     this.notice.clear();
     try {
       await work();
+      return true;
     } catch (error) {
       this.fail(error);
+      return false;
     }
   }
 

@@ -23,6 +23,13 @@ export function createSession(api, input) {
   return api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
 }
 
+/** A session without a name goes by its id again. */
+export function renameSession(api, head, title) {
+  const metadata = { ...head.metadata, title: title.trim() };
+  if (metadata.title === "") delete metadata.title;
+  return api.json("PATCH", sessionPath(head.id), { metadata });
+}
+
 export function titleOf(head) {
   return harmless(head.metadata.title ?? head.id);
 }
@@ -34,7 +41,7 @@ export function factsOf(head, turns) {
   if (measured.length > 0) facts.push(`${joules(measured.reduce((sum, one) => sum + one.joules, 0))} for ${turnsShown(measured, turns)}`);
   if (head.forked_from !== null) {
     const [origin, position] = head.forked_from.split("@");
-    facts.push(`forked from ${shortened(origin)} after ${position}`);
+    facts.push(`forked from ${shortened(origin)} at token ${position}`);
   }
   return facts;
 }
@@ -48,9 +55,10 @@ function shortened(id) {
   return id.length > 18 ? `${id.slice(0, 11)}…${id.slice(-4)}` : id;
 }
 
-/** A place as a rewind names it: the end of a turn, or one of its tokens. */
-export function placeOf(turn, piece) {
-  return piece === null ? { to_version: turn.version } : { to_position: turn.usage.prompt_tokens + piece.number };
+/** A place in the log: the end of a turn, or one of its tokens. `prefix`: of the fields' names, as a rewind has it. */
+export function placeOf(turn, piece, prefix = "") {
+  if (piece === null) return { [`${prefix}version`]: turn.version };
+  return { [`${prefix}position`]: turn.usage.prompt_tokens + piece.number };
 }
 
 /** Up to a place; the last turn then ends at `version`. */

@@ -5,32 +5,57 @@ import { ago } from "./format.js";
 import { titleOf } from "./session.js";
 
 const PAGE = 30;
+const SEARCH_PAGE = 100; // as many as the server gives at once
+const MAX_SEARCHED = 2_000;
 
 export class SessionList {
-  /** `on`: {open(id), openBeside(id), isOpen(id)} */
-  constructor(root, api, on) {
+  /** `on`: {open(id), openBeside(id), isOpen(id), rename(head), remove(head)}; `search`: the field to search with. */
+  constructor(root, search, api, on) {
     this.api = api;
     this.on = on;
+    this.search = search;
     this.heads = [];
     this.cursor = null;
+    this.listing = 0; // which reading from the start this is
     this.list = el("ul", { class: "sessions" });
     this.more = button("More", () => this.load(this.cursor), { hidden: true });
     this.note = el("p", { class: "hint" });
     root.append(this.list, this.note, this.more);
+    search.addEventListener("input", () => this.find());
   }
 
-  refresh() {
-    return this.load(null);
+  get wanted() {
+    return this.search.value.trim().toLowerCase();
   }
 
-  async load(cursor) {
-    const query = new URLSearchParams({ limit: String(PAGE), ...(cursor === null ? {} : { after: cursor }) });
+  /** Shows those whose name or id has the text; more pages are read until enough are known. */
+  async find() {
+    this.show();
+    if (this.isFinding) return;
+    this.isFinding = true;
+    while (this.wanted !== "" && this.cursor !== null && this.heads.length < MAX_SEARCHED) {
+      await this.load(this.cursor, SEARCH_PAGE);
+    }
+    this.isFinding = false;
+  }
+
+  async refresh() {
+    await this.load(null);
+    await this.find();
+  }
+
+  async load(cursor, limit = PAGE) {
+    if (cursor === null) this.listing += 1;
+    const { listing } = this;
+    const query = new URLSearchParams({ limit: String(limit), ...(cursor === null ? {} : { after: cursor }) });
     try {
       const page = await this.api.json("GET", `v1/sessions?${query}`, undefined, { asks: false });
+      if (listing !== this.listing) return; // it was read anew from the start meanwhile
       this.heads = cursor === null ? page.data : [...this.heads, ...page.data];
       this.cursor = page.next_cursor;
-      this.note.textContent = this.heads.length === 0 ? "No sessions yet." : "";
+      this.note.textContent = "";
     } catch (error) {
+      this.cursor = null;
       this.note.textContent = error.status === 401 ? "Listed once there is a key." : `The list cannot be read: ${error.message}`;
     }
     this.show();
@@ -39,7 +64,10 @@ export class SessionList {
   /** The focus stays where it is, although the rows are made anew. */
   show() {
     const focused = document.activeElement?.dataset?.key;
-    this.list.replaceChildren(...this.heads.map((head) => this.row(head)));
+    const shown = this.heads.filter((head) => `${titleOf(head)} ${head.id}`.toLowerCase().includes(this.wanted));
+    this.list.replaceChildren(...shown.map((head) => this.row(head)));
+    if (shown.length === 0 && this.note.textContent === "") this.note.textContent = this.wanted === "" ? "No sessions yet." : "No session has this name.";
+    else if (shown.length > 0) this.note.textContent = "";
     this.more.hidden = this.cursor === null;
     if (focused) this.list.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
@@ -63,6 +91,17 @@ export class SessionList {
       "data-key": `beside ${head.id}`,
       "aria-label": `Open beside: ${titleOf(head)}`,
     });
-    return el("li", {}, open, beside);
+    return el("li", {}, open, beside, this.menu(head));
+  }
+
+  menu(head) {
+    const words = titleOf(head);
+    return el(
+      "details",
+      { class: "row-menu" },
+      el("summary", { "aria-label": `More for ${words}`, "data-key": `more ${head.id}` }, "⋯"),
+      button("Rename", () => this.on.rename(head), { class: "quiet" }),
+      button("Delete", () => this.on.remove(head), { class: "quiet danger" }),
+    );
   }
 }

@@ -10,24 +10,24 @@ export async function turnsFromLog(api, sessionId, known) {
   const seen = new Map(known.filter((turn) => turn.status === "done").map((turn) => [turn.version, turn]));
   const turns = [];
   let start = 0;
-  for (const [version, end, numSampled] of header.marks) {
+  for (const [version, end, numSampled, seed] of header.marks) {
     if (end === start) {
       if (turns.length > 0) turns.at(-1).version = version; // a rewind or a migration: nothing was added
       continue;
     }
-    turns.push(seen.get(version) ?? (await readTurn(api, sessionId, version, ids.slice(start, end), numSampled)));
+    turns.push(seen.get(version) ?? (await readTurn(api, sessionId, { version, numSampled, seed }, ids.slice(start, end))));
     start = end;
   }
   return turns;
 }
 
-async function readTurn(api, sessionId, version, ids, numSampled) {
+async function readTurn(api, sessionId, { version, numSampled, seed }, ids) {
   const split = ids.length - numSampled;
   const [input, text] = await Promise.all([ids.slice(0, split), ids.slice(split)].map((part) => decode(api, part)));
   return {
     key: null, sessionId, body: null, input, status: "done", streamId: null, lastId: 0, finish: null, version,
     pieces: text === "" ? [] : [{ number: numSampled, text, tokens: [], routing: null }],
-    usage: null, ttftS: null, decodeS: null, isReadOn: false, error: null,
+    seed: Number.isSafeInteger(seed) ? seed : null, usage: null, ttftS: null, decodeS: null, isReadOn: false, error: null,
   };
 }
 

@@ -13,9 +13,13 @@ const STATUSES = {
 };
 
 export class Transcript {
-  /** `on`: {select(turn, index), rewind(turn), fork(turn), readOn(turn), discard(turn)} */
-  constructor(name, on) {
+  /**
+   * `on`: {select(turn, index), rewind(turn), fork(turn), edit(turn), again(turn), copy(turn, kind), readOn(turn),
+   * discard(turn)}; `empty()`: what stands in an empty conversation.
+   */
+  constructor(name, on, empty) {
     this.on = on;
+    this.empty = empty;
     this.views = new Map();
     this.root = el("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": `Turns of the ${name} conversation` });
     this.selected = null; // its element
@@ -32,7 +36,7 @@ export class Transcript {
     this.selected = null;
     this.current = null;
     this.root.replaceChildren();
-    if (turns.length === 0) this.root.append(emptyNote());
+    if (turns.length === 0) this.root.append(this.empty());
     turns.forEach((turn, index) => this.add(turn, index + 1));
   }
 
@@ -100,10 +104,6 @@ export class Transcript {
   }
 }
 
-function emptyNote() {
-  return el("p", { class: "empty" }, "Nothing here yet. Write something below; the model goes on from it.");
-}
-
 function turnView(turn, number, on) {
   const answer = el("div", {
     class: "answer",
@@ -138,6 +138,7 @@ function facts(turn) {
     parts.push(count(usage.completion_tokens, "token"));
     parts.push(`read ${(usage.prompt_tokens - cached).toLocaleString("en")}, resumed ${cached.toLocaleString("en")}`);
   }
+  if (Number.isInteger(turn.seed)) parts.push(`seed ${turn.seed}`);
   if (turn.ttftS !== null) parts.push(`first token ${seconds(turn.ttftS)}`);
   if (turn.isReadOn) parts.push("read on after an interruption");
   else if (turn.decodeS > 0) parts.push(`${((turn.pieces.length - 1) / turn.decodeS).toFixed(1)} tokens/s`);
@@ -152,16 +153,35 @@ function energyOf(usage) {
   return `${joules(usage.energy.joules)}, ${joules(usage.energy.joules_per_token)} a token (${methods})`;
 }
 
+const FORK_WORDS = "A new session continues from here; this one stays as it is";
+const REWIND_WORDS = "The session returns to here; later turns are deleted";
+const COPIES = [["text", "Text"], ["curl", "curl call"], ["python", "Python call"]];
+
 function tools(turn, on) {
   const made = el("div", { class: "tools" });
   if (turn.status === "done") {
-    made.append(button("Rewind to here", () => on.rewind(turn)), button("Fork from here", () => on.fork(turn)));
+    made.append(
+      button("Rewind to here", () => on.rewind(turn), { title: REWIND_WORDS }),
+      button("Fork from here", () => on.fork(turn), { title: FORK_WORDS }),
+      button("Edit", () => on.edit(turn), { title: "Take the turn back and change its text" }),
+      button("Again", () => on.again(turn), { title: "Take the turn back and sample another answer" }),
+      copyMenu(turn, on),
+    );
   } else if (turn.status === "cut") {
     made.append(button("Read on", () => on.readOn(turn)));
   } else if (turn.status !== "running") {
     made.append(button("Remove", () => on.discard(turn)));
   }
   return made;
+}
+
+function copyMenu(turn, on) {
+  const menu = el("select", { "aria-label": "Copy of this turn" }, el("option", { value: "" }, "Copy…"), ...COPIES.map(([kind, words]) => el("option", { value: kind }, words)));
+  menu.addEventListener("change", () => {
+    on.copy(turn, menu.value);
+    menu.value = "";
+  });
+  return menu;
 }
 
 /** For `announce`: a screen reader hears the answer once it is whole, not token by token. */

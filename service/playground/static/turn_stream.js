@@ -11,9 +11,11 @@ const LONGEST_PAUSE_S = 4;
 const MAX_TRIES = 9; // about 20 s without a single frame
 const WORTH_ANOTHER_TRY = new Set([0, 408, 429, 502, 503, 504]);
 
-export function newTurn(sessionId, body) {
+/** `seed`: the one that it draws with, null where this page does not know it. */
+export function newTurn(sessionId, body, seed) {
   return {
     key: randomKey(),
+    seed,
     sessionId,
     body,
     input: body.input,
@@ -149,6 +151,11 @@ function pause(timeS, signal) {
       reject(signal.reason);
     }, { once: true });
   });
+}
+
+/** For a session's first turn: small enough to be written down and typed again. */
+export function drawnSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0];
 }
 
 // crypto.randomUUID is not there on plain HTTP beyond localhost.

@@ -1,0 +1,101 @@
+// What can be done with turns that have ended, and with their session: back, apart, again, copied, deleted.
+
+import { sessionPath } from "./api.js";
+import { textOf } from "./branches.js";
+import { asCurl, asMarkdown, asPython, copy, save } from "./copying.js";
+import { confirm } from "./dialogs.js";
+import { announce } from "./dom.js";
+import { placeOf, titleOf, turnsUpTo } from "./session.js";
+import { drawnSeed } from "./turn_stream.js";
+
+export class SessionTools {
+  /** `pane`: shows the session; `on`: {openBeside(id, settings), changed({isStep}), hasKey()} */
+  constructor(pane, { api, memory, on }) {
+    Object.assign(this, { pane, api, memory, on });
+  }
+
+  copy(turn, kind) {
+    const call = { hasKey: this.on.hasKey() };
+    const text = { text: () => textOf(turn), curl: () => asCurl(turn, call), python: () => asPython(turn, call) }[kind]();
+    return this.pane.attempt(async () => announce((await copy(text)) ? "Copied" : "The browser did not allow it"));
+  }
+
+  saveText() {
+    const { head } = this.pane.session;
+    save(asMarkdown(head, this.pane.turns), `${head.id}.md`, "text/markdown");
+  }
+
+  /** The turn and those after it are taken back; its text is in the field again. */
+  async edit(turn) {
+    if (!(await isAgreed("Edit this turn?"))) return;
+    if (await this.takeBack(turn)) this.pane.composer.write(turn.input);
+  }
+
+  /** Another answer to the same text, with another seed. */
+  async again(turn) {
+    const { pane } = this;
+    if (pane.turns.at(-1) !== turn && !(await isAgreed("Sample this turn again?"))) return;
+    if (!(await this.takeBack(turn))) return;
+    await pane.send({ ...(turn.body ?? pane.composer.body()), input: turn.input, seed: drawnSeed() });
+  }
+
+  /** The session as it was before the turn. Resolves to whether it is so now. */
+  takeBack(turn) {
+    const { turns } = this.pane;
+    const index = turns.indexOf(turn);
+    const before = index === 0 ? 0 : turns[index - 1].version;
+    const kept = (version) => turns.slice(0, index).map((one, place) => (place === index - 1 ? { ...one, version } : one));
+    return this.pane.attempt(() => this.rewindTo({ to_version: before }, kept));
+  }
+
+  /** Back to the end of a turn, or to one of its tokens; what came after it is deleted. */
+  async rewind(turn, piece = null) {
+    const title = piece === null ? "Rewind to the end of this turn?" : "Rewind to this token?";
+    const text = "What came after it is deleted from the session. A fork keeps it.";
+    if (!(await confirm({ title, text, action: "Rewind" }))) return;
+    const { turns } = this.pane;
+    await this.pane.attempt(() => this.rewindTo(placeOf(turn, piece, "to_"), (version) => turnsUpTo(turns, turn, piece, version)));
+  }
+
+  /** `turnsAt(version)`: the turns that stay, once the session is at that version. */
+  async rewindTo(place, turnsAt) {
+    const { session } = this.pane;
+    session.head = await this.api.json("POST", sessionPath(session.head.id, "rewind"), { ...place, expected_version: session.head.version });
+    session.turns = turnsAt(session.head.version);
+    session.states = session.states.filter((state) => state.position <= session.head.position);
+    this.pane.save();
+    this.pane.showSession();
+    this.on.changed();
+    if (session.head.position > 0) await this.pane.readStates();
+  }
+
+  /** A new session beside this one; `turn` null: from its newest commit. */
+  async fork(turn, piece = null) {
+    const { pane } = this;
+    await pane.attempt(async () => {
+      const done = pane.turns.filter((one) => one.status === "done");
+      const isEarlier = turn !== null && (piece !== null || turn !== done.at(-1));
+      const place = isEarlier ? placeOf(turn, piece) : undefined;
+      const head = await this.api.json("POST", sessionPath(pane.session.head.id, "fork"), place);
+      const turns = isEarlier ? turnsUpTo(done, turn, piece, head.version) : done;
+      const states = pane.session.states.filter((state) => state.position <= head.position);
+      this.memory.writeSession(head.id, { turns, states });
+      await this.on.openBeside(head.id, pane.composer.values);
+    });
+  }
+
+  async remove() {
+    const { head } = this.pane.session;
+    const text = `The state, the text and the turns of “${titleOf(head)}” are gone for good.`;
+    if (!(await confirm({ title: "Delete this session?", text, action: "Delete" }))) return;
+    await this.pane.attempt(async () => {
+      await this.api.request("DELETE", sessionPath(head.id));
+      this.pane.forget(head.id);
+    });
+  }
+}
+
+function isAgreed(title) {
+  const text = "This turn and those after it are deleted from the session. A fork keeps them.";
+  return confirm({ title, text, action: "Take back" });
+}
