@@ -125,7 +125,7 @@ export class Composer {
     this.hint.textContent = this.enterSends.checked ? "Shift+Enter: new line, Esc stops" : "Ctrl+Enter sends, Esc stops";
   }
 
-  /** The text and the fields as the body of a turn. The server refuses what is no number. */
+  /** The text and the fields as the body of a turn. The server refuses options that must be numbers and are none. */
   body(input = this.text.value) {
     const made = { input };
     for (const [name, field] of this.fields) {

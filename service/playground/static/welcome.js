@@ -9,6 +9,7 @@ const EXAMPLES = [
 ];
 const KNOWN_MODELS = {
   "pulse-books": "It was trained on nineteenth-century novels. It continues a text; it does not answer questions.",
+  "pulse-books-keyed": "It was trained on English books. It continues a text; it does not answer questions.",
   "pulse-books-small": "A small model for tests, trained on novels. It continues a text; it does not answer questions.",
 };
 const OTHER_MODEL = "It continues the text that you write.";
