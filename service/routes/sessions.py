@@ -27,7 +27,7 @@ from service.schemas.sessions import (
 )
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.earlier import copy_at
-from service.state.log_place import LogPlace
+from service.state.log_location import LogLocation
 from service.stores.sessions.base import NewSession, SessionHead
 from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
@@ -141,14 +141,14 @@ async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
 async def fork(
     key: SessionKeyDep, services: ServicesDep, arrival: ArrivalDep, body: ForkBody | None = None
 ) -> Response:
-    """A new session that continues from the newest commit of this one, at the same version, or from an earlier place.
+    """A new session that continues from the newest commit of this one, at the same version, or from an earlier one.
 
     A running turn does not prevent it, and is not part of the copy.
     """
     body = body or ForkBody()
     copy = await read_copy(services.store, key)
-    if body.place is not None:
-        copy = await _earlier(services, copy, body.place, arrival)
+    if body.location is not None:
+        copy = await _earlier(services, copy, body.location, arrival)
     head = await create_copy(
         services.store,
         copy,
@@ -160,9 +160,9 @@ async def fork(
     return json_response(session_object(services, head))
 
 
-async def _earlier(services: Services, copy: SessionCopy, place: LogPlace, arrival: Arrival) -> SessionCopy:
+async def _earlier(services: Services, copy: SessionCopy, location: LogLocation, arrival: Arrival) -> SessionCopy:
     """Reads the log again as far as no retained snapshot spares it."""
-    num_log_tokens = place.num_log_tokens(copy.head, copy.marks)
+    num_log_tokens = location.num_log_tokens(copy.head, copy.marks)
     with services.tenants.enter(copy.head.tenant):
         return await copy_at(
             services.backend,
@@ -184,7 +184,7 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
     request = RewindRequest(
         request_id=f"rewind-{uuid.uuid4().hex}",
         key=key,
-        place=LogPlace(version=body.to_version, position=body.to_position, prefix="to_"),
+        location=LogLocation(version=body.to_version, position=body.to_position, prefix="to_"),
         expected_version=body.expected_version,
         deadline=arrival.time + services.settings.request_timeout_s,
     )

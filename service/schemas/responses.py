@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import MaxLen
 from pydantic import FailFast, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -147,7 +146,7 @@ def refuse_other_items(items: Any, param: str) -> Any:
     return items
 
 
-DescribedMessages = Annotated[list[InputMessage], MaxLen(MAX_MESSAGES)]
+DescribedMessages = Annotated[list[InputMessage], Field(max_length=MAX_MESSAGES)]
 
 
 def tool_use_of(response: Mapping[str, Any]) -> ToolUse:

@@ -29,7 +29,7 @@ from service.schemas.ignored_fields import (
     check_metadata,
 )
 from service.schemas.structured import StructuredFields
-from service.state.log_place import LogPlace
+from service.state.log_location import LogLocation
 from service.stores.sessions.base import UNSET, Unset
 from service.web.errors import shown
 
@@ -114,17 +114,17 @@ class ForkBody(RequestBody):
     )
 
     @model_validator(mode="after")
-    def _one_place(self) -> ForkBody:
+    def _one_location(self) -> ForkBody:
         if self.position is not None and self.version is not None:
             raise InvalidRequest("position and version exclude each other", param="position")
         return self
 
     @property
-    def place(self) -> LogPlace | None:
+    def location(self) -> LogLocation | None:
         """Where the fork begins; None: at the newest commit."""
         if self.position is None and self.version is None:
             return None
-        return LogPlace(version=self.version, position=self.position)
+        return LogLocation(version=self.version, position=self.position)
 
     def ttl_s_over(self, inherited: float | None) -> float | None:
         return self.ttl_s if "ttl_s" in self.model_fields_set else inherited

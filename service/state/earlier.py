@@ -1,4 +1,4 @@
-"""A session as it was at an earlier place of its log: forks begin there."""
+"""A session as it was at an earlier location of its log: forks begin there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
 from service.state.copies import SessionCopy
-from service.state.log_place import marks_up_to
+from service.state.log_location import marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, resume
 from service.stores.sessions.base import LogMark, SessionHead, SessionStore, StoredSession

@@ -11,7 +11,7 @@ from nsm_core.engine.request import EndState
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.state.at_position import read_up_to
-from service.state.log_place import LogPlace, marks_up_to
+from service.state.log_location import LogLocation, marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, require_version, resume
 from service.stores.sessions.base import LogMark, Rewind, SessionHead, SessionStore
@@ -27,7 +27,7 @@ class RewindRequest:
 
     request_id: str
     key: SessionKey
-    place: LogPlace
+    location: LogLocation
     expected_version: int | None
     deadline: float
 
@@ -51,15 +51,15 @@ async def rewind_session(
         # refuses a log that this model must not read; the state itself is not used
         await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
         marks = await store.log_marks(request.key)
-        num_log_tokens = request.place.num_log_tokens(head, marks)
+        num_log_tokens = request.location.num_log_tokens(head, marks)
         log_ids = await store.read_log(request.key, stop=num_log_tokens)
-        kept = marks_up_to(marks, num_log_tokens)
-        is_turn_cut = len(kept) > 0 and kept[-1] not in marks
+        staying = marks_up_to(marks, num_log_tokens)
+        is_turn_cut = len(staying) > 0 and staying[-1] not in marks
         snapshot, seed, position = None, None, 0
         if log_ids:
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
-            seed, position = seed_of(kept), end.position
+            seed, position = seed_of(staying), end.position
             start = ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
@@ -68,7 +68,7 @@ async def rewind_session(
             position=position,
             model_fingerprint=model.fingerprint,
             num_log_tokens=num_log_tokens,
-            num_sampled=kept[-1].num_sampled if is_turn_cut else 0,
+            num_sampled=staying[-1].num_sampled if is_turn_cut else 0,
             seed=seed,
         )
         return await held.rewind(rewind)

@@ -1,4 +1,4 @@
-"""A place in a token log: the end of a turn, or any token."""
+"""A location in a token log: the end of a turn, or any token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SHOWN_VERSIONS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LogPlace:
+class LogLocation:
     """The end of the turn that made `version` (0: the log's start), or after `position` tokens: one of them is None.
 
     `prefix`: of the two fields in the client's body.
