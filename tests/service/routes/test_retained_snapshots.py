@@ -40,10 +40,15 @@ def last_request(server: Gateway) -> GenerationRequest:
     return backend.requests[-1]
 
 
+def flipped(raw: bytes) -> bytes:
+    """Another last byte, whatever it was."""
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
 async def damage(server: Gateway, *versions: int) -> None:
     retained = await get_retained(server.store)
     for version in versions:
-        await put_retained(server.store, version, retained[version][:-1] + b"\0")
+        await put_retained(server.store, version, flipped(retained[version]))
 
 
 async def test_short_turns_keep_nothing_and_long_ones_a_few() -> None:
