@@ -143,6 +143,10 @@ class Arrival:
     request_id: str
     time: float
 
+    def left_s(self, timeout_s: float) -> float:
+        """What is left of a request's time, in seconds; negative after its deadline."""
+        return self.time + timeout_s - time.monotonic()
+
 
 async def get_services(request: Request) -> Services:
     services: Services = request.app.state.services

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from nsm_core.errors import InvalidRequest, Overloaded
 from nsm_core.grammars.grammar import Grammar, json_schema_grammar
-from nsm_core.grammars.matcher import TokenMatcher
+from nsm_core.grammars.matcher import TokenMatcher, fill_masks, mask_width
 from nsm_core.grammars.tool_calls import tools_lark
 from nsm_core.grammars.trial import GrammarTrial
 from nsm_core.tokenizer import END_OF_TEXT, Tokenizer
@@ -24,6 +25,9 @@ MAX_STORED = 32  # compiled grammars of one scope
 MAX_SCOPES = 64
 MAX_WAITING, MAX_WAITING_IN_SCOPE = 256, 64  # grammars that wait to be compiled
 MAX_REASON_CHARS = 300
+TRIED_TOKENS = 8  # of an answer, behind the prefix
+NOT_VERBOSE = "<non-verbose/>"  # the library's mark in its errors
+NO_ANSWER = "NoExtensionBias"  # the library's word where a form allows no token and no end
 # Bounds of the library's work, far above what schemas of APIs need: tests/nsm_core/grammars/test_hostile.py
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
@@ -77,6 +81,30 @@ class GrammarCompiler:
             self._store(grammar, compiled)
             return compiled.copy()
 
+    def check(self, grammar: Grammar) -> None:
+        """Compiles the grammar, then follows it for some tokens, at which some fail that compile.
+
+        Raises InvalidRequest. It belongs in a process that can be killed.
+        """
+        for schema in _schemas_of_tools(grammar):
+            self._follow(schema, self._compile(schema))
+        self._follow(grammar, self.matcher(grammar))
+
+    def _follow(self, grammar: Grammar, matcher: TokenMatcher) -> None:
+        """Raises InvalidRequest if the library cannot go on."""
+        inner, width = matcher.inner, mask_width(self._tokenizer.vocab_size)
+        for _ in range(len(grammar.prefix.encode()) + TRIED_TOKENS):
+            words = np.zeros((1, width), np.int32)
+            fill_masks(words, [(matcher, 0, ())])
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed != self._tokenizer.end_of_text_id]
+            if inner.is_stopped() or not len(allowed):
+                break
+            inner.consume_token(int(allowed[-1]))
+        if inner.is_error():
+            code = "invalid_grammar" if NO_ANSWER in inner.get_error() else "grammar_too_complex"
+            raise _refusal(grammar, inner.get_error(), code)
+
     def _store(self, grammar: Grammar, compiled: TokenMatcher) -> None:
         of_scope = self._stored.setdefault(grammar.scope, OrderedDict())
         self._stored.move_to_end(grammar.scope)
@@ -95,20 +123,12 @@ class GrammarCompiler:
         compiled.compute_bitmask()  # some fail at their first token only
         if not compiled.is_error():
             return TokenMatcher(compiled)
-        if grammar.kind == "tools":
-            self._refuse_tool(grammar)
+        for schema in _schemas_of_tools(grammar):
+            self._compile(schema)
         raise _refusal(grammar, compiled.get_error())
 
     def _read(self, grammar: Grammar) -> LLMatcher:
         return LLMatcher(self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
-
-    def _refuse_tool(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest for the first tool whose own schema is refused."""
-        for index, (_, parameters) in enumerate(json.loads(grammar.source)["tools"]):
-            alone = json_schema_grammar(parameters, param=f"{grammar.param}[{index}]{PARAMETERS_PATH}")
-            compiled = self._read(alone)
-            if compiled.is_error():
-                raise _refusal(alone, compiled.get_error())
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -223,13 +243,25 @@ def _tools_parts(source: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"lark_grammar": lark}, *parts]
 
 
+def _schemas_of_tools(grammar: Grammar) -> list[Grammar]:
+    """The schema of each tool's arguments as a grammar of its own, under its own name."""
+    if grammar.kind != "tools":
+        return []
+    return [
+        json_schema_grammar(parameters, param=f"{grammar.param}[{index}]{PARAMETERS_PATH}")
+        for index, (_, parameters) in enumerate(json.loads(grammar.source)["tools"])
+    ]
+
+
 def _literal(text: str) -> str:
     """A text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:
-    line = " ".join(reason.split())[:MAX_REASON_CHARS]
-    return InvalidRequest(
-        f"{grammar.param} cannot be used as a grammar: {line}", param=grammar.param, code="invalid_grammar"
-    )
+def _refusal(grammar: Grammar, reason: str, code: str = "invalid_grammar") -> InvalidRequest:
+    line = " ".join(reason.replace(NOT_VERBOSE, "").split())[:MAX_REASON_CHARS]
+    if NO_ANSWER in reason:
+        line = "no answer can have this form"
+    elif code == "grammar_too_complex":
+        line = "it becomes too large while an answer is written"
+    return InvalidRequest(f"{grammar.param} cannot be used as a grammar: {line}", param=grammar.param, code=code)

@@ -117,7 +117,7 @@ def main() -> None:
     for line in requests:
         answer = ""
         try:
-            compiler.matcher(Grammar.from_fields(json.loads(line)))
+            compiler.check(Grammar.from_fields(json.loads(line)))
         except InvalidRequest as error:
             answer = json.dumps({"message": str(error), "param": error.param, "code": error.code})
         answers.write(answer.encode() + b"\n")

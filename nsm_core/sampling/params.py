@@ -11,7 +11,7 @@ from types import MappingProxyType
 from nsm_core.errors import InvalidRequest
 from nsm_core.grammars.grammar import Grammar
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 32  # a client's own, and those of a chat template
 MAX_STOP_CHARS = 1024  # of one stop string: it is matched on every token
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024

@@ -177,7 +177,7 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
     template = services.chat_template
-    spec = await with_grammar(services, tenant, body.to_request(services.limits, template))
+    spec = await with_grammar(services, tenant, body.to_request(services.limits, template), arrival)
     prompt = await services.prompts.read(spec.prompts[0], param="messages")
     start = await services.prefix_resume.start(
         tenant,

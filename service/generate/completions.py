@@ -160,7 +160,7 @@ class ChoiceText:
 async def open_completion(services: Services, tenant: str, body: CompletionBody, arrival: Arrival) -> Completion:
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
-    spec = await with_grammar(services, tenant, body.to_request(services.limits))
+    spec = await with_grammar(services, tenant, body.to_request(services.limits), arrival)
     prompts = [await services.prompts.read(text) for text in spec.prompts]
     starts = [await _start(services, tenant, body, spec, *pair) for pair in zip(spec.prompts, prompts, strict=True)]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)

@@ -152,7 +152,7 @@ async def open_session_turn(
 ) -> SessionAnswer:
     """Checks the body and begins the turn; errors become the answer's status."""
     services.check_model(body.model)
-    spec = await with_grammar(services, key.tenant, body.to_request(services.limits))
+    spec = await with_grammar(services, key.tenant, body.to_request(services.limits), arrival)
     digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
     identity = _identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full

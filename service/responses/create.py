@@ -114,9 +114,8 @@ async def _open_stored(
 
 
 async def _opening(scope: TenantScope, body: CreateResponseBody, arrival: Arrival, *, is_resumable: bool) -> Opening:
-    spec = await with_grammar(
-        scope.services, scope.tenant, body.to_request(scope.services.limits, scope.services.chat_template)
-    )
+    request = body.to_request(scope.services.limits, scope.services.chat_template)
+    spec = await with_grammar(scope.services, scope.tenant, request, arrival)
     scope.services.metrics.requests.body_accepted(n=1, max_tokens=spec.max_tokens)
     return Opening(
         scope=scope,

@@ -194,10 +194,10 @@ def _call_of(call: Any) -> Call:
     function = call.get("function") if isinstance(call, dict) else None
     is_call = isinstance(call, dict) and call.keys() <= {"id", "type", "function", "index"}
     if not is_call or call.get("type", "function") != "function" or not isinstance(function, dict):
-        raise ValueError(f"must have calls of functions, got {shown(call)}")
+        raise ValueError("must have calls of functions")
     for name, value in (("id", call.get("id")), ("function.name", function.get("name"))):
         if not isinstance(value, str) or not value:
-            raise ValueError(f"must have calls whose {name} is a string, got {shown(value)}")
+            raise ValueError(f"must have calls whose {name} is a string")
     return Call(call["id"], function["name"], check_arguments(function.get("arguments")))
 
 

@@ -16,7 +16,6 @@ from nsm_core.grammars.grammar import Grammar
 from nsm_core.inspection.routing import MAX_ROUTED_REQUESTS, MAX_ROUTED_TOKENS
 from nsm_core.sampling.params import (
     MAX_LOGIT_BIASES,
-    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
     SEED_BITS,
@@ -30,6 +29,7 @@ from service.web.errors import shown
 
 MAX_TIMEOUT_S = 86_400.0
 MAX_CHOICES = 128
+MAX_OWN_STOPS = 16  # stop strings of one body; a chat template's come on top
 MAX_MESSAGES = 4096  # of one body; each costs some 20 µs on the event loop, which every stream shares
 MAX_TOKEN_IDS = 2**20  # of one list, whatever a prompt may have
 
@@ -172,7 +172,7 @@ class SamplingFields(RequestBody):
     seed: int | None = Field(
         default=None, description="64 bits, signed or unsigned: in [-2^63, 2^64), -1 being 2^64 - 1; drawn when absent"
     )
-    stop: list[str] = Field(default=[], description=f"a string or up to {MAX_STOP_STRINGS} of them")
+    stop: list[str] = Field(default=[], description=f"a string or up to {MAX_OWN_STOPS} of them")
     min_tokens: int = Field(default=0, description="end of text and stop ids come after so many tokens at the earliest")
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = Field(default=False, description="go on after end of text")
@@ -235,11 +235,10 @@ class SamplingFields(RequestBody):
     ) -> SamplingParams:
         """The only conversion into SamplingParams; raises InvalidRequest. A seed that is absent is drawn here, once.
 
-        `template_stop`: stop strings of the chat template, which count as the client's own.
+        `template_stop`: stop strings of the chat template, which do not count among the client's own.
         """
-        max_stops = MAX_STOP_STRINGS - len(template_stop)
-        if template_stop and len(self.stop) > max_stops:
-            raise InvalidRequest(f"stop must be at most {max_stops} strings, got {len(self.stop)}", param="stop")
+        if len(self.stop) > MAX_OWN_STOPS:
+            raise InvalidRequest(f"stop must be at most {MAX_OWN_STOPS} strings, got {len(self.stop)}", param="stop")
         vocab_size = limits.vocab_size
         for token_id in self.stop_token_ids:
             _check_token_id(token_id, vocab_size, "stop_token_ids")

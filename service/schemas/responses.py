@@ -196,7 +196,20 @@ class ContextFields(RequestBody):
             raise InvalidRequest("conversation excludes previous_response_id", param="conversation")
         if not self.input and self.conversation is None:
             raise InvalidRequest("input must hold at least 1 message, got none", param="input")
+        if self.conversation is None and self.previous_response_id is None:
+            self._check_results()
         return self
+
+    def _check_results(self) -> None:
+        """Raises InvalidRequest for a result of no call; the calls of a chain and a conversation are not looked up."""
+        called: set[str | None] = set()
+        for index, item in enumerate(self.input):
+            if item.type == "function_call":
+                called.add(item.call_id)
+            elif item.type == "function_call_output" and item.call_id not in called:
+                param = f"input[{index}].call_id"
+                message = f"{param} must be the id of a call made before, got {shown(item.call_id)}"
+                raise InvalidRequest(message, param=param)
 
     @property
     def tool_use(self) -> ToolUse:

@@ -87,7 +87,7 @@ def check_arguments(arguments: Any) -> str:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise ValueError(f"must have calls whose arguments are a JSON object as a string, got {shown(arguments)}")
+        raise ValueError("must have calls whose arguments are a JSON object as a string")
     return str(arguments)
 
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from nsm_core.grammars.grammar import MAX_GRAMMAR_BYTES
+from nsm_core.grammars.grammar import MAX_GRAMMAR_BYTES, Grammar
 from nsm_core.tokenizer import Tokenizer
+from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, error_of, frames_of, gateway
 from tests.support.models import local_backend
 from tests.support.schemas import MAX_TOKENS, SCHEMAS, check_json
@@ -142,6 +143,8 @@ async def test_constrained_and_free_requests_share_a_batch(server: Gateway) -> N
         assert other["choices"] == one["choices"]
 
 
+MUTUAL = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 SCHEMA_FIELD = "response_format.json_schema.schema"
 
 
@@ -166,6 +169,12 @@ SCHEMA_FIELD = "response_format.json_schema.schema"
         ({"guided_json": [1]}, "guided_json", "object"),
         ({"guided_regex": "("}, "guided_regex", "grammar"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex", "at most"),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no answer can have this form"),
+        ({"guided_regex": "((((.{1,50}){1,50}){1,50}){1,50}){1,60}"}, "guided_regex", "too large"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no answer can have this form"),
+        ({"guided_json": {"allOf": [{"$ref": "#"}]}}, "guided_json", "no answer can have this form"),
+        ({"guided_json": MUTUAL}, "guided_json", "no answer can have this form"),
+        ({"guided_json": ENDLESS}, "guided_json", "too large"),
         ({"guided_choice": []}, "guided_choice", "1 to 1024"),
         ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
@@ -189,8 +198,37 @@ async def test_a_form_that_cannot_be_held_is_a_400_that_names_it(
 async def test_a_responses_format_that_cannot_be_held_is_a_400(server: Gateway) -> None:
     for form, param in (
         ({"type": "json_schema", "name": "a", "schema": {"not": {}}}, "text.format.schema"),
+        ({"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}, "text.format.schema"),
         ({"type": "grammar"}, "text.format"),
     ):
         answer = await server.client.post("/v1/responses", json={"input": "a", "text": {"format": form}})
         assert answer.status_code == 400
         assert error_of(answer)["param"] == param
+
+
+async def test_a_tools_schema_that_no_arguments_can_have_is_a_400_that_names_it(server: Gateway) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", **more}}}
+        for name, more in (("good", {}), ("bad", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}))
+    ]
+    answer = await server.client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": tools})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "tools[1].function.parameters")
+
+
+async def test_the_deadline_holds_while_a_form_is_not_answered() -> None:
+    """As with an engine's process that is stopped."""
+
+    async def never(_: Grammar) -> None:
+        await asyncio.Event().wait()
+
+    backend = FakeBackend()
+    backend.check_grammar = never  # type: ignore[method-assign]
+    async with gateway(backend) as server:
+        await server.client.post("/v1/sessions", json={"id": "one"})
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/v1/sessions/one/generate", {"input": "a"}),
+        ):
+            answer = await server.client.post(path, json={**prompt, "guided_regex": "a", "timeout": 0.05})
+            assert (answer.status_code, error_of(answer)["code"]) == (504, "deadline_exceeded"), path

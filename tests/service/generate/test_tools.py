@@ -172,3 +172,12 @@ async def test_tools_that_cannot_be_held_are_a_400_that_names_them(
     answer = await server.client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
     assert answer.status_code == 400, answer.text
     assert param is None or error_of(answer)["param"] == param
+
+
+async def test_a_refusal_of_calls_shows_once_what_it_got(server: Gateway) -> None:
+    call = {"id": "b", "type": "function", "function": {"name": "look", "arguments": "{bad"}}
+    messages = [*MESSAGES, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    answer = await server.client.post("/v1/chat/completions", json={"messages": messages})
+    message = error_of(answer)["message"]
+    assert "arguments are a JSON object as a string" in message
+    assert message.count(", got ") == 1

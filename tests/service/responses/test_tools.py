@@ -13,7 +13,7 @@ from nsm_core.tokenizer import Tokenizer
 from service.responses.stream import output_of
 from service.schemas.items import call_item, input_item, messages_of, result_item
 from tests.support.fakes import FakeBackend
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import Gateway, error_of, gateway
 from tests.support.models import local_backend
 from tests.support.schemas import MAX_TOKENS, POINT, check_json
 
@@ -93,6 +93,15 @@ async def test_a_result_continues_the_chain_and_is_read_as_text() -> None:
     assert read[0].startswith("These tools can be called:\n")
     assert read[1] == "\n\nUser: <tool_response>found</tool_response>\n\nAssistant:"
     assert read[2] == f"{read[0]} {CALL}\n\nUser: <tool_response>found</tool_response>\n\nAssistant:"
+
+
+async def test_a_result_of_no_call_is_a_400_that_names_it(server: Gateway) -> None:
+    call = {"type": "function_call", "call_id": "call_2", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "found"}
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        answer = await server.client.post(path, json={"input": [call, result]})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "input[1].call_id")
+        assert "made before" in error_of(answer)["message"]
 
 
 async def test_a_conversation_keeps_calls_and_results(server: Gateway) -> None:

@@ -82,6 +82,46 @@ async def test_deep_nesting_does_not_crash(server: Gateway, raw: bytes) -> None:
     await assert_refused(server, response, 400, [])
 
 
+async def test_a_body_that_is_nested_too_deeply_is_told_so(server: Gateway) -> None:
+    raw = b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    response = await server.client.post(COMPLETIONS, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, ["nested too deeply", "1024 levels"])
+    assert error["code"] == "invalid_json"
+
+
+MESSAGE = b'{"role": "user", "content": "x"'
+DEEP = b'{"prompt": "x", "logit_bias": ' + b'{"a":' * 300 + b'{"b": 1, "b": 1}' + b"}" * 301
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "name"),
+    [
+        (COMPLETIONS, b'{"prompt": "x", "prompt": "y"}', "prompt"),
+        (COMPLETIONS, b'{"prompt": "x", "\\u0070rompt"\n:\t"x"}', "prompt"),
+        (COMPLETIONS, b'{"prompt": "\\u003a", "seed": 1, "seed": 2}', "seed"),  # as many colons as in one reading
+        (COMPLETIONS, DEEP, "b"),
+        (COMPLETIONS, b'{"prompt": "' + b"x" * 40_000 + b'", "seed": 1, "seed": 1}', "seed"),  # read on a thread
+        (CHAT, b'{"messages": [' + MESSAGE + b', "content": "y"}]}', "content"),
+        ("/v1/responses", b'{"input": "x", "store": false, "store": true}', "store"),
+    ],
+)
+async def test_a_repeated_name_is_refused_by_name(server: Gateway, path: str, raw: bytes, name: str) -> None:
+    response = await server.client.post(path, content=raw, headers=JSON)
+    error = await assert_refused(server, response, 400, [name, "given once"])
+    assert error["param"] == name
+
+
+@pytest.mark.parametrize(
+    "text", [rb"\"a\": 1, \"a\": 2", rb"\u003a \u003A", rb"{\"a\":\\", b"::", rb"\\", "é: ü".encode()]
+)
+async def test_names_within_texts_and_in_other_objects_are_not_repeated(server: Gateway, text: bytes) -> None:
+    messages = b",".join([MESSAGE + b"}", b'{"role": "user", "content": "' + text + b'"}'])
+    response = await server.client.post(
+        CHAT, content=b'{"max_tokens": 2, "messages": [' + messages + b"]}", headers=JSON
+    )
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [

@@ -150,7 +150,7 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a", ["unknown field"]),
     ({"temperature": 3}, "temperature", ["[0, 2]", "3"]),
     ({"metadata": {str(number): "x" for number in range(17)}}, "metadata", ["16", "17"]),
-    ({"stop": ["x"] * 15}, "stop", ["14", "15"]),
+    ({"stop": ["x"] * 17}, "stop", ["16", "17"]),
     ({"previous_response_id": "r", "conversation": "c"}, "conversation", ["previous_response_id"]),
     ({"conversation": 5}, "conversation", ["id", "5"]),
     ({"conversation": "conv_unknown", "store": False}, "conversation", ["store"]),

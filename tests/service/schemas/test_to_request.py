@@ -58,6 +58,16 @@ def test_chat_prompt_is_rendered_and_has_the_stops_of_its_template() -> None:
     assert (spec.sampling.stop, spec.max_tokens, spec.timeout_s) == (("x", *TEMPLATE.stop), 7, 60.0)
 
 
+def test_16_stops_of_a_client_are_taken_beside_those_of_a_template() -> None:
+    stop = [f"x{number}" for number in range(17)]
+    assert TEMPLATE.stop
+    for body in (ChatBody(**HELLO, stop=stop[:16]), CreateResponseBody(input="Hello", stop=stop[:16])):  # type: ignore[arg-type]
+        assert body.to_request(LIMITS, TEMPLATE).sampling.stop == (*stop[:16], *TEMPLATE.stop)
+    for body in (ChatBody(**HELLO, stop=stop), CreateResponseBody(input="Hello", stop=stop)):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="at most 16 strings, got 17"):
+            body.to_request(LIMITS, TEMPLATE)
+
+
 def test_default_max_tokens_of_a_chat_is_within_the_limit() -> None:
     messages: Any = [{"role": "user", "content": "Hello"}]
     assert ChatBody(messages=messages).to_request(LIMITS, TEMPLATE).max_tokens == LIMITS.max_tokens
