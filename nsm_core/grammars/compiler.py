@@ -102,8 +102,7 @@ class GrammarCompiler:
                 break
             inner.consume_token(int(allowed[-1]))
         if inner.is_error():
-            code = "invalid_grammar" if NO_ANSWER in inner.get_error() else "grammar_too_complex"
-            raise _refusal(grammar, inner.get_error(), code)
+            raise _failure(grammar, inner)
 
     def _store(self, grammar: Grammar, compiled: TokenMatcher) -> None:
         of_scope = self._stored.setdefault(grammar.scope, OrderedDict())
@@ -120,12 +119,13 @@ class GrammarCompiler:
             compiled = self._read(grammar)
         except (ValueError, RecursionError) as error:
             raise _refusal(grammar, str(error)) from error
+        is_read = not compiled.is_error()
         compiled.compute_bitmask()  # some fail at their first token only
         if not compiled.is_error():
             return TokenMatcher(compiled)
         for schema in _schemas_of_tools(grammar):
             self._compile(schema)
-        raise _refusal(grammar, compiled.get_error())
+        raise _failure(grammar, compiled) if is_read else _refusal(grammar, compiled.get_error())
 
     def _read(self, grammar: Grammar) -> LLMatcher:
         return LLMatcher(self._vocabulary, _library_grammar(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
@@ -258,10 +258,13 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _failure(grammar: Grammar, inner: LLMatcher) -> InvalidRequest:
+    """The refusal of a grammar that was read but cannot be followed."""
+    if NO_ANSWER in inner.get_error():
+        return _refusal(grammar, "no answer can have this form")
+    return _refusal(grammar, "it becomes too large while an answer is written", "grammar_too_complex")
+
+
 def _refusal(grammar: Grammar, reason: str, code: str = "invalid_grammar") -> InvalidRequest:
     line = " ".join(reason.replace(NOT_VERBOSE, "").split())[:MAX_REASON_CHARS]
-    if NO_ANSWER in reason:
-        line = "no answer can have this form"
-    elif code == "grammar_too_complex":
-        line = "it becomes too large while an answer is written"
     return InvalidRequest(f"{grammar.param} cannot be used as a grammar: {line}", param=grammar.param, code=code)

@@ -119,6 +119,15 @@ def test_a_source_that_is_no_grammar_is_refused(compiler: GrammarCompiler, kind:
         compiler.matcher(Grammar.from_fields({"kind": kind, "source": source}))
 
 
+def test_a_form_that_passes_a_limit_at_its_first_token_is_too_complex(
+    monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setitem(compiler_module.LIMITS, "step_lexer_fuel", 1)
+    with pytest.raises(InvalidRequest, match="becomes too large") as refusal:
+        GrammarCompiler(tiny_tokenizer).matcher(Grammar(kind="regex", source="((.{1,50}a){1,50}){1,50}"))
+    assert refusal.value.code == "grammar_too_complex"
+
+
 def test_compiled_grammars_are_kept_in_their_scope(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Tokenizer) -> None:
     monkeypatch.setattr(compiler_module, "MAX_STORED", 2)
     compiler, compiled = GrammarCompiler(tiny_tokenizer), []
