@@ -16,11 +16,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from nsm_core.errors import ConfigError, DeviceUnusable
+from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import limit_arenas
 from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
 from service.deps import Services
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED
 from service.settings import Settings, is_tracing_on, label, naming
 from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.factory import make_store
@@ -40,7 +42,6 @@ logger = logging.getLogger("nsm.server")
 KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
 TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
-EXIT_INTERRUPTED = 130
 NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
@@ -58,22 +59,31 @@ def run(settings: Settings) -> None:
             run_gateway(settings, sock, make_backend)
 
 
-def run_gateway(settings: Settings, sock: socket.socket, make: Callable[[Settings], InferenceBackend]) -> None:
-    """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`."""
+def run_gateway(
+    settings: Settings,
+    sock: socket.socket,
+    make: Callable[[Settings], InferenceBackend],
+    *,
+    is_announced: bool = True,
+) -> None:
+    """One process that answers on `sock`, which is bound, until SIGTERM or SIGINT. Raises as `run`.
+
+    `is_announced`: whether it logs the start line.
+    """
     tracing = make_tracing() if is_tracing_on() else None
     store, prefixes = make_store(settings), make_prefix_store(settings)  # may refuse: before the model is loaded
     app = create_app(settings, make(settings), store, prefixes, tracing)
     config = uvicorn_config(app)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(app, config, sock))
+        runner.run(serve(app, config, sock, is_announced=is_announced))
 
 
-async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket) -> None:
+async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket, *, is_announced: bool = True) -> None:
     """The application's whole life; errors of its start are raised, not logged."""
     services: Services = app.state.services
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
-        line = start_line(services, f"[{host}]" if ":" in host else host, port)
+        line = start_line(services, f"[{host}]" if ":" in host else host, port) if is_announced else None
         try:
             await GracefulServer(config, services, line).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound
@@ -105,7 +115,7 @@ def make_local_backend(settings: Settings) -> LocalBackend:
     def make(loaded: LoadedModel[SequenceModel]) -> LocalBackend:
         config = engine_config(settings.engine_limits(), loaded)
         meter = meter_of(loaded.device) if settings.energy else None
-        with naming("executor"):
+        with naming("executor", only=ConfigError):
             return LocalBackend(
                 loaded,
                 config,
@@ -137,7 +147,8 @@ def with_model(settings: Settings, make: Callable[[LoadedModel[SequenceModel]], 
         with naming("model"):
             return load_model(settings.model, device)
 
-    with naming("device", only=DeviceUnusable):
+    # for auto alone, only an executor that was asked for can be without its device
+    with naming("executor" if settings.device == AUTO_DEVICE else "device", only=DeviceUnusable):
         return on_device(settings.device, settings.executor, load, make)
 
 
@@ -214,10 +225,10 @@ class GracefulServer(uvicorn.Server):
     """On the first signal: no new work, time for running work to finish, then an orderly abort of the rest.
 
     uvicorn alone closes its sockets at once, so load balancers would never see that it is not ready.
-    `start_line` is logged once connections are accepted.
+    `start_line`, if any, is logged once connections are accepted.
     """
 
-    def __init__(self, config: uvicorn.Config, services: Services, start_line: str) -> None:
+    def __init__(self, config: uvicorn.Config, services: Services, start_line: str | None) -> None:
         super().__init__(config)
         self._services = services
         self._start_line = start_line
@@ -226,7 +237,8 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        logger.info("%s", self._start_line)
+        if self._start_line is not None:
+            logger.info("%s", self._start_line)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler. A second Ctrl+C ends the process at once: every commit is durable already."""

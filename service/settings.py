@@ -294,10 +294,16 @@ class Settings(BaseSettings):
             return self
         for name in engine_settings():
             if name in self.model_fields_set:
-                raise ValueError(
-                    f"{label(name)} has no effect with NSM_TRITON_URL: it is a parameter of the server's config.pbtxt"
-                )
+                raise ValueError(f"{label(name)} has no effect with NSM_TRITON_URL: {self._instead_with_triton(name)}")
         return self
+
+    @staticmethod
+    def _instead_with_triton(name: str) -> str:
+        if name == "workers":
+            return "the engine runs in Triton servers; for more processes start several gateways on one store"
+        if name == "stream_interval_ms":
+            return "the engine runs in Triton servers, whose tokens are sent on as they come"
+        return "it is a parameter of the server's config.pbtxt"
 
     @model_validator(mode="after")
     def _workers_share_a_store(self) -> Settings:
@@ -402,7 +408,9 @@ def naming(*names: str, only: type[NsmError] = NsmError) -> Iterator[None]:
     try:
         yield
     except only as error:
-        error.add_note("set by " + ", ".join(f"{_variable(name)} or {_option(name)}" for name in names))
+        note = "set by " + ", ".join(f"{_variable(name)} or {_option(name)}" for name in names)
+        if note not in getattr(error, "__notes__", []):
+            error.add_note(note)
         raise
 
 

@@ -1,7 +1,7 @@
 """What a child of `service.workers` runs: the engine, or one of the processes that answer HTTP.
 
-The first line of standard input says which, with the settings. The input ends when the supervisor does, and then so
-does this process.
+The command line says which; the first line of standard input has the settings. The input ends when the supervisor
+does, and then so does this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     settings = Settings(**given["settings"])
     configure_logging(settings.log_level, settings.log_format)
     limit_arenas(NUM_ARENAS)
-    if given["role"] == "engine":
+    if sys.argv[1] == "engine":
         _run_engine(settings, given["engine_fd"])
     else:
         _run_worker(settings, given)
@@ -49,7 +49,7 @@ def _run_worker(settings: Settings, given: dict[str, Any]) -> None:
         )
 
     with socket.socket(fileno=given["http_fd"]) as sock:
-        run_gateway(settings, sock, make)
+        run_gateway(settings, sock, make, is_announced=given["number"] == 0)
 
 
 def _end_with_supervisor() -> None:

@@ -14,12 +14,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from nsm_core.errors import ConfigError
 from nsm_core.wire import local as wire
+from service.lifecycle.lifecycle import EXIT_INTERRUPTED
+from service.owned_directory import owned_directory
 from service.settings import Settings
 
 logger = logging.getLogger("nsm.workers")
@@ -37,11 +38,13 @@ class Process:
     """
 
     def __init__(self, role: str, settings: Settings, **fields: int | str) -> None:
-        """`fields`: what the child needs beside the settings; those named `…_fd` are descriptors that it inherits."""
+        """`role`: the words of its command line, `engine` or `worker 1`. `fields`: what the child needs beside the
+        settings; those named `…_fd` are descriptors that it inherits.
+        """
         self.role = role
         self._fds = tuple(value for name, value in fields.items() if name.endswith("_fd") and isinstance(value, int))
         given = settings.model_dump(mode="json", include=settings.model_fields_set)
-        self._line = json.dumps({"role": role, "settings": given, **fields}).encode() + b"\n"
+        self._line = json.dumps({"settings": given, **fields}).encode() + b"\n"
         self._is_stopping = False
         self._child: asyncio.subprocess.Process | None = None
         self.has_started = asyncio.Event()
@@ -60,7 +63,7 @@ class Process:
             await asyncio.sleep(pause_s)
 
     async def _run(self) -> int:
-        command = [sys.executable, "-m", "service.worker_process"]
+        command = [sys.executable, "-m", "service.worker_process", *self.role.split()]
         child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, pass_fds=self._fds)
         self._child = child
         if child.stdin is not None:
@@ -72,6 +75,13 @@ class Process:
     def pid(self) -> int | None:
         """Of the child that runs."""
         return None if self._child is None or self._child.returncode is not None else self._child.pid
+
+    def kill(self) -> None:
+        """Ends the child at once; no other takes its place."""
+        self._is_stopping = True
+        if self._child is not None and self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
 
     async def stop(self, *, within_s: float) -> None:
         """SIGTERM, and the end of its input; after `within_s` SIGKILL."""
@@ -92,12 +102,14 @@ class Process:
 
 
 def run_workers(settings: Settings, sock: socket.socket) -> None:
-    """Serves on `sock`, which is bound, until SIGTERM or SIGINT. Raises ConfigError if the engine cannot start."""
-    with tempfile.TemporaryDirectory(prefix="nsm-") as directory, socket.socket(socket.AF_UNIX) as engine_sock:
-        path = Path(directory) / "engine.sock"
+    """Serves on `sock`, which is bound, until SIGTERM or SIGINT. Raises ConfigError if the engine cannot start, and
+    SystemExit at a second SIGINT.
+    """
+    with owned_directory() as directory, socket.socket(socket.AF_UNIX) as engine_sock:
+        path = directory / "engine.sock"
         engine_sock.bind(str(path))
         engine_sock.listen(BACKLOG)
-        shared = Path(directory) / "metrics"
+        shared = directory / "metrics"
         shared.mkdir()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)  # the children's: they answer for each other
         asyncio.run(_supervise(settings, sock, engine_sock, path))
@@ -105,15 +117,25 @@ def run_workers(settings: Settings, sock: socket.socket) -> None:
 
 async def _supervise(settings: Settings, sock: socket.socket, engine_sock: socket.socket, path: Path) -> None:
     stopped = asyncio.Event()
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sig, stopped.set)
     engine = Process("engine", settings, engine_fd=engine_sock.fileno())
     workers = [
-        Process("worker", settings, http_fd=sock.fileno(), engine_path=str(path), number=number)
+        Process(f"worker {number + 1}", settings, http_fd=sock.fileno(), engine_path=str(path), number=number)
         for number in range(settings.workers)
     ]
+
+    def stop(sig: int) -> None:
+        """As one process does: a second Ctrl+C ends everything at once, a second SIGTERM changes nothing."""
+        if stopped.is_set() and sig == signal.SIGINT:
+            for process in (engine, *workers):
+                process.kill()
+            sys.exit(EXIT_INTERRUPTED)
+        stopped.set()
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
     async with _supervised(engine, stop_s=ENGINE_STOP_S):
         if not await _is_ready(path, stopped):
+            engine.kill()  # it holds nothing yet, and reads no input while it loads the model
             return
         async with contextlib.AsyncExitStack() as stack:
             for worker in workers:

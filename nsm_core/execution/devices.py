@@ -88,12 +88,15 @@ def engine_config(limits: EngineLimits, loaded: LoadedModel[SequenceModel]) -> E
     """The limits with the defaults for the device that the model is on. Raises ConfigError."""
     device = loaded.device
     if device.type == "cpu":
-        return limits.resolve(max_slots=CPU_SLOTS, token_budget=CPU_TOKEN_BUDGET)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return limits.resolve(
-        max_slots=slots_within(int(free_bytes * STATE_SHARE), loaded.model.state_spec.num_bytes),
-        token_budget=GPU_TOKEN_BUDGET,
-    )
+        slots, budget = CPU_SLOTS, CPU_TOKEN_BUDGET
+    else:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        slots = slots_within(int(free_bytes * STATE_SHARE), loaded.model.state_spec.num_bytes)
+        budget = GPU_TOKEN_BUDGET
+    config = limits.resolve(max_slots=slots, token_budget=budget)
+    if limits.max_slots is None and config.max_slots < slots:
+        logger.info("max_slots is %d instead of %d, for token_budget is no larger", config.max_slots, slots)
+    return config
 
 
 def slots_within(num_bytes: int, state_bytes: int) -> int:

@@ -147,9 +147,16 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], WeightFormat]:
         raise CheckpointError(f"cannot read weights {path}: {error}") from error
 
 
-def _read_description(directory: Path) -> tuple[ModelConfig, Tokenizer]:
+def require_directory(directory: Path) -> None:
+    """Raises CheckpointError for a path where no model can be."""
     if not directory.is_dir():
         raise CheckpointError(f"no model directory {directory}")
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(f"no model in {directory}: it has no {CONFIG_FILE}")
+
+
+def _read_description(directory: Path) -> tuple[ModelConfig, Tokenizer]:
+    require_directory(directory)
     config = ModelConfig.load(directory / CONFIG_FILE)
     tokenizer = BpeTokenizer.load(directory)
     if tokenizer.vocab_size > config.vocab_size:
@@ -181,10 +188,18 @@ def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
     try:
         with NoStart():
             model = NsmModel(files.config)  # fails for sizes that no machine has the memory for
-        model.load_state_dict(_decode(files.tensors), assign=True)
+        tensors = _decode(files.tensors)
+        _require_finite(directory / WEIGHTS_FILE, tensors)
+        model.load_state_dict(tensors, assign=True)
         for router in (module for module in model.modules() if isinstance(module, Router)):
             router.reset_load()  # not stored
     except RuntimeError as error:
         summary = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{directory / WEIGHTS_FILE} does not fit {CONFIG_FILE}: {summary}") from error
     return model.eval().requires_grad_(False), files.tokenizer, files.weight_format
+
+
+def _require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+            raise CheckpointError(f"{path}: the tensor {name} holds a number that is not finite")

@@ -38,7 +38,7 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, stored: Mapping[str, StoredTensor], layout: Layout, hints: Hints) -> None:
         """`path` names the model in messages. Raises CheckpointError that names file and tensor."""
-        self._path, self._stored, self._hints = path, stored, hints
+        self.path, self._stored, self._hints = path, stored, hints
         self._layout = OFFICIAL_TURNED if layout is OFFICIAL and self._has_turned_matrices() else layout
         self.config = self._config()
         shapes = tensor_shapes(self.config)
@@ -90,7 +90,7 @@ class ModelTensors(Mapping[str, Tensor]):
     def _source(self, name: str) -> Source:
         source = self._find(name)
         if source is None:
-            raise CheckpointError(f"{self._path}: the tensor {self._layout.name_of(name)} is missing")
+            raise CheckpointError(f"{self.path}: the tensor {self._layout.name_of(name)} is missing")
         return source
 
     def _checked(self, name: str, shape: Shape) -> Source:
@@ -125,7 +125,7 @@ class ModelTensors(Mapping[str, Tensor]):
             ("numbers in a row of the embedding", self._hints.width, width),
         ):
             if given is not None and given != found:
-                raise CheckpointError(f"{self._path}: there are {found} {label}, and its configuration says {given}")
+                raise CheckpointError(f"{self.path}: there are {found} {label}, and its configuration says {given}")
         bonus = self._source("blocks.0.att.r_k").shape
         try:
             return Rwkv7Config(
@@ -142,7 +142,7 @@ class ModelTensors(Mapping[str, Tensor]):
                 head_norm_eps=self._hints.head_norm_eps,
             )
         except ConfigError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     def _matrix(self, name: str) -> Shape:
         source = self._source(name)

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from nsm_core.errors import CheckpointError
 from nsm_core.rwkv7.config import Rwkv7Config
+from nsm_core.rwkv7.reading import ModelTensors
 from nsm_core.rwkv7.tensors import Shape, tensor_shapes
 
 
 class CheckedTensors:
     """The tensors of a model by canonical name, in fp32 and without leading dimensions of size 1.
 
-    Reads a tensor each time it is asked for. Raises CheckpointError that names the tensor: one that is not there, has
-    another shape, or holds a number that is not finite.
+    Reads a tensor each time it is asked for. Raises CheckpointError that names file and tensor: one that is not
+    there, has another shape, or holds a number that is not finite.
     """
 
     def __init__(self, config: Rwkv7Config, tensors: Mapping[str, Tensor]) -> None:
         self._shapes: Mapping[str, Shape] = tensor_shapes(config)
         self._tensors = tensors
+        self._origin = f"{tensors.path}: " if isinstance(tensors, ModelTensors) else ""
 
     def stored(self, name: str) -> Tensor:
         """The tensor in the dtype that the file has, on the CPU."""
@@ -30,14 +32,18 @@ class CheckedTensors:
         try:
             found = self._tensors[name]
         except KeyError:
-            raise CheckpointError(f"the tensor {name} is missing") from None
+            raise self.refusal(name, "is missing") from None
         if _without_ones(tuple(found.shape)) != _without_ones(shape):
-            raise CheckpointError(f"the tensor {name} has the shape {list(found.shape)}, not {list(shape)}")
+            raise self.refusal(name, f"has the shape {list(found.shape)}, not {list(shape)}")
         if not found.is_floating_point():
-            raise CheckpointError(f"the tensor {name} holds {found.dtype}, not floating point numbers")
+            raise self.refusal(name, f"holds {found.dtype}, not floating point numbers")
         if not bool(torch.isfinite(found.sum(dtype=torch.float64))):
-            raise CheckpointError(f"the tensor {name} holds a number that is not finite")
+            raise self.refusal(name, "holds a number that is not finite")
         return found.detach().reshape(shape[2:] if shape[:2] == (1, 1) else shape)
+
+    def refusal(self, name: str, fault: str) -> CheckpointError:
+        """The error for a tensor that cannot be used."""
+        return CheckpointError(f"{self._origin}the tensor {name} {fault}")
 
     def __getitem__(self, name: str) -> Tensor:
         return self.stored(name).float().contiguous()

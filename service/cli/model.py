@@ -58,14 +58,18 @@ def convert(
     ] = None,
 ) -> None:
     """Write an RWKV-7 model of any layout as a model directory of its own."""
+    from nsm_core.model.bundled import find_checkpoint
+    from nsm_core.model.storage import require_directory
     from nsm_core.rwkv7.opening import OpenModel, claims
     from nsm_core.rwkv7.saving import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise typer.BadParameter(f"{output} is not a new or empty directory", param_hint="'--out'")
-    if model.exists() and not claims(model):
+    path = find_checkpoint(model)
+    if not claims(path):
+        require_directory(path)
         raise CheckpointError(f"{model} is no RWKV-7 model, and no other is converted")
-    opened = OpenModel(model)
+    opened = OpenModel(path)
     template = opened.template.text if chat_template is None else _template_text(chat_template)
     save_model(opened, output, weight_format.value, chat_template=template)
     written = OpenModel(output)

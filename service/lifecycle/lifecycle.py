@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+EXIT_INTERRUPTED = 130  # the status of a server that a second Ctrl+C ended
+
 
 class Lifecycle:
     """Lives on the event loop of one application."""

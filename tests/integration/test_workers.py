@@ -161,3 +161,33 @@ async def test_a_stop_lets_streams_finish_and_leaves_no_process(server: Server) 
     assert await stream.task
     assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
     assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+async def test_second_ctrl_c_ends_every_process_at_once(tiny_model_dir: Path, tmp_path: Path) -> None:
+    settings = {"MODEL": tiny_model_dir, "NUM_THREADS": 1, "DEVICE": "cpu", "WORKERS": 2, "GRACE_S": 600}
+    async with running(settings, tmp_path / "data") as server:
+        processes = children(server)
+        stream = Stream(server, max_tokens=20_000)
+        await stream.has_begun.wait()
+        server.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: is_draining(server), seconds=WAIT_S)
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(server.process.wait(), 10) == 130
+        assert not await stream.task
+        assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+async def is_draining(server: Server) -> bool:
+    """Whether the first signal was handled: workers take no new turns."""
+    try:
+        return (await server.client.get("/health/ready")).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+async def test_command_lines_tell_the_processes_apart(server: Server) -> None:
+    assert [child.cmdline()[-2:] for child in children(server)] == [
+        ["service.worker_process", "engine"],
+        ["worker", "1"],
+        ["worker", "2"],
+    ]

@@ -11,7 +11,6 @@ import weakref
 import torch
 from torch import Tensor
 
-from nsm_core.errors import CheckpointError
 from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
 from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
 from nsm_core.model.storage import quantize_rows
@@ -177,7 +176,7 @@ class Rwkv7Weights:
             if self.precision is Rwkv7Precision.INT8:
                 weight = weight.half()
                 if not bool(weight.isfinite().all()):
-                    raise CheckpointError(f"the tensor {name}{index + 1} holds numbers that fp16 cannot")
+                    raise self._tensors.refusal(f"{name}{index + 1}", "holds numbers that fp16 cannot")
             self._matrix(layer, Rwkv7Part(part + index), weight, own)
 
     def _matrix(self, layer: int, part: Rwkv7Part, weight: Tensor, bias: Tensor | None) -> None:

@@ -141,6 +141,22 @@ def test_a_limit_that_is_not_given_is_the_devices_and_fits_the_other(
 
 
 @pytest.mark.parametrize(
+    ("limits", "lines"),
+    [
+        (EngineLimits(token_budget=1), ["max_slots is 1 instead of 16, for token_budget is no larger"]),
+        (EngineLimits(token_budget=16), []),
+        (EngineLimits(max_slots=1, token_budget=1), []),
+    ],
+)
+def test_slots_that_a_small_token_budget_takes_are_logged(
+    limits: EngineLimits, lines: list[str], loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="nsm.execution")
+    engine_config(limits, loaded)
+    assert [record.getMessage() for record in caplog.records] == lines
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "state_bytes", "slots"),
     [(70 * 1024 * MIB, 4 * MIB, 512), (4096 * MIB, 4 * MIB, 512), (1000 * MIB, 4 * MIB, 128), (MIB, 4 * MIB, 1)],
 )

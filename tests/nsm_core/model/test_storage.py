@@ -158,7 +158,7 @@ def test_a_config_file_that_lacks_a_field_means_its_default(tmp_path: Path) -> N
         (change_config(num_heads=True), ConfigError, "num_heads must be a whole number .* got True"),
         (change_config(d_model=2**20, mlp_hidden=2**20), CheckpointError, "does not fit"),
         (cut_weights, CheckpointError, "weights.safetensors"),
-        (remove("config.json"), ConfigError, "config.json"),
+        (remove("config.json"), CheckpointError, "it has no config.json"),
         (remove("weights.safetensors"), CheckpointError, "weights.safetensors"),
         (remove("tokenizer.json"), CheckpointError, "tokenizer.json"),
     ],

@@ -71,6 +71,22 @@ def test_a_file_that_is_no_model_ends_with_one_line(nsm: Nsm, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+def test_a_path_without_a_model_has_the_same_words_in_both_commands(nsm: Nsm, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for given, words in (
+        ("nope", "no model 'nope': it is no file or directory here, and the bundled models are"),
+        (tmp_path / "nope", f"no model directory {tmp_path / 'nope'}"),
+        (empty, f"no model in {empty}: it has no config.json"),
+    ):
+        found = [
+            nsm("model", *command) for command in (("inspect", given), ("convert", given, "--out", tmp_path / "o"))
+        ]
+        assert [result.exit_code for result in found] == [1, 1]
+        assert found[0].stderr == found[1].stderr
+        assert_one_line_with(found[0].stderr, words)
+
+
 def test_convert_writes_a_directory_that_opens(nsm: Nsm, tmp_path: Path) -> None:
     path = WRITERS["gguf"](tmp_path, TENSORS)
     out = tmp_path / "out"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,11 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
 from service.cli.main import app
 from service.settings import STORES, Settings, shown_default
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
+from tests.support.rwkv7_files import WRITERS, model_tensors
 
 
 def test_every_setting_is_an_option_that_shows_its_default() -> None:
@@ -28,7 +32,7 @@ def test_every_setting_is_an_option_that_shows_its_default() -> None:
 
 def test_executor_option_lists_every_executor(nsm: Nsm) -> None:
     result = nsm("serve", "--help", COLUMNS="300")
-    assert "[auto|eager|native|cuda|cuda-fp16|cuda-fp32]" in result.output
+    assert "[auto|eager|native|native-fp32|cuda|cuda-fp16|cuda-fp32]" in result.output
 
 
 def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +66,7 @@ def test_a_bad_setting_is_one_line(
     nsm: Nsm, monkeypatch: pytest.MonkeyPatch, option: str, value: object, message: str
 ) -> None:
     monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
-    result = nsm("serve", "--port", 0, option, value)
+    result = nsm("serve", "--port", 0, option, value, NSM_MAX_SLOTS="16")
     assert_one_line(result, message)
 
 
@@ -88,6 +92,34 @@ def test_X17_start_that_fails_names_the_setting_in_one_line(
     assert option in result.stderr
 
 
+def test_X17_executor_without_its_gpu_does_not_blame_the_device(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    monkeypatch.setattr("nsm_core.execution.devices.gpu_missing_reason", lambda index=0: "torch finds no GPU")
+    message = "the executor cuda needs a GPU: torch finds no GPU (set by NSM_EXECUTOR or --executor)"
+    assert_one_line(nsm("serve", "--port", 0, "--executor", "cuda"), message)
+
+
+@pytest.mark.parametrize("architecture", ["rwkv7", "nsm"])
+def test_X17_weight_that_is_not_finite_names_file_and_tensor_and_no_executor(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: Path, architecture: str
+) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    if architecture == "rwkv7":
+        tensors, name = dict(model_tensors()), "blocks.0.ffn.key.weight"
+        tensors[name] = torch.full_like(tensors[name], torch.nan)
+        path = file = WRITERS["pth"](tmp_path, tensors)
+    else:
+        path = Path(shutil.copytree(model_dir, tmp_path / "model"))
+        file = path / "weights.safetensors"
+        tensors, name = load_file(file), "embedding.weight"
+        tensors[name] = torch.full_like(tensors[name], torch.nan)
+        save_file(tensors, file)
+    result = nsm("serve", "--port", 0, "--model", path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"nsm: {file}: the tensor {name} holds a number that is not finite")
+    assert "EXECUTOR" not in result.stderr
+
+
 def test_X17_more_slots_than_memory_names_the_setting(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
     result = nsm("serve", "--port", 0, "--max-slots", 10**11, "--token-budget", 10**11)
@@ -111,13 +143,12 @@ def test_a_port_in_use_is_one_line(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`nsm serve` on a free port, and its start line; before it comes the executor's."""
+    """`nsm serve` on a free port, and its start line."""
     command = [*NSM, "serve", "--port", "0", "--grace-s", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            assert "tiny runs on the eager executor" in process.stderr.readline()
-            yield process, process.stderr.readline()
+            yield process, next(line for line in process.stderr if " serving " in line)
         finally:
             process.kill()
 
@@ -127,7 +158,8 @@ def test_start_line_names_the_model_and_chat_and_server_share_sessions(
 ) -> None:
     process, line = server
     found = re.search(
-        r" serving tiny on (http://127\.0\.0\.1:\d+) with sessions in (\S+), documentation at (\S+)\n", line
+        r" serving tiny on (http://127\.0\.0\.1:\d+) with sessions in (\S+), computed as \S+, documentation at (\S+)\n",
+        line,
     )
     assert found is not None, line
     url = found[1]
