@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.spec import State, StateSpec
-from nsm_core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # models run where no tokenizer is installed
+    from nsm_core.tokenizer import Tokenizer
 
 
 class SequenceModel(Protocol):

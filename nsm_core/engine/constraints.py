@@ -9,7 +9,7 @@ import numpy as np
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.errors import GrammarFailed
 from nsm_core.grammars.matcher import MaskWords, failure_of, fill_masks, mask_width
-from nsm_core.sampling.masks import TokenMasks
+from nsm_core.sampling.masks import TokenMasks, num_bits_set
 
 ALL_ALLOWED = np.int32(-1)
 
@@ -68,7 +68,7 @@ class Constraints:
         if positions:
             fill_masks(words, positions)
         # a matcher that has failed allows the end of the text, or nothing
-        num_allowed: list[int] = np.bitwise_count(words.view(np.uint32)).sum(axis=1, dtype=np.int64).tolist()
+        num_allowed: list[int] = num_bits_set(words).tolist()
         begin = 0
         for slot, _ in starts:
             sequence, number = sequences[slot], 1 + len(drafts.get(slot, ()))

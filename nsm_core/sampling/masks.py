@@ -10,8 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 WORD_BITS = 32
+# Bits set in each 16-bit number: numpy.bitwise_count needs numpy 2, and Triton's environment has numpy 1.
+_BITS_SET = np.unpackbits(np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
+    axis=1, dtype=np.uint8
+)
 
 Logits = npt.NDArray[np.float32]
+
+
+def num_bits_set(words: npt.NDArray[np.int32] | npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Words [..., W], contiguous -> the number of bits set in all W together, [...]."""
+    counts: npt.NDArray[np.int64] = _BITS_SET[words.view(np.uint16)].sum(axis=-1, dtype=np.int64)
+    return counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +35,12 @@ class TokenMasks:
 
     def forced_ids(self) -> npt.NDArray[np.int64]:
         """[R]: the only token that a row allows, or -1 for a row that allows several."""
-        counts = np.bitwise_count(self.words.view(np.uint32)).sum(axis=1)
+        counts = num_bits_set(self.words)
         ids = np.full(len(self.words), -1, np.int64)
         rows = np.flatnonzero(counts == 1)
         at = (self.words[rows] != 0).argmax(axis=1)
         bits = self.words.view(np.uint32)[rows, at]
-        ids[rows] = at * WORD_BITS + np.bitwise_count(bits - np.uint32(1))
+        ids[rows] = at * WORD_BITS + num_bits_set((bits - np.uint32(1))[:, None])
         return ids
 
     def of_rows(self, chosen: npt.NDArray[np.bool_]) -> TokenMasks:

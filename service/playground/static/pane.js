@@ -133,9 +133,7 @@ export class Pane {
     this.composer.mark(null);
     this.transcript.show(this.turns);
     this.inspector.clear();
-    const newest = this.turns.at(-1);
-    if (newest === undefined || newest.pieces.length === 0) this.heatmap.clear("waiting");
-    else this.heatmap.show(newest, newest.pieces.length - 1);
+    this.showMap();
     this.utilisation.show(this.session?.states ?? []);
     this.showHead();
   }
@@ -145,6 +143,13 @@ export class Pane {
     if (this.session?.head.id !== head.id) return;
     this.session.head = head;
     this.showHead();
+  }
+
+  /** The routing of the newest turn. */
+  showMap() {
+    const newest = this.turns.at(-1);
+    if (newest?.pieces.length > 0) this.heatmap.show(newest, newest.pieces.length - 1);
+    else this.heatmap.clear("waiting");
   }
 
   showHead() {
@@ -158,13 +163,10 @@ export class Pane {
     this.composer.setRunning(this.running !== null);
   }
 
-  /** The model that answers, once it is known. */
   setModel(model) {
     this.model = model;
     if (this.turns.length === 0) this.transcript.show([]);
   }
-
-  // ---- turns ----
 
   async send(body = this.composer.body()) {
     if (this.running !== null || this.isSending) return;
@@ -213,6 +215,7 @@ export class Pane {
         onPause: (pauseS) => this.notice.tell(`The connection was lost; reading on in ${pauseS.toFixed(1)} s…`),
       });
       turn.status = "done";
+      if (turn.session) Object.assign(this.session.head, { version: turn.session.version, position: turn.session.position });
       this.notice.clear();
     } catch (error) {
       if (signal.aborted) return;
@@ -298,6 +301,7 @@ export class Pane {
     if (!this.turns.includes(turn)) return;
     this.turns.splice(this.turns.indexOf(turn), 1);
     this.transcript.show(this.turns);
+    this.showMap();
     this.save();
   }
 

@@ -142,7 +142,7 @@ def test_every_option_can_be_set() -> None:
         (["--model", "d_model"], "--model takes NAME=VALUE, got 'd_model'"),
         (["--model", "width=3"], "unknown model config field width"),
         (["--model", "d_model=wide"], "d_model must be a number, got 'wide'"),
-        (["--device", "gpu"], "device 'gpu' cannot be used"),
+        (["--device", "gpu"], "device must be auto, cpu, cuda, or a GPU by its number as cuda:1, got 'gpu'"),
     ],
     ids=["value", "form", "field", "number", "device"],
 )
