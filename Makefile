@@ -41,13 +41,13 @@ check: $(READY)  ## ruff, mypy --strict, import contracts
 .PHONY: packages
 packages: $(READY)
 	@scripts/test-packages
+	@scripts/triton-server "$(VENV)"
+	@scripts/perf-analyzer "$(VENV)"
+	@scripts/client-generator "$(VENV)"
 
 .PHONY: clients
 clients: $(READY)  ## install the client libraries of tests/integration/test_client_libraries.py into .venv/clients
 	@scripts/client-packages "$(VENV)"
-	@scripts/triton-server "$(VENV)"
-	@scripts/perf-analyzer "$(VENV)"
-	@scripts/client-generator "$(VENV)"
 
 .PHONY: test
 test: check packages  ## everything a change must pass, in reduced counts; options: PYTEST_ARGS="-k engine"
