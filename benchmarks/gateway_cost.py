@@ -40,7 +40,7 @@ from service.telemetry.metrics.requests import RequestMetrics
 from service.web.sse import TextFrame, frame
 
 HERE = Path(__file__).resolve()
-SERVER = HERE.with_name("no_engine.py")
+SERVER = Path("benchmarks", "no_engine.py")  # of the checkout that is measured
 TOKENIZER = next((HERE.parent.parent / "nsm_core" / "model" / "checkpoints").rglob("tokenizer.json"))
 ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "x"}),
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, name: str, root: Path, step_ms: float, *, store: str = "memory") -> None:
         self.name = name
-        command = [sys.executable, str(SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
+        command = [sys.executable, str(root / SERVER), "--step-ms", str(step_ms), "--tokenizer", str(TOKENIZER)]
         command += ["--store", store]
         environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(

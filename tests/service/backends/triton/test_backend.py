@@ -109,7 +109,7 @@ async def test_S1_every_place_of_a_turn_may_be_the_break(pair: TwoServers) -> No
         if break_after == len(want.ids) and len(counts) > len(want.ids) // 2:
             break  # else answers held several tokens, on a busy machine: once more
     assert len(counts) > len(want.ids) // 2
-    assert pair.backend.upstream_stats().num_failovers > len(want.ids)
+    assert pair.backend.upstream_stats().num_failovers >= len(counts - {0})
 
 
 async def test_a_heartbeat_on_its_way_does_not_clear_a_server_whose_stream_broke_meanwhile(
