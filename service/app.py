@@ -213,7 +213,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if services.tracing is not None:
             stack.push_async_callback(asyncio.to_thread, services.tracing.shutdown)
         stack.push_async_callback(services.store.close)
-        with naming("data_dir" if services.settings.store == "sqlite" else "store"):
+        with services.settings.naming_store:
             await services.store.open()
         await stack.enter_async_context(removing_expired(services.store))
         await stack.enter_async_context(removing_expired(services.records))

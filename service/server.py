@@ -28,6 +28,7 @@ from service.stores.prefixes.factory import make_prefix_store
 from service.stores.sessions.factory import make_store
 from service.telemetry.logs import configure_logging
 from service.telemetry.tracing.tracing import make_tracing
+from service.tenants.api_keys import KeyFile
 from service.web.connection import connection_class
 from service.web.head_limits import RECEIVE_TIMEOUT_S
 
@@ -51,6 +52,7 @@ def run(settings: Settings) -> None:
     limit_arenas(NUM_ARENAS)
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
+        require_files(settings)
         if settings.workers:
             from service.workers import run_workers
 
@@ -195,6 +197,15 @@ def require_keys(settings: Settings, sock: socket.socket) -> None:
             f"without API keys the server serves this machine only, not {settings.host}; name a file of keys with "
             "NSM_API_KEYS_FILE (docs/tenants.md), or let everybody in with NSM_ALLOW_ANONYMOUS=true"
         )
+
+
+def require_files(settings: Settings) -> None:
+    """Raises what an unusable file of keys or store raises, before a model is loaded."""
+    if settings.api_keys_file is not None:
+        with naming("api_keys_file"):
+            KeyFile(settings.api_keys_file)
+    with settings.naming_store:
+        asyncio.run(make_store(settings).check())
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -353,6 +353,11 @@ class Settings(BaseSettings):
         """Whether `store` is the URL of a Redis."""
         return self.store.partition("://")[0] in REDIS_SCHEMES
 
+    @property
+    def naming_store(self) -> contextlib.AbstractContextManager[None]:
+        """`naming` with the setting that says where sessions are."""
+        return naming("data_dir" if self.store == "sqlite" else "store")
+
     def store_name(self) -> str:
         """Where sessions are kept, for people and logs: without user, password and options."""
         if self.is_redis:

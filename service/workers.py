@@ -140,7 +140,7 @@ async def _supervise(settings: Settings, sock: socket.socket, engine_sock: socke
         async with contextlib.AsyncExitStack() as stack:
             for worker in workers:
                 await stack.enter_async_context(_supervised(worker, stop_s=settings.grace_s + FINAL_FRAMES_S))
-            logger.info("%d workers on one engine", len(workers))
+            logger.info("%d %s on one engine", len(workers), "worker" if len(workers) == 1 else "workers")
             await stopped.wait()
             logger.info("stopping")
             await asyncio.gather(*(worker.stop(within_s=settings.grace_s + FINAL_FRAMES_S) for worker in workers))

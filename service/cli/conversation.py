@@ -16,7 +16,7 @@ from nsm_core.sampling.params import SamplingParams
 from service.app import create_app
 from service.deps import Services
 from service.messages import quoted
-from service.schemas.sessions import SESSION_ID
+from service.schemas.sessions import GENERATED_PREFIX, SESSION_ID, new_session_id
 from service.server import make_backend
 from service.settings import Settings
 from service.state.resume import TurnRequest
@@ -25,7 +25,6 @@ from service.stores.sessions.factory import make_store
 from service.stores.sessions.key import SessionKey
 from service.turns.turn import Turn, TurnOutcome
 
-GENERATED_PREFIX = "sess_"  # of ids that no user chose
 _ANY = "\0"  # stands for a message where a template is taken apart
 
 
@@ -43,7 +42,7 @@ class Conversation:
     def __init__(
         self, services: Services, *, session_id: str | None, sampling: SamplingParams, has_own_seed: bool
     ) -> None:
-        self.session_id = f"{GENERATED_PREFIX}{uuid.uuid4().hex}" if session_id is None else session_id
+        self.session_id = new_session_id() if session_id is None else session_id
         self.head: SessionHead | None = None
         self.is_new = True
         self._backend = services.backend

@@ -7,15 +7,12 @@ import uuid
 from nsm_core.errors import NotFound
 from service.deps import TenantScope
 from service.responses.chain import LogPosition
+from service.schemas.sessions import new_session_id
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.earlier import copy_at
 from service.stores.sessions.base import NewSession
 
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
-
-
-def new_session_id() -> str:
-    return f"sess_{uuid.uuid4().hex}"
 
 
 async def create_session(scope: TenantScope) -> LogPosition:

@@ -24,6 +24,7 @@ from service.schemas.sessions import (
     GenerateBody,
     RewindBody,
     UpdateSessionBody,
+    new_session_id,
 )
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.earlier import copy_at
@@ -238,10 +239,6 @@ def require_file_type(value: str) -> None:
     """Raises HTTPException 415. A web page can post plain text or a form to any server, but not this type."""
     if value.partition(";")[0].strip().lower() != FILE_TYPE:
         raise HTTPException(415, f"the Content-Type of a session's file must be {FILE_TYPE}, got {value or 'none'}")
-
-
-def new_session_id() -> str:
-    return f"sess_{uuid.uuid4().hex}"
 
 
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -35,6 +36,7 @@ from service.web.errors import shown
 
 MAX_COUNT = 2**63 - 1  # of versions and positions, as stores keep them
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+GENERATED_PREFIX = "sess_"  # of ids that no user chose
 INPUT_SCHEMA = {
     "description": "a text or token ids; may be empty when the session's last token waits to be read",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}],
@@ -42,6 +44,10 @@ INPUT_SCHEMA = {
 
 
 MAX_TTL_S = 10 * 365 * 86_400.0
+
+
+def new_session_id() -> str:
+    return f"{GENERATED_PREFIX}{uuid.uuid4().hex}"
 
 
 def check_session_id(session_id: str) -> str:

@@ -32,6 +32,7 @@ MAX_PARTS = 150_000  # objects, lists and members of a body: 37,500 messages of 
 MARKS = (b"[", b"{", b":")  # with each of which one of these begins
 IGNORED_QUERY = frozenset({"include_obfuscation"})  # of OpenAI's clients; an answer has none in any case
 
+UTF8_NAMES = frozenset({"utf-8", "utf8", "us-ascii"})  # the last is a part of it
 MAX_DEPTH = 1024  # orjson's own limit
 # The brackets, and the strings with the colon of those that are names
 SCANNED = re.compile(rb'("(?:[^"\\]++|\\.)*+")\s*+(:?)|[\[\]{}]', re.DOTALL)
@@ -92,13 +93,21 @@ def parse(raw: bytes) -> Any:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        reason = f"the body is not valid JSON: {error}"
+        reason = f"the body is not valid JSON: {_bytes_that_are_no_text(raw) or error}"
         if error.msg.startswith("depth limit"):
             reason = f"the body is nested too deeply: at most {MAX_DEPTH} levels are read"
         raise InvalidRequest(reason, code="invalid_json") from error
     if _may_repeat_a_name(raw, value) and (name := repeated_name(raw)) is not None:
         raise InvalidRequest(f"{quoted(name)} must be given once in its object", param=name)
     return value
+
+
+def _bytes_that_are_no_text(raw: bytes) -> str | None:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"the byte 0x{raw[error.start]:02x} at {error.start} is not UTF-8"
+    return None
 
 
 def _may_repeat_a_name(raw: bytes, value: Any) -> bool:
@@ -155,6 +164,8 @@ def check_content_type(value: str) -> None:
     subtype = message.get_content_subtype()
     if message.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise HTTPException(415, f"the Content-Type must be application/json, got {value or 'none'}")
+    if message.get_content_charset("utf-8") not in UTF8_NAMES:
+        raise HTTPException(415, f"the Content-Type must have no charset but utf-8, got {value}")
 
 
 def check_encoding(value: str) -> None:

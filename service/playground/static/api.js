@@ -1,5 +1,7 @@
 // The server's HTTP API: paths relative to this page, the key if there is one, errors as the server words them.
 
+const SESSION_ID = /^[A-Za-z0-9_-]{1,64}$/;
+
 /** What the server refused; `param` names the field at fault. `status` is 0 when it could not be reached. */
 export class ApiError extends Error {
   constructor(status, error, { requestId = null, retryAfterS = null } = {}) {
@@ -60,8 +62,9 @@ export class Api {
   }
 }
 
-/** The path of a session, or of something of it. */
+/** The path of a session, or of something of it. A text that could never be an id is an id that does not exist. */
 export function sessionPath(id, ...parts) {
+  if (!SESSION_ID.test(id)) throw new ApiError(404, { message: `the session '${id}' does not exist`, code: "session_not_found" });
   return ["v1/sessions", encodeURIComponent(id), ...parts].join("/");
 }
 

@@ -8,7 +8,7 @@ import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
 import { createSession, factsOf, loadSession, titleOf } from "./session.js";
 import { SessionTools } from "./session_tools.js";
-import { Transcript, spoken } from "./transcript.js";
+import { FORK_WORDS, Transcript, spoken } from "./transcript.js";
 import { drawnSeed, followTurn, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
 import { Utilisation, sampleOf } from "./utilisation.js";
 import { welcome } from "./welcome.js";
@@ -48,7 +48,7 @@ export class Pane {
     this.tools = el(
       "div",
       { class: "tools" },
-      button("Fork", () => this.sessionTools.fork(null), { title: "A new session continues from here; this one stays as it is" }),
+      button("Fork", () => this.sessionTools.fork(null), { title: FORK_WORDS }),
       button("Rename", () => this.on.rename(this.session.head)),
       button("Markdown", () => this.sessionTools.saveText(), { title: "The text as a file" }),
       button("Export", () => this.attempt(() => this.on.exportFile(this.session.head.id)), { title: "State and text as a file that any server of this model can import" }),

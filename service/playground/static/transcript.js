@@ -153,7 +153,7 @@ function energyOf(usage) {
   return `${joules(usage.energy.joules)}, ${joules(usage.energy.joules_per_token)} a token (${methods})`;
 }
 
-const FORK_WORDS = "A new session continues from here; this one stays as it is";
+export const FORK_WORDS = "A new session continues from here; this one stays as it is";
 const REWIND_WORDS = "The session returns to here; later turns are deleted";
 const COPIES = [["text", "Text"], ["curl", "curl call"], ["python", "Python call"]];
 

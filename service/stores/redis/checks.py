@@ -18,16 +18,29 @@ OLDEST_SERVER = (7, 0)  # scripts declare their behaviour on a full server
 LAYOUT_VERSION = 1  # of the keys and their values
 
 
-async def check_server(client: RedisClient, keys: Keyspace) -> None:
-    """Raises ConfigError (server too old, may drop sessions, refuses us, unknown key layout) or StoreUnavailable."""
+async def check_server(client: RedisClient, keys: Keyspace) -> Mapping[str, Mapping[str, Any]]:
+    """What each server tells of itself, by its name.
+
+    Raises ConfigError (server too old, may drop sessions, refuses us, unknown key layout) or StoreUnavailable.
+    """
     try:
-        for name, info in (await client.call(lambda attempt: attempt.infos())).items():
-            _check_node(name or str(client.address), info)
+        answers = await client.call(lambda attempt: attempt.infos())
+        infos = {name or str(client.address): info for name, info in answers.items()}
+        for name, info in infos.items():
+            _check_node(name, info)
         await client.call(lambda attempt: _check_layout(attempt, keys))
     except StoreUnavailable as error:
         if error.__cause__ is not None and is_refusal(error.__cause__):
             raise ConfigError(f"NSM_STORE (--store): {client.address}: {error}") from error
         raise StoreUnavailable(f"{client.address}: {error}", retry_after_s=error.retry_after_s) from error
+    return infos
+
+
+def warn_of_losses(infos: Mapping[str, Mapping[str, Any]]) -> None:
+    """Logs what would lose turns on these servers."""
+    for name, info in infos.items():
+        if not int(info.get("aof_enabled", 0)):
+            logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
 
 
 def _check_node(name: str, info: Mapping[str, Any]) -> None:
@@ -40,8 +53,6 @@ def _check_node(name: str, info: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the Redis server {name} has maxmemory-policy {policy}, which may drop sessions; set it to noeviction"
         )
-    if not int(info.get("aof_enabled", 0)):
-        logger.warning("the Redis server %s has no append-only file: a crash loses committed turns", name)
 
 
 async def require_room(client: RedisClient, num_bytes: int) -> None:

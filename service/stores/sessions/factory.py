@@ -8,12 +8,11 @@ from pathlib import Path
 from nsm_core.errors import ConfigError
 from service.settings import Settings
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.base import SessionStore
 from service.stores.sessions.redis import RedisSessionStore
 from service.stores.sessions.sqlite import SqliteSessionStore
 
 
-def make_store(settings: Settings) -> SessionStore:
+def make_store(settings: Settings) -> SqliteSessionStore | RedisSessionStore:
     """The store that the settings name; a new kind of store is a new case here.
 
     Raises ConfigError for a bad URL, or a path that cannot be used.

@@ -17,7 +17,7 @@ from redis.exceptions import TryAgainError
 
 from nsm_core.errors import InvalidRequest, NotFound, SnapshotCorrupt
 from service.messages import quoted
-from service.stores.redis.checks import check_server, least_room, require_room
+from service.stores.redis.checks import check_server, least_room, require_room, warn_of_losses
 from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
 from service.stores.redis.scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
@@ -99,10 +99,18 @@ class RedisSessionStore:
     async def open(self) -> None:
         self.client.connect()
         try:
-            await check_server(self.client, self.keys)
+            warn_of_losses(await check_server(self.client, self.keys))
         except BaseException:
             await self.close()
             raise
+
+    async def check(self) -> None:
+        """Raises what `open` would raise; nothing is open afterwards."""
+        self.client.connect()
+        try:
+            await check_server(self.client, self.keys)
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         await self.client.close()

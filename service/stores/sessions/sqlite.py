@@ -91,6 +91,10 @@ class SqliteSessionStore:
     async def open(self) -> None:
         await self.database.open()
 
+    async def check(self) -> None:
+        """Raises what `open` would raise for a file that cannot be used; nothing is open afterwards."""
+        await self.database.check()
+
     async def close(self) -> None:
         await self.database.close()
 

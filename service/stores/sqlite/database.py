@@ -7,9 +7,11 @@ reads: a load does not wait for another session's fsync, and the event loop wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import shutil
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -33,6 +35,10 @@ class Database(Protocol):
     def processes(self) -> Processes: ...
 
     async def open(self) -> None: ...
+
+    async def check(self) -> None:
+        """Raises what `open` would raise for a file that cannot be used; nothing is open afterwards."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -61,6 +67,9 @@ class MemoryDatabase:
     async def open(self) -> None:
         if self._thread is None:
             self._thread = memory_thread()
+
+    async def check(self) -> None:
+        pass
 
     async def close(self) -> None:
         thread, self._thread = self._thread, None
@@ -104,11 +113,9 @@ class FileDatabase:
         return _opened(self._parts).process_lock
 
     async def open(self) -> None:
-        try:
+        with self._creating():
             await asyncio.to_thread(create_file, self._path)
             process_lock = await asyncio.to_thread(ProcessLock, self._path)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
         writer = file_thread("writer", self._path, busy_timeout_s=self._busy_timeout_s)
         reader = file_thread("reader", self._path, busy_timeout_s=self._busy_timeout_s)
         self._parts = parts = _Parts(writer, reader, process_lock, FileWatch(self._path))
@@ -117,6 +124,23 @@ class FileDatabase:
         except NsmError:
             await self.close()
             raise
+
+    async def check(self) -> None:
+        with self._creating():
+            await asyncio.to_thread(create_file, self._path)
+        thread = file_thread("check", self._path, busy_timeout_s=self._busy_timeout_s)
+        try:
+            with contextlib.suppress(StorageFull):  # `open` makes room
+                await thread.run(lambda connection: migrate(connection, self._path))
+        finally:
+            await thread.close()
+
+    @contextlib.contextmanager
+    def _creating(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreUnavailable(f"cannot create the session store {self._path}: {error.strerror}") from error
 
     async def _prepare(self, parts: _Parts) -> None:
         def prepare(connection: sqlite3.Connection) -> None:

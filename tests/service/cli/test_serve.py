@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,39 @@ def test_X17_start_that_fails_names_the_setting_in_one_line(
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert f"NSM_{option[2:].upper().replace('-', '_')}" in result.stderr
+    assert option in result.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--api-keys-file", "/no/such", "/no/such"),
+        ("--data-dir", "/proc/no-such", "/proc"),
+        ("--data-dir", "foreign", "sessions.db"),
+        ("--store", "redis://127.0.0.1:1", "127.0.0.1:1"),
+    ],
+)
+def test_file_or_store_that_cannot_be_used_is_told_before_the_model_is_loaded(
+    nsm: Nsm,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    option: str,
+    value: str,
+    reason: str,
+    workers: int,
+) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.run_gateway", lambda *parts: pytest.fail("loads the model"))
+    monkeypatch.setattr("service.workers.run_workers", lambda *parts: pytest.fail("starts the engine"))
+    if value == "foreign":
+        with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as database:
+            database.execute("CREATE TABLE of_another_program (x)")
+        value = str(tmp_path)
+    result = nsm("serve", "--port", 0, "--workers", workers, option, value)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert reason in result.stderr
     assert option in result.stderr
 
 

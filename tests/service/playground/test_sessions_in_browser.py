@@ -397,3 +397,15 @@ async def two_turns(tab: Playground) -> None:
     await tab.turns_end(1)
     await tab.send("And then")
     await tab.turns_end(2)
+
+
+@pytest.mark.parametrize("name", ["nope/../x", "..", "a b"])
+async def test_address_with_a_text_that_is_no_id_asks_nothing_of_the_server(browser: Browser, name: str) -> None:
+    """The browser itself would make another path of some of them."""
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        asked: list[str] = []
+        tab.page.on("request", lambda request: asked.append(request.url))
+        await tab.page.evaluate("name => { location.hash = `s=${name}`; }", name)
+        await expect(tab.pane().locator(".notice")).to_contain_text(f"the session '{name}' does not exist")
+        await expect(tab.page).to_have_url(re.compile("/$"))
+        assert not [url for url in asked if "/v1/sessions/" in url or url.endswith("/v1/")]

@@ -31,6 +31,7 @@ async def test_invalid_utf8_is_refused(server: Gateway) -> None:
         else:
             assert response.status_code == 400, raw
             assert error_of(response)["code"] == "invalid_json"
+            assert error_of(response)["message"].endswith("is not UTF-8")
     assert sum(not _is_utf8(raw) for raw in cases) == 72
 
 
@@ -127,7 +128,11 @@ async def test_names_within_texts_and_in_other_objects_are_not_repeated(server: 
     [
         ("application/json", 200),
         ("application/json; charset=utf-8", 200),
+        ("application/json; charset=UTF8", 200),
+        ("application/json; charset=us-ascii", 200),
         ("application/vnd.api+json", 200),
+        ("application/json; charset=iso-8859-1", 415),
+        ("application/json; charset=utf-16", 415),
         ("text/plain", 415),
         ("application/x-www-form-urlencoded", 415),
         (None, 415),
