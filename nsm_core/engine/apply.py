@@ -13,6 +13,7 @@ from nsm_core.engine.request import EndState, Event, Finished, FinishReason, Pro
 from nsm_core.engine.runner import Runner, Sampled, StepResult
 from nsm_core.engine.scheduler import Chunk, Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.shared_prompts import SharedPrompts
 from nsm_core.engine.speculation import Drafts, Speculation
 from nsm_core.engine.step_stats import StepStats
 from nsm_core.errors import GrammarFailed, NsmError, StepFailed
@@ -34,6 +35,7 @@ class ResultApplier:
         *,
         active: ActiveRequests,
         scheduler: Scheduler,
+        shared: SharedPrompts,
         runner: Runner,
         stats: StepStats,
         speculation: Speculation,
@@ -42,6 +44,7 @@ class ResultApplier:
         clock: Callable[[], float],
     ) -> None:
         self._active, self._scheduler, self._runner, self._stats = active, scheduler, runner, stats
+        self._shared = shared
         self._speculation, self._blockers = speculation, blockers
         self._tokenizer, self._clock = tokenizer, clock
         self._last_end_at = 0.0  # end of the last step that was in flight, by the monotonic clock
@@ -56,6 +59,7 @@ class ResultApplier:
         """The result of a step that was waited for."""
         for slot, scores in result.scored.items():
             self._active.running[slot].prompt_scores += scores
+        self._shared.hand_out(plan, self._active.running)
         for chunk in plan.prefill:
             if chunk.start + chunk.length in self._active.running[chunk.slot].request.keep_states_at:
                 # a step that sampled nothing was not waited for
@@ -77,6 +81,7 @@ class ResultApplier:
         for chunk in step.plan.prefill if step.prompt_states else ():
             if chunk.slot in step.prompt_states and running.get(chunk.slot) is step.sequences[chunk.slot]:
                 self._add_prompt_state(chunk, self._runner.pack_copy(step.prompt_states[chunk.slot]))
+        self._shared.hand_out(step.plan, step.sequences)
         for slot, token_id in zip(step.slots, ids, strict=True):
             sequence = step.sequences[slot]
             if running.get(slot) is not sequence or slot in step.paused:
@@ -211,9 +216,11 @@ class ResultApplier:
             error=error,
             timings=sequence.timeline.timings(self._clock()),
             energy=self._stats.take_energy(request.request_id),
+            shared_tokens=sequence.num_shared,
         )
         self._scheduler.remove(request.request_id)
         self._active.remove(sequence)
+        self._shared.ended(sequence, is_state_good=not isinstance(error, StepFailed))
         return [(request.request_id, finished)]
 
     def _end_state(self, sequence: RunningSequence, reason: FinishReason, stop: StopMatch | None) -> EndState | None:

@@ -20,6 +20,7 @@ from nsm_core.engine.routing_watch import RoutingWatch
 from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
+from nsm_core.engine.shared_prompts import SharedPrompts
 from nsm_core.engine.slow_steps import SlowSteps
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
@@ -78,6 +79,7 @@ class Engine:
             prompt_unit=made.prompt_unit,
         )
         self._runner = Runner(made)
+        self._shared = SharedPrompts(self._scheduler, copy=self._runner.pool.copy, prompt_unit=made.prompt_unit)
         self._failures = StepFailures()
         self._slow_steps = SlowSteps()
         self._routing = RoutingWatch(probe, clock=clock)
@@ -90,6 +92,7 @@ class Engine:
         self._applier = ResultApplier(
             active=self._active,
             scheduler=self._scheduler,
+            shared=self._shared,
             runner=self._runner,
             stats=self._stats,
             speculation=self._speculation,
@@ -125,7 +128,7 @@ class Engine:
         if grammar is not None and matcher is None:
             matcher = self.grammars.matcher(grammar)
         sequence = RunningSequence(request, self._tokenizer, self._clock() if arrival is None else arrival, matcher)
-        self._scheduler.add(request.request_id, prompt_len=len(sequence.read_ids), boundaries=request.keep_states_at)
+        self._shared.queue(sequence)
         self._active.add(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -228,6 +231,7 @@ class Engine:
         self._start_admitted(plan)
         self._stats.begin(plan, self._active.running, self._runner.pool, may_sample=before is None)
         step = self._runner.launch(plan, self._active.running, before)
+        self._shared.took_part(plan, self._active.running)
         self._scheduler.apply(plan)
         return step
 
@@ -254,6 +258,7 @@ class Engine:
         drafts = self._speculation.propose(plan, self._active.running)
         result = self._runner.run(plan, self._active.running, drafts)
         self._stats.record(plan, self._active.running, time.monotonic() - started, result.num_read)
+        self._shared.took_part(plan, self._active.running)
         self._scheduler.apply(plan)
         self._applier.apply(plan, result, routing, events, drafts)
 

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 
-from nsm_core.errors import NsmError
+from nsm_core.errors import InvalidRequest, NsmError
 from nsm_core.inspection.routing import TokenRouting
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import TokenLogprob as TokenLogprob  # a part of events, made by the sampler
@@ -37,6 +37,22 @@ class Resume:
     generated_counts: Mapping[int, int]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """The name that requests with one prompt and one start have in common, and how many of them there are.
+
+    Raises InvalidRequest for a name that is empty or a number below 2.
+    """
+
+    name: str
+    num_requests: int
+
+    def __post_init__(self) -> None:
+        if not self.name or self.num_requests < 2:
+            message = f"shared_prompt must be a name and at least 2 requests, got {self.num_requests}"
+            raise InvalidRequest(message, param="shared_prompt")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One call to the engine.
@@ -48,7 +64,8 @@ class GenerationRequest:
     of each sampled token (penalties). `keep_states_at`: rising numbers of prompt tokens; the state after each is sent
     as a PromptState. `sampled_ids`: tokens of this request that another server has sampled. The request continues after
     them as if it had not been interrupted. They count as output (penalties, stop strings, max_tokens) and have no
-    events. `include_routing`: whether its TokenEvents carry the routing of the model's states.
+    events. `include_routing`: whether its TokenEvents carry the routing of the model's states. `shared_prompt`: of
+    requests that are submitted together; one of them reads the prompt for all, and no event of any of them is changed.
     """
 
     request_id: str
@@ -62,6 +79,7 @@ class GenerationRequest:
     keep_states_at: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
     include_routing: bool = False
+    shared_prompt: SharedPrompt | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +176,8 @@ class Finished:
     end-of-text. `num_dropped_tokens`: the number of last TokenEvents that are not visible because of a stop string
     or id; `tail`: the visible bytes of the first of them, if a stop string begins inside it. `cached_tokens`:
     tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None if the engine did not report
-    them. `energy`: this request's share, empty without a meter. Equality ignores both.
+    them. `energy`: this request's share, empty without a meter. `shared_tokens`: prompt tokens that another request
+    has read for this one. Equality ignores the last three.
     """
 
     reason: FinishReason
@@ -173,6 +192,7 @@ class Finished:
     error: NsmError | None = None
     timings: Timings | None = dataclasses.field(default=None, compare=False)
     energy: tuple[EnergyUse, ...] = dataclasses.field(default=(), compare=False)
+    shared_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 Event = PromptScored | PromptState | TokenEvent | Finished

@@ -90,17 +90,24 @@ class Runner:
         self._rollback = DraftRollback()
 
     def open(self, slot: int, sequence: RunningSequence) -> None:
-        """Leases the slot and writes the resumed state, or the learned start, into it."""
-        resume = sequence.request.resume
+        """Leases the slot and writes the shared or resumed state, or the learned start, into it."""
         self.pool.lease(slot)
         self._constraints.open(slot, sequence)
         try:
-            self.pool.write(slot, self._executor.initial if resume is None else _unpacked_state(resume, self._executor))
+            self.pool.write(slot, self._start_of(sequence))
+            sequence.shared_start = None
             if self._overlap is not None:
                 self._overlap.pause_at(slot, sequence.output.end_ids | sequence.pausing_ids)
         except Exception:
             self.close(slot)
             raise
+
+    def _start_of(self, sequence: RunningSequence) -> State:
+        """[1, *shape]; to be copied."""
+        if sequence.shared_start is not None:
+            return sequence.shared_start
+        resume = sequence.request.resume
+        return self._executor.initial if resume is None else _unpacked_state(resume, self._executor)
 
     def close(self, slot: int) -> None:
         """Frees the slot."""

@@ -70,6 +70,7 @@ class _Progress:
     request_id: str
     prompt_len: int
     boundaries: tuple[int, ...]
+    is_held: bool = False
     num_read: int = 0
 
     @property
@@ -102,20 +103,26 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, request_id: str, *, prompt_len: int, boundaries: tuple[int, ...] = ()) -> None:
+    def add(self, request_id: str, *, prompt_len: int, boundaries: tuple[int, ...] = (), is_held: bool = False) -> None:
         """Puts a request in the queue. Raises Overloaded when the queue is full.
 
         No chunk crosses one of the `boundaries` (rising numbers of prompt tokens), so the state there can be copied.
+        `is_held`: it gets no slot before `release`.
         """
         if len(self._waiting) >= self._queue_limit + len(self._free_slots):
             raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
-        self._waiting[request_id] = _Progress(request_id, prompt_len, boundaries)
+        self._waiting[request_id] = _Progress(request_id, prompt_len, boundaries, is_held)
+
+    def release(self, request_id: str, *, num_read: int) -> None:
+        """A held request may leave the queue; its state has read `num_read` tokens of the prompt."""
+        progress = self._waiting[request_id]
+        progress.is_held, progress.num_read = False, num_read
 
     def plan(self) -> Plan:
         """The next step; changes nothing."""
+        due = (request_id for request_id, progress in self._waiting.items() if not progress.is_held)
         admitted = tuple(
-            SlotAssignment(slot, request_id)
-            for slot, request_id in zip(sorted(self._free_slots), self._waiting, strict=False)
+            SlotAssignment(slot, request_id) for slot, request_id in zip(sorted(self._free_slots), due, strict=False)
         )
         decode = tuple(self._decoding)
         unread = [self._unread(slot, self._running[slot]) for slot in self._reading]

@@ -106,6 +106,8 @@ class RunningSequence:
         self.num_fed_before_drafts: int | None = None  # set after a rollback: the state is older than the text
         self.prompt_scores: list[TokenLogprob] = []
         self.prompt_states: list[PromptState] = []
+        self.shared_start: State | None = None  # of another request with the same prompt, until the slot has it
+        self.num_shared = 0  # prompt tokens in it that this request need not read
         self.output = OutputStream(tokenizer, request.sampling)
         # Text is held back from these tokens on, so the state before them may be needed
         self.pausing_ids = self.output.holding_ids if self.may_rewind else NO_IDS

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nsm_core.engine.request import SharedPrompt
 from nsm_core.grammars.grammar import Grammar
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
@@ -81,6 +82,19 @@ def _resume_point(name: str, value: Any) -> ResumePoint:
     return ResumePoint(**parsed)
 
 
+_SHARED: Mapping[str, fields.Parser] = {"name": fields.text, "num_requests": fields.whole_number}
+
+
+def _shared_prompt(name: str, value: Any) -> SharedPrompt:
+    if not isinstance(value, dict):
+        refuse(name, "an object", value)
+    parsed = fields.parse(value, _SHARED, within=f"{name}.")
+    for wanted in _SHARED:
+        if wanted not in parsed:
+            refuse(f"{name}.{wanted}", "given", None)
+    return SharedPrompt(**parsed)
+
+
 _GENERATE: Mapping[str, fields.Parser] = {
     "stream": fields.flag,
     "resume": fields.optional(_resume_point),
@@ -91,6 +105,7 @@ _GENERATE: Mapping[str, fields.Parser] = {
     "generated_counts": fields.token_counts,
     "keep_states_at": fields.whole_numbers,
     "sampled_ids": fields.whole_numbers,
+    "shared_prompt": fields.optional(_shared_prompt),
 }
 
 
@@ -171,6 +186,7 @@ def _encode_generate(call: GenerateCall, *, with_state: bool) -> dict[str, Any]:
         "generated_counts": sorted(call.generated_counts.items()),
         "keep_states_at": call.keep_states_at,
         "sampled_ids": call.sampled_ids,
+        "shared_prompt": None if call.shared_prompt is None else dataclasses.asdict(call.shared_prompt),
     }
     given = {name: value for name, value in options.items() if not _is_default(value)}
     tensors: dict[str, Any] = {OPTIONS: json_array({"contract": CONTRACT_VERSION, "op": GENERATE, **sampling, **given})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from nsm_core.engine.request import GenerationRequest, Resume
+from nsm_core.engine.request import GenerationRequest, Resume, SharedPrompt
 from nsm_core.hashing import identity
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.report import Detail
@@ -59,6 +59,7 @@ class GenerateCall:
     generated_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     keep_states_at: tuple[int, ...] = ()
     sampled_ids: tuple[int, ...] = ()
+    shared_prompt: SharedPrompt | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def call_of(request: GenerationRequest, *, now: float) -> GenerateCall:
         generated_counts=request.generated_counts,
         keep_states_at=request.keep_states_at,
         sampled_ids=request.sampled_ids,
+        shared_prompt=request.shared_prompt,
     )
 
 
@@ -144,4 +146,5 @@ def request_of(
         generated_counts=call.generated_counts,
         keep_states_at=call.keep_states_at,
         sampled_ids=call.sampled_ids,
+        shared_prompt=call.shared_prompt,
     )

@@ -119,6 +119,8 @@ class EventEncoder:
         }
         if finished.timings is not None:
             details["timings"] = dataclasses.asdict(finished.timings)
+        if finished.shared_tokens:
+            details["shared_tokens"] = finished.shared_tokens
         if finished.energy:
             details["energy"] = [dataclasses.asdict(use) for use in finished.energy]
         end = finished.end_state
@@ -204,6 +206,7 @@ class EventDecoder:
             end_state=end,
             timings=Timings(**details["timings"]) if "timings" in details else None,
             energy=tuple(EnergyUse(**use) for use in details.get("energy", ())),
+            shared_tokens=details.get("shared_tokens", 0),
         )
 
 

@@ -15,6 +15,7 @@ from nsm_core.engine.request import (
     FinishReason,
     GenerationRequest,
     PromptState,
+    SharedPrompt,
     TokenEvent,
 )
 from nsm_core.errors import NsmError, Overloaded
@@ -224,6 +225,7 @@ def submit_group(
                 prompt_logprobs=spec.prompt_logprobs,
                 deadline=arrival.time + spec.timeout_s,
                 include_routing=spec.include_routing,
+                shared_prompt=SharedPrompt(f"{request_id}-{number}", spec.n) if spec.n > 1 else None,
             )
         )
         for number, start in enumerate(starts)

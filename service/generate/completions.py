@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -72,8 +73,22 @@ class Completion:
             async for batch in batches:
                 for index, delta in batch:
                     parts[index].extend(self._choices[index].pieces(delta))
-        choices = [{"index": index, **self._choices[index].join(pieces)} for index, pieces in enumerate(parts)]
+        joined = [choice.join(pieces) for choice, pieces in zip(self._choices, parts, strict=True)]
+        choices = [{"index": index, **joined[number]} for index, number in enumerate(self._best())]
         return self._envelope.wrap(KIND, choices, usage=self._usage())
+
+    def _best(self) -> list[int]:
+        """The numbers of the choices to answer with: for each prompt the n most likely, of the best first."""
+        body, numbers = self._body, list(range(len(self._choices)))
+        num_candidates = body.num_candidates
+        if num_candidates == body.n:
+            return numbers
+        groups = [numbers[start : start + num_candidates] for start in range(0, len(numbers), num_candidates)]
+        return [
+            number
+            for group in groups
+            for number in sorted(group, key=lambda number: -self._choices[number].mean_logprob)[: body.n]
+        ]
 
     def _frame(self, index: int, piece: dict[str, Any]) -> bytes:
         fields = {"usage": None} if self._body.has_usage_chunk else {}
@@ -84,7 +99,7 @@ class Completion:
 
     def _usage(self) -> dict[str, Any]:
         ends, body = ends_of(self.group), self._body
-        return usage(ends, choices_per_prompt=body.n, has_energy=body.include_energy)
+        return usage(ends, choices_per_prompt=body.num_candidates, has_energy=body.include_energy)
 
 
 class ChoiceText:
@@ -109,6 +124,7 @@ class ChoiceText:
         self._prompt = prompt
         self._prompt_text = prompt_text
         self.echo_text = self._prompt_text if self._logprobs is None else ""
+        self._scores: list[float] = []  # of the visible tokens, if they have any
 
     def take_echo(self) -> dict[str, Any]:
         text, self.echo_text = self.echo_text, ""
@@ -125,7 +141,13 @@ class ChoiceText:
             return self._echo_scored(delta.prompt)
         if delta.finished is not None:
             return [text_piece("", routing=self._routing(()), reason=finish_reason(delta.finished))]
+        self._scores += [token.logprob.logprob for token in delta.tokens if token.logprob is not None]
         return [text_piece(delta.text, logprobs=self._render(delta.tokens), routing=self._routing(delta.tokens))]
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the visible tokens, once all pieces are there; an answer without any comes after all others."""
+        return math.fsum(self._scores) / len(self._scores) if self._scores else -math.inf
 
     def join(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All pieces of the choice as one."""
@@ -201,7 +223,7 @@ def _choice_texts(
             prompt=prompt,
             prompt_text=prompt_text,
         )
-        for _ in range(body.n)
+        for _ in range(body.num_candidates)
     ]
 
 

@@ -323,13 +323,13 @@ def _check_token_id(token_id: int, vocab_size: int, param: str) -> int:
     return token_id
 
 
-def check_n(n: int, num_prompts: int, max_choices: int) -> None:
+def check_n(n: int, num_prompts: int, max_choices: int, *, param: str = "n") -> None:
     """How many choices one body may ask for in all: more could never be admitted at once. Raises InvalidRequest."""
     if n < 1:
-        raise InvalidRequest(f"n must be at least 1, got {n}", param="n")
+        raise InvalidRequest(f"{param} must be at least 1, got {n}", param=param)
     if n * num_prompts > max_choices:
-        message = f"n times the number of prompts must be at most {max_choices}, got {n} times {num_prompts}"
-        raise InvalidRequest(message, param="n" if num_prompts == 1 else "prompt")
+        message = f"{param} times the number of prompts must be at most {max_choices}, got {n} times {num_prompts}"
+        raise InvalidRequest(message, param=param if num_prompts == 1 else "prompt")
 
 
 def content_schema(part_type: dict[str, Any]) -> dict[str, Any]:

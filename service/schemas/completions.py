@@ -45,7 +45,10 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
         default=None, description=f"default {DEFAULT_MAX_TOKENS}; 0 is allowed with echo: score the prompt only"
     )
     n: int = 1
-    best_of: int | None = Field(default=None, description="must equal n")
+    best_of: int | None = Field(
+        default=None,
+        description="make so many choices for each prompt, at least n, and answer with the n most likely; no stream",
+    )
     echo: bool = False
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
     cache_prompt: bool = Field(
@@ -65,26 +68,36 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != self.n:
-            raise InvalidRequest(f"best_of must equal n ({self.n}), got {self.best_of}", param="best_of")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of")
+        if self.stream and self.num_candidates > self.n:
+            raise InvalidRequest("best_of above n is not allowed with stream: true", param="best_of")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}", param="logprobs")
         return self
+
+    @property
+    def num_candidates(self) -> int:
+        """Choices that are made for each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     def to_request(self, limits: Limits) -> RequestSpec:
         """Raises InvalidRequest."""
         is_batch = isinstance(self.prompt, list) and not _is_ids(self.prompt)
         prompts = tuple(self.prompt) if is_batch else (self.prompt,)
         check_n(self.n, len(prompts), limits.max_choices)
+        check_n(self.num_candidates, len(prompts), limits.max_choices, param="best_of")
         length = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS, at_least=0 if self.echo else 1)
-        self.check_routing(max_tokens=length, num_choices=self.n * len(prompts))
+        self.check_routing(max_tokens=length, num_choices=self.num_candidates * len(prompts))
         is_score_only = self.echo and length == 0
         has_scores = self.echo and (self.logprobs is not None or is_score_only)
+        is_ranked = self.num_candidates > self.n
+        logprobs = 0 if is_ranked and self.logprobs is None else self.logprobs
         max_tokens = max(1, length)  # score only: the request ends before a token is sampled
         return RequestSpec(
             prompts=prompts,
-            n=self.n,
-            sampling=self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs, grammar=self.to_grammar()),
+            n=self.num_candidates,
+            sampling=self.to_sampling(limits, max_tokens=max_tokens, logprobs=logprobs, grammar=self.to_grammar()),
             timeout_s=self.timeout or limits.timeout_s,
             prompt_logprobs=(self.logprobs or 0) if has_scores else None,
             is_score_only=is_score_only,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +16,7 @@ from nsm_core.engine.request import (
     GenerationRequest,
     PromptScored,
     Resume,
+    SharedPrompt,
     TokenEvent,
 )
 from nsm_core.errors import EngineDead, InvalidRequest, NsmError, Overloaded, SnapshotCorrupt, StateMismatch
@@ -133,6 +135,22 @@ async def test_neighbours_change_nothing(backend: InferenceBackend) -> None:
     alone = [await generate(backend, request) for request in requests]
     together = await asyncio.gather(*(generate(backend, request) for request in requests))
     assert [outcome.ids for outcome in together] == [outcome.ids for outcome in alone]
+
+
+async def test_requests_that_share_a_prompt_give_what_each_gives_alone(backend: InferenceBackend) -> None:
+    requests = [
+        make_request(str(number), random_ids(1, 70), max_tokens=6, temperature=1.0, seed=number) for number in range(4)
+    ]
+    alone = [await generate(backend, request) for request in requests]
+    shared = [dataclasses.replace(request, shared_prompt=SharedPrompt("p", 4)) for request in requests]
+    together = await asyncio.gather(*(generate(backend, request) for request in shared))
+    assert [outcome.ids for outcome in together] == [outcome.ids for outcome in alone]
+    assert [outcome.finished.prompt_tokens for outcome in together] == [70] * 4
+
+    async def is_counted() -> bool:  # what happens in other processes is told a little later
+        return backend.stats().tokens_computed == 4 * 70 + 70 + 3
+
+    await eventually(is_counted)
 
 
 async def test_S6_cancel_ends_a_request_with_abort_and_no_state(backend: InferenceBackend) -> None:

@@ -113,6 +113,29 @@ async def test_M5_a_choice_does_not_depend_on_those_beside_it(server: Gateway) -
     assert len(set(texts)) == 8
 
 
+async def test_choices_of_one_prompt_read_it_once(server: Gateway) -> None:
+    ids = [(7 * number) % 200 + 1 for number in range(80)]
+    before = server.services.backend.stats().tokens_computed
+    answer = await complete(server, prompt=ids, n=5, max_tokens=4, cache_prompt=False)
+    assert answer["usage"]["prompt_tokens"] == 80
+    assert answer["usage"]["completion_tokens"] == 20
+    assert server.services.backend.stats().tokens_computed - before == 80 + 4
+
+
+async def test_best_of_answers_with_the_most_likely_choices_of_the_best_first(server: Gateway) -> None:
+    made = (await complete(server, n=5, max_tokens=8, logprobs=0))["choices"]
+    means = [sum(choice["logprobs"]["token_logprobs"]) / 8 for choice in made]
+    order = sorted(range(5), key=lambda index: -means[index])
+    answer = await complete(server, n=2, best_of=5, max_tokens=8)
+    assert [choice["text"] for choice in answer["choices"]] == [made[index]["text"] for index in order[:2]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert answer["usage"]["completion_tokens"] == 40
+    scored = await complete(server, prompt=["Once", "Twice"], best_of=5, max_tokens=8, logprobs=1)
+    assert [choice["index"] for choice in scored["choices"]] == [0, 1]
+    assert scored["choices"][0]["text"] == made[order[0]]["text"]
+
+
 async def test_scores_of_a_prompt_are_those_of_generating_it(server: Gateway, tiny_tokenizer: Tokenizer) -> None:
     """Greedy tokens, then the same ids as a prompt: one log-probability for each, whichever way it was reached."""
     fields = {"temperature": 0, "logprobs": 1}

@@ -170,5 +170,5 @@ class TritonBackend:
         self._counts.tokens_generated += num_generated
         self._counts.request_energy = add_energy(self._counts.request_energy, finished.energy)
         if num_generated or finished.reason is not FinishReason.ERROR:
-            self._counts.tokens_computed += finished.prompt_tokens - finished.cached_tokens
+            self._counts.tokens_computed += finished.prompt_tokens - finished.cached_tokens - finished.shared_tokens
             self._counts.tokens_resumed += finished.cached_tokens

@@ -84,7 +84,7 @@ class TritonGeneration:
         while True:
             request = self._progress.next_request(self._upstreams.max_prompt_tokens)
             call = await _call_of(request)
-            upstream = await self._choose_server(None if call.resume is None else call.resume.state_id)
+            upstream = await self._choose_server(call)
             try:
                 finished = await self._attempt(upstream, request, call)
                 if finished is not None:
@@ -102,12 +102,14 @@ class TritonGeneration:
             finally:
                 self.is_placed = False
 
-    async def _choose_server(self, state_id: str | None) -> Upstream:
+    async def _choose_server(self, call: GenerateCall) -> Upstream:
         """Raises EngineDead when no server comes up in time, or DeadlineExceeded."""
+        state_id = None if call.resume is None else call.resume.state_id
+        prompt = None if call.shared_prompt is None else call.shared_prompt.name
         left_s = self._time_left()
         try:
             async with asyncio.timeout(SERVER_WAIT_S if left_s is None else min(SERVER_WAIT_S, left_s)):
-                while (upstream := self._upstreams.pick(state_id, avoid=self._full)) is None:
+                while (upstream := self._upstreams.pick(state_id, prompt=prompt, avoid=self._full)) is None:
                     if self._full:
                         await asyncio.sleep(FULL_PAUSE_S)
                         self._full.clear()

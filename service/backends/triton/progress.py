@@ -46,6 +46,9 @@ class Progress:
         """The rest of the request. It asks for nothing that the client has got."""
         request, rest = self._request, self._request.prompt_ids[self._num_read :]
         positions = tuple(position - self._num_read for position in request.keep_states_at[self._num_states :])
+        shared = request.shared_prompt
+        if shared is not None and self._num_read:  # each piece is a prompt of its own
+            shared = dataclasses.replace(shared, name=f"{shared.name}/{self._num_read}")
         if len(rest) > max_prompt_tokens:
             return dataclasses.replace(
                 request,
@@ -57,6 +60,7 @@ class Progress:
                 generated_counts={},
                 keep_states_at=tuple(position for position in positions if position <= max_prompt_tokens),
                 sampled_ids=(),
+                shared_prompt=shared,
             )
         return dataclasses.replace(
             request,
@@ -66,6 +70,7 @@ class Progress:
             generated_counts={} if self._pieces else request.generated_counts,
             keep_states_at=positions,
             sampled_ids=(*request.sampled_ids, *self._ids),
+            shared_prompt=shared,
         )
 
     def take(self, asked: GenerationRequest, event: Event) -> Event | None:
@@ -123,6 +128,7 @@ class Progress:
             end_state=None if end is None else self._with_whole_prompt(end),
             timings=_joined_timings([piece.timings for piece in ends]),
             energy=tuple(use for piece in ends for use in piece.energy),
+            shared_tokens=sum(piece.shared_tokens for piece in ends),
         )
 
     def _with_whole_prompt(self, end: EndState) -> EndState:

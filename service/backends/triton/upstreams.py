@@ -39,7 +39,7 @@ class Upstreams:
         self._all: tuple[Upstream, ...] = ()
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._locations: OrderedDict[str, Upstream] = OrderedDict()  # by state id, the least recently used first
+        self._locations: OrderedDict[str, Upstream] = OrderedDict()  # by state or prompt, the least recently used first
         self._num_picks = 0
         self._picked_at: dict[Upstream, int] = {}
 
@@ -100,19 +100,26 @@ class Upstreams:
         """Until a server comes, goes or is refused."""
         await self._changed.wait()
 
-    def pick(self, state_id: str | None, *, avoid: Collection[Upstream] = ()) -> Upstream | None:
+    def pick(
+        self, state_id: str | None, *, prompt: str | None = None, avoid: Collection[Upstream] = ()
+    ) -> Upstream | None:
         """The server for a request that resumes a state: the one that had it last unless it is full and another is not,
         else the one with the least to do. None where no server is up.
+
+        `prompt`: the name of a prompt that several requests share; they go to one server, if it has room.
         """
         choice = [upstream for upstream in self._all if upstream.is_up and upstream not in avoid]
         if not choice:
             return None
         best = min(choice, key=lambda upstream: (upstream.load / upstream.max_slots, self._picked_at.get(upstream, 0)))
-        home = None if state_id is None else self._locations.get(state_id)
+        homes = [self._locations.get(name) for name in (prompt, state_id) if name is not None]
+        home = next((known for known in homes if known is not None), None)
         if home in choice and (home.load < home.max_slots or best.load >= best.max_slots):
             best = home
         self._num_picks += 1
         self._picked_at[best] = self._num_picks
+        if prompt is not None:
+            self.remember(prompt, best)
         return best
 
     def has_state(self, upstream: Upstream, state_id: str | None) -> bool:
@@ -120,7 +127,7 @@ class Upstreams:
         return state_id is not None and self._locations.get(state_id) is upstream
 
     def remember(self, state_id: str, upstream: Upstream) -> None:
-        """A server has kept a state."""
+        """A server has kept a state, or reads a prompt."""
         self._locations[state_id] = upstream
         self._locations.move_to_end(state_id)
         if len(self._locations) > MAX_LOCATIONS:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from nsm_core.engine.request import GenerationRequest, Resume
+from nsm_core.engine.request import GenerationRequest, Resume, SharedPrompt
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.sampling.result import TokenLogprob
 from nsm_core.wire.tensors import INPUTS, OUTPUTS, Tensors
@@ -56,6 +56,7 @@ requests = st.builds(
     generated_counts=counts,
     keep_states_at=id_lists,
     sampled_ids=id_lists,
+    shared_prompt=st.none() | st.builds(SharedPrompt, texts.filter(bool), st.integers(2, 128)),
 )
 
 

@@ -107,7 +107,9 @@ BAD_COMPLETION: list[tuple[dict[str, Any], list[str]]] = [
     ({"logprobs": 21}, ["[0, 20]", "21"]),
     ({"logprobs": -1}, ["[0, 20]", "-1"]),
     ({"logprobs": True}, ["integer", "true"]),
-    ({"best_of": 2}, ["equal n (1)", "2"]),
+    ({"best_of": 1, "n": 2}, ["at least n (2)", "1"]),
+    ({"best_of": 100_000}, ["at most", "100000"]),
+    ({"best_of": 2, "stream": True}, ["stream"]),
     ({"echo": "yes"}, ["boolean", '"yes"']),
     ({"max_tokens": 0}, ["[1, 32768]", "0"]),
 ]
