@@ -60,6 +60,7 @@ class NoExecutor:
     mask = staticmethod(mask_reference)
     savepoint = None
     prompt_unit = 1
+    reads_ragged = False
 
     def __init__(self, model: NoModel, *, num_rows: int, poison: bool, overlaps: bool = False) -> None:
         self.overlap = NoOverlap(self) if overlaps else None

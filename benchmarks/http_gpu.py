@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import re
 import shlex
@@ -34,7 +35,8 @@ import psutil
 from nsm_lab.provenance import command_line, source_commit
 from nsm_lab.training.data_files import read_documents
 
-BOOKS = Path(__file__).parents[1] / "data" / "books-sample"
+ROOT = Path(__file__).parents[1]
+BOOKS = ROOT / "data" / "books-sample"
 URL = re.compile(r"serving .* on http://([^:\s]+):(\d+)")
 TEXT = b'"text":"'
 NO_TEXT = b'"text":""'
@@ -166,12 +168,13 @@ def client_process(address: tuple[str, int], seed: int, load: Load, number: int,
 
 
 class ServerUnderTest:
-    """`nsm serve` and its children."""
+    """`nsm serve` of a checkout, and its children."""
 
-    def __init__(self, options: Sequence[str], data_dir: Path) -> None:
+    def __init__(self, options: Sequence[str], data_dir: Path, root: Path) -> None:
         run = "from service.cli.main import main; main()"
         command = [sys.executable, "-c", run, "serve", "--port", "0", "--data-dir", str(data_dir), *options]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+        self._process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
         started = time.monotonic()
         self.address = self._read_address()
         self.start_s = time.monotonic() - started
@@ -206,9 +209,10 @@ class ServerUnderTest:
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str]) -> Iterator[ServerUnderTest]:
+def served(options: Sequence[str], root: Path = ROOT) -> Iterator[ServerUnderTest]:
+    """`root`: the checkout."""
     with tempfile.TemporaryDirectory() as directory:
-        server = ServerUnderTest(options, Path(directory))
+        server = ServerUnderTest(options, Path(directory), root)
         try:
             yield server
         finally:

@@ -66,6 +66,7 @@ class GenerationRequest:
     them as if it had not been interrupted. They count as output (penalties, stop strings, max_tokens) and have no
     events. `include_routing`: whether its TokenEvents carry the routing of the model's states. `shared_prompt`: of
     requests that are submitted together; one of them reads the prompt for all, and no event of any of them is changed.
+    `owner`: owners share the reading of prompts; Triton servers do not learn it.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class GenerationRequest:
     sampled_ids: tuple[int, ...] = ()
     include_routing: bool = False
     shared_prompt: SharedPrompt | None = None
+    owner: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

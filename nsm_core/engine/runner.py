@@ -128,11 +128,15 @@ class Runner:
         self._rollback.begin_step()
         # A chunk of one token is read like a decoded one
         singles = [chunk for chunk in plan.prefill if chunk.length == 1]
-        if drafts or self._rollback.has_pending:
-            hidden = self._read_drafts(plan.decode, singles, sequences, drafts, result)
+        others = [chunk for chunk in plan.prefill if chunk.length > 1]
+        if others and self._executor.reads_ragged:
+            hidden = self._read_texts(plan.decode, plan.prefill, sequences, drafts, result)
+            others = []
+        elif drafts or self._rollback.has_pending:
+            hidden = self._read_texts(plan.decode, singles, sequences, drafts, result)
         else:
             hidden = self._read_one_each(plan.decode, singles, sequences)
-        self._read_prompts([chunk for chunk in plan.prefill if chunk.length > 1], sequences, hidden)
+        self._read_prompts(others, sequences, hidden)
         for chunk in plan.prefill:
             if sequences[chunk.slot].request.prompt_logprobs is not None:
                 self._score(chunk, hidden.chunk(chunk.slot), sequences[chunk.slot], result)
@@ -212,15 +216,15 @@ class Runner:
         slots = sorted(ids)  # neighbours in a pool are read without a copy
         return HiddenStates(slots, self._executor.step(slots, [ids[slot] for slot in slots]))
 
-    def _read_drafts(
+    def _read_texts(
         self,
         decode: Sequence[int],
-        singles: Sequence[Chunk],
+        chunks: Sequence[Chunk],
         sequences: Mapping[int, RunningSequence],
         drafts: Drafts,
         result: StepResult,
     ) -> HiddenStates:
-        """Decoding slots read all of their text and their drafts."""
+        """One call: decoding slots read all of their text and their drafts, the others their chunks."""
         ids = {slot: (*sequences[slot].unread, *drafts.get(slot, ())) for slot in decode}
         result.num_read.update({slot: len(own) for slot, own in ids.items() if len(own) > 1})
         savepoint = self._executor.savepoint
@@ -229,7 +233,9 @@ class Runner:
                 self._rollback.begin(slot, sequences[slot], savepoint(slot, len(ids[slot])))
             else:
                 self._rollback.catch_up(slot, sequences[slot])
-        ids |= {chunk.slot: (sequences[chunk.slot].read_ids[chunk.start],) for chunk in singles}
+        ids |= {
+            chunk.slot: sequences[chunk.slot].read_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
+        }
         hidden, slots = HiddenStates(), sorted(ids)
         if all(len(own) == 1 for own in ids.values()):
             hidden.add(slots, torch.split(self._executor.step(slots, [ids[slot][0] for slot in slots]), 1))

@@ -4,10 +4,7 @@ The policy:
 
 - Every request that has read its prompt decodes one token a step, plus drafts (speculation.py). Decoding is deferred
   only for requests with routing capture beside others (routing_watch.py).
-- The rest of the token budget reads prompts, in turn: a prompt that got a chunk goes to the back of the line. A step
-  serves as many prompts from the front as can get a chunk of MIN_CHUNK_LEN tokens, in equal shares; shorter prompts
-  take less, and the remainder goes to the front again. So a huge prompt delays a later short one by a few steps, and
-  chunks stay large enough for the model to be fast.
+- The rest of the token budget reads prompts: prompt_order.py tells which.
 - Where the model's bits depend on the cuts of a prompt, prompts are cut at multiples of a unit. Then a step with
   prompts reads at least one unit, even if decoding has used the whole budget.
 - Requests wait for a slot in order of arrival. The lowest free slot is assigned first, so running rows stay dense.
@@ -17,24 +14,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
+from nsm_core.engine.prompt_order import AGEING_STEPS, OwnerShares, UnreadPrompt, share_budget
+from nsm_core.engine.prompt_order import Chunk as Chunk  # a part of plans
 from nsm_core.errors import Overloaded
 
-MIN_CHUNK_LEN = 64
 # A batch pays for padding; another call of the model pays for its many small operations. Padding up to so many tokens,
 # or up to this share of the batch's real tokens, is cheaper than a call.
 MAX_PADDING_TOKENS = 32
 MAX_PADDING_SHARE = 0.25
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a prompt: tokens start .. start + length of the request in `slot`."""
-
-    slot: int
-    start: int
-    length: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +58,7 @@ class _Progress:
     """How far one request has read its prompt."""
 
     request_id: str
+    owner: str
     prompt_len: int
     boundaries: tuple[int, ...]
     is_held: bool = False
@@ -92,7 +83,9 @@ class Scheduler:
         self._free_slots = set(range(max_slots))
         self._waiting: dict[str, _Progress] = {}  # in order of arrival
         self._running: dict[int, _Progress] = {}
-        self._reading: list[int] = []  # slots with unread prompt, next in turn first
+        self._reading: list[int] = []  # slots with unread prompt, in order of admission
+        self._shares = OwnerShares()
+        self._num_reading_steps = 0
         self._decoding: list[int] = []  # the other running slots, in order
 
     @property
@@ -103,15 +96,23 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, request_id: str, *, prompt_len: int, boundaries: tuple[int, ...] = (), is_held: bool = False) -> None:
+    def add(
+        self,
+        request_id: str,
+        *,
+        prompt_len: int,
+        boundaries: tuple[int, ...] = (),
+        is_held: bool = False,
+        owner: str = "",
+    ) -> None:
         """Puts a request in the queue. Raises Overloaded when the queue is full.
 
         No chunk crosses one of the `boundaries` (rising numbers of prompt tokens), so the state there can be copied.
-        `is_held`: it gets no slot before `release`.
+        `is_held`: it gets no slot before `release`. Owners share the reading of prompts.
         """
         if len(self._waiting) >= self._queue_limit + len(self._free_slots):
             raise Overloaded(f"{len(self._waiting)} requests are waiting, the limit is {self._queue_limit}")
-        self._waiting[request_id] = _Progress(request_id, prompt_len, boundaries, is_held)
+        self._waiting[request_id] = _Progress(request_id, owner, prompt_len, boundaries, is_held)
 
     def release(self, request_id: str, *, num_read: int) -> None:
         """A held request may leave the queue; its state has read `num_read` tokens of the prompt."""
@@ -127,7 +128,14 @@ class Scheduler:
         decode = tuple(self._decoding)
         unread = [self._unread(slot, self._running[slot]) for slot in self._reading]
         unread += [self._unread(assignment.slot, self._waiting[assignment.request_id]) for assignment in admitted]
-        return Plan(admitted, decode, _share(unread, self._token_budget - len(decode), self._prompt_unit))
+        chunks = share_budget(
+            unread,
+            self._token_budget - len(decode),
+            unit=self._prompt_unit,
+            num_read=self._shares.of(prompt.owner for prompt in unread),
+            is_oldest_first=self._num_reading_steps % AGEING_STEPS == AGEING_STEPS - 1,
+        )
+        return Plan(admitted, decode, chunks)
 
     def apply(self, plan: Plan) -> None:
         """Records that the plan was run: requests got their slots and read their chunks."""
@@ -135,14 +143,17 @@ class Scheduler:
             self._free_slots.remove(assignment.slot)
             self._running[assignment.slot] = self._waiting.pop(assignment.request_id)
             self._reading.append(assignment.slot)
+        num_read = Counter[str]()
         for chunk in plan.prefill:
             progress = self._running[chunk.slot]
             progress.num_read += chunk.length
-            self._reading.remove(chunk.slot)
+            num_read[progress.owner] += chunk.length
             if progress.is_decoding:
+                self._reading.remove(chunk.slot)
                 bisect.insort(self._decoding, chunk.slot)
-            else:
-                self._reading.append(chunk.slot)
+        if plan.prefill:
+            self._num_reading_steps += 1
+            self._shares.record(num_read, still_reading={self._running[slot].owner for slot in self._reading})
 
     def remove(self, request_id: str) -> None:
         """The request ended: its slot, or its position in the queue, becomes free."""
@@ -154,32 +165,9 @@ class Scheduler:
         (self._reading if slot in self._reading else self._decoding).remove(slot)
 
     @staticmethod
-    def _unread(slot: int, progress: _Progress) -> Chunk:
-        return Chunk(slot, progress.num_read, progress.next_boundary - progress.num_read)
-
-
-def _share(unread: Sequence[Chunk], budget: int, unit: int) -> tuple[Chunk, ...]:
-    """Cuts the unread pieces (next in turn first) down to `budget` tokens, at multiples of `unit`."""
-    if unit > 1:
-        budget = max(budget, unit)
-    if not unread or budget <= 0:
-        return ()
-    share = max(MIN_CHUNK_LEN, budget // len(unread))
-    lengths: list[int] = []
-    for chunk in unread:
-        lengths.append(_whole_units(chunk.length, min(share, budget), unit))
-        budget -= lengths[-1]
-    for index, chunk in enumerate(unread):
-        extra = _whole_units(chunk.length - lengths[index], budget, unit)
-        lengths[index] += extra
-        budget -= extra
-    pairs = zip(unread, lengths, strict=True)
-    return tuple(Chunk(chunk.slot, chunk.start, length) for chunk, length in pairs if length)
-
-
-def _whole_units(length: int, most: int, unit: int) -> int:
-    """All of `length`, or as many whole units as fit into `most`."""
-    return length if length <= most else max(0, most) // unit * unit
+    def _unread(slot: int, progress: _Progress) -> UnreadPrompt:
+        read = progress.num_read
+        return UnreadPrompt(slot, progress.owner, read, progress.prompt_len - read, progress.next_boundary - read)
 
 
 def group_by_length(chunks: Sequence[Chunk]) -> list[tuple[Chunk, ...]]:

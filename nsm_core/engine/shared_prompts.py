@@ -123,8 +123,13 @@ class SharedPrompts:
             del self._by_name[request.shared_prompt.name]
 
     def _add(self, sequence: RunningSequence, *, boundaries: tuple[int, ...], is_held: bool = False) -> None:
-        request_id, prompt_len = sequence.request.request_id, len(sequence.read_ids)
-        self._scheduler.add(request_id, prompt_len=prompt_len, boundaries=boundaries, is_held=is_held)
+        self._scheduler.add(
+            sequence.request.request_id,
+            prompt_len=len(sequence.read_ids),
+            boundaries=boundaries,
+            is_held=is_held,
+            owner=sequence.request.owner,
+        )
 
     def _of(self, request: GenerationRequest) -> _Shared | None:
         return None if request.shared_prompt is None else self._by_name.get(request.shared_prompt.name)

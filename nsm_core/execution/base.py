@@ -114,6 +114,14 @@ class Executor(Protocol):
         ...
 
     @property
+    def reads_ragged(self) -> bool:
+        """Whether `read` takes rows of any lengths without padding: then decoding rows and prompts share one call.
+
+        Only for executors whose bits do not depend on the cuts of a text.
+        """
+        ...
+
+    @property
     def savepoint(self) -> TakeSavepoint | None:
         """Takes savepoints for the rollback of drafts; None: no tokens may be drafted.
 

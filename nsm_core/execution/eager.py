@@ -27,6 +27,7 @@ class EagerExecutor:
     draw = staticmethod(draw_reference)
     mask = staticmethod(mask_reference)
     prompt_unit = 1  # products of other shapes round differently
+    reads_ragged = False
     savepoint: TakeSavepoint | None = None  # for the same reason
     overlap: Overlap | None = None  # the CPU computes in the calling thread
 

@@ -226,6 +226,7 @@ def submit_group(
                 deadline=arrival.time + spec.timeout_s,
                 include_routing=spec.include_routing,
                 shared_prompt=SharedPrompt(f"{request_id}-{number}", spec.n) if spec.n > 1 else None,
+                owner=tenant,
             )
         )
         for number, start in enumerate(starts)

@@ -28,6 +28,7 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
         prompt_ids=plan.input_ids,
         sampling=opening.sampling,
         deadline=opening.deadline,
+        owner=opening.scope.tenant,
     )
     if plan.start is None:
         return fresh

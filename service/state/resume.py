@@ -112,6 +112,7 @@ class ResumedSession:
             deadline=turn.deadline,
             generated_counts={} if self.replay is None else self.replay.generated_counts,
             include_routing=turn.include_routing,
+            owner=turn.key.tenant,
         )
 
     def _prompt_ids(self, turn: TurnRequest) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ class CudaExecutor:
     draw = staticmethod(draw_reference)  # for the few rows that are not drawn on the device
     mask = staticmethod(mask_reference)  # for the same
     prompt_unit = PROMPT_UNIT
+    reads_ragged = False
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 
     @torch.inference_mode()

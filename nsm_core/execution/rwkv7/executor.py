@@ -69,6 +69,7 @@ class Rwkv7Executor:
     draw = staticmethod(draw_tokens)
     mask = staticmethod(mask_tokens)
     prompt_unit = 1  # every cut of a prompt gives the same bits
+    reads_ragged = True  # pieces are filled with the tokens of whatever rows come
     overlap: Overlap | None = None  # the CPU computes in the calling thread
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -111,9 +112,12 @@ def test_only_the_requests_of_a_failing_step_end(failing: FailingEngine, caplog:
 
 
 def test_request_outside_the_failed_step_continues(failing: FailingEngine) -> None:
-    """Two long prompts take turns, sixteen tokens a step."""
+    """The long prompts of two owners take turns, sixteen tokens a step."""
     engine = failing.engine
-    requests = [make_request("one", random_ids(0, 40)), make_request("two", random_ids(1, 40))]
+    requests = [
+        dataclasses.replace(make_request(name, random_ids(seed, 40)), owner=name)
+        for seed, name in enumerate(("one", "two"))
+    ]
     results = {request.request_id: Outcome() for request in requests}
     for request in requests:
         engine.add(request)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsm_core.engine.scheduler import MIN_CHUNK_LEN, Chunk, Plan, Scheduler, SlotAssignment
+from nsm_core.engine.scheduler import Chunk, Plan, Scheduler, SlotAssignment
 from nsm_core.errors import Overloaded
 from tests.support.counts import scaled
 
@@ -73,14 +73,6 @@ def test_a_huge_prompt_does_not_starve_a_short_one_that_comes_later() -> None:
     assert advance(scheduler).decode == (1,)
 
 
-def test_shares_stay_large_and_prompts_take_turns() -> None:
-    scheduler = make_scheduler(max_slots=6, token_budget=2 * MIN_CHUNK_LEN)
-    for name in "abcdef":
-        scheduler.add(name, prompt_len=10_000)
-    served = [[(chunk.slot, chunk.length) for chunk in advance(scheduler).prefill] for _ in range(4)]
-    assert served == [[(slot, MIN_CHUNK_LEN) for slot in pair] for pair in ((0, 1), (2, 3), (4, 5), (0, 1))]
-
-
 def test_many_short_prompts_share_one_step() -> None:
     scheduler = make_scheduler(max_slots=16, token_budget=100)
     for index in range(16):
@@ -123,7 +115,6 @@ class Shadow:
         self.running: dict[int, str] = {}
         self.unread: dict[int, int] = {}
         self.read: dict[int, int] = {}
-        self.hungry_since: dict[int, int] = {}
 
     def check(self, plan: Plan) -> None:
         assert len(plan.admitted) == min(len(self.waiting), self.max_slots - len(self.running))
@@ -132,7 +123,7 @@ class Shadow:
             assert assignment.slot not in self.running
             self.running[assignment.slot] = assignment.request_id
             self.unread[assignment.slot] = self.waiting.pop(assignment.request_id)
-            self.read[assignment.slot] = self.hungry_since[assignment.slot] = 0
+            self.read[assignment.slot] = 0
         assert len(set(self.running)) == len(self.running) <= self.max_slots
         assert plan.decode == tuple(sorted(slot for slot in self.running if not self.unread[slot]))
         assert plan.num_tokens <= self.token_budget
@@ -149,14 +140,11 @@ class Shadow:
             self.unread[chunk.slot] -= chunk.length
         num_read = plan.num_tokens - len(plan.decode)
         assert num_read == min(unread_before, self.token_budget - len(plan.decode))  # no budget is left unused
-        for slot, unread in self.unread.items():
-            self.hungry_since[slot] = self.hungry_since[slot] + 1 if unread and slot not in slots else 0
-            assert self.hungry_since[slot] < self.max_slots  # everybody's turn comes
 
     def forget(self, request_id: str) -> None:
         if self.waiting.pop(request_id, None) is None:
             slot = next(slot for slot, name in self.running.items() if name == request_id)
-            for book in (self.running, self.unread, self.read, self.hungry_since):
+            for book in (self.running, self.unread, self.read):
                 del book[slot]
 
     @property
