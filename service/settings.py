@@ -131,7 +131,7 @@ class Settings(BaseSettings):
     executor: Annotated[ExecutorName, Shown(page="[performance](performance.md)", is_engine=True)] = Field(
         default="auto",
         description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, "
-        "else eager, or of RWKV-7 native-fp32. native: in int8. cuda: with bf16 matrices.",
+        "else eager, or of RWKV-7 native-fp32. native: in int8. native-int4: weights in int4. cuda: matrices in bf16.",
     )
     num_threads: Annotated[int | None, Shown(default="torch's default", is_engine=True)] = Field(
         default=None, ge=1, le=1024, description="CPU threads of the model."

@@ -21,7 +21,7 @@ from benchmarks.peers.models import PEERS
 DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nsm-peers"
 VERSION = "0.3.36"  # of llama-cpp-python
 TOOLS = ("cmake", "ninja", "gguf", "scikit-build-core")  # the last: pip asks the sdist for its name through it
-PROGRAMS = ("llama-batched-bench", "llama-bench", "llama-server")
+PROGRAMS = ("llama-batched-bench", "llama-bench", "llama-quantize", "llama-server")
 # GGML_NATIVE: all that this processor can do. No web page and no TLS in the server.
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",

@@ -12,8 +12,9 @@ from benchmarks.peers.figures import KERNELS, RWKV7_KERNELS, Figures
 from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor
-from nsm_core.execution.rwkv7.weights import Rwkv7Precision, Rwkv7Weights
+from nsm_core.execution.rwkv7.weights import Rwkv7Weights
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.rwkv7.loader import load_rwkv7
 
@@ -105,7 +106,7 @@ def rwkv7_kernels(file: Path, *, max_batch: int) -> OurKernels:
     """Of an RWKV-7 model in int8. Raises RuntimeError where the kernels were not built, CheckpointError."""
     _require_kernels()
     model = load_rwkv7(file).model
-    executor = Rwkv7Executor(model, num_rows=max_batch, weights=Rwkv7Weights(model, Rwkv7Precision.INT8))
+    executor = Rwkv7Executor(model, num_rows=max_batch, weights=Rwkv7Weights(model, Precision.INT8))
     for row in range(max_batch):
         executor.pool.lease(row)
     return OurKernels(RWKV7_KERNELS, executor)

@@ -18,8 +18,10 @@ from nsm_core.execution.cuda.options import CudaOptions, CudaWeights, cuda_unsup
 from nsm_core.execution.cuda.options import numerics as cuda_numerics
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
-from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
+from nsm_core.execution.native.executor import NativeExecutor
+from nsm_core.execution.native.executor import numerics as native_numerics
 from nsm_core.execution.native.library import PORTABLE, variants
+from nsm_core.execution.native.precision import EXECUTORS, PRECISIONS, Precision
 from nsm_core.execution.native.unpacked import unpacked_model
 from nsm_core.execution.native.weights import NativeWeights, native_unsupported_reason
 from nsm_core.execution.rwkv7.choose import choose_rwkv7
@@ -61,7 +63,7 @@ def decide_executor(loaded: LoadedModel[SequenceModel], name: ExecutorName = "au
 class _Decision:
     """`reason`: why it is the eager executor. `missed`: how that one compares with the one that lacks something."""
 
-    name: Literal["cuda", "native", "eager"]
+    name: Literal["cuda", "native", "native-int4", "eager"]
     numerics: str
     reason: str | None = None
     missed: str | None = None
@@ -69,7 +71,9 @@ class _Decision:
 
 def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -> _Decision:
     if name == "native-fp32":
-        raise ConfigError(f"{loaded.name} has no fp32 kernels: its executors are native (int8), eager and cuda")
+        raise ConfigError(
+            f"{loaded.name} has no fp32 kernels: its executors are native (int8), native-int4, eager and cuda"
+        )
     if name.startswith("cuda") or (name == "auto" and loaded.device.type == "cuda"):
         reason = cuda_unsupported_reason(model)
         if reason is None:
@@ -77,13 +81,15 @@ def _decide_nsm(loaded: LoadedModel[Any], model: NsmModel, name: ExecutorName) -
         if name != "auto":
             raise ConfigError(f"{loaded.name} cannot run on the executor for GPUs: {reason}")
         return _Decision("eager", loaded.numerics, reason, "many times slower than the one for GPUs")
-    reason = None if name == "native" else _eager_reason(loaded, name)
+    is_named = name in ("native", "native-int4")
+    reason = None if is_named else _eager_reason(loaded, name)
     if reason is not None:
         return _Decision("eager", loaded.numerics, reason)
     reason = native_unsupported_reason(model)
     if reason is None:
-        return _Decision("native", NUMERICS)
-    if name == "native":
+        own: Literal["native", "native-int4"] = "native-int4" if name == "native-int4" else "native"
+        return _Decision(own, native_numerics(PRECISIONS[own]))
+    if is_named:
         raise ConfigError(f"{loaded.name} cannot run on the native executor: {reason}")
     return _Decision("eager", loaded.numerics, reason, "several times slower than the native one")
 
@@ -92,8 +98,8 @@ def _choose_nsm(loaded: LoadedModel[NsmModel], name: ExecutorName) -> ChosenExec
     decision = _decide_nsm(loaded, loaded.model, name)
     if decision.name == "cuda":
         return _cuda(loaded, _cuda_weights(name))
-    if decision.name == "native":
-        return _native(loaded)
+    if decision.name in ("native", "native-int4"):
+        return _native(loaded, PRECISIONS[decision.name])
     if decision.missed is None:
         logger.info("%s runs on the eager executor: %s", loaded.name, decision.reason)
     else:
@@ -118,15 +124,17 @@ def _eager_reason(loaded: LoadedModel[NsmModel], name: ExecutorName) -> str | No
     return None
 
 
-def _native(loaded: LoadedModel[NsmModel]) -> ChosenExecutor:
+def _native(loaded: LoadedModel[NsmModel], precision: Precision) -> ChosenExecutor:
     num_threads = torch.get_num_threads()
-    rounding = "" if loaded.weight_format == WeightFormat.INT8 else f", {loaded.weight_format} weights rounded to int8"
+    is_rounded = loaded.weight_format != precision.value
+    rounding = f", {loaded.weight_format} weights rounded to {precision}" if is_rounded else ""
     logger.info(
         "%s runs on the native executor, kernels %s, %d threads%s", loaded.name, variants()[0], num_threads, rounding
     )
-    weights = NativeWeights(loaded.model)
+    weights = NativeWeights(loaded.model, precision=precision)
     factory = functools.partial(NativeExecutor, num_threads=num_threads, weights=weights)
-    return ChosenExecutor("native", factory, unpacked_model(loaded.model, weights), NUMERICS)
+    model = unpacked_model(loaded.model, weights)
+    return ChosenExecutor(EXECUTORS[precision], factory, model, native_numerics(precision))
 
 
 def _cuda(loaded: LoadedModel[NsmModel], weights: CudaWeights) -> ChosenExecutor:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nsm_core.config import EngineConfig
-from nsm_core.execution.native.executor import NUMERICS
+from nsm_core.execution.native.executor import numerics
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.tokenizer import Tokenizer
 from service.backends.local import LocalBackend
 from service.stores.sessions.base import SessionStore
@@ -104,7 +105,7 @@ async def test_P4_keyed_sessions_on_the_native_executor_move_between_busy_replic
     tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     backend = native_backend(tiny_tokenizer)
-    assert backend.model.numerics == NUMERICS
+    assert backend.model.numerics == numerics(Precision.INT8)
     async with gateway(backend) as one:
         await create(one)
         texts = [await say(one, turn) for turn in range(3)]

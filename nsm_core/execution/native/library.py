@@ -58,7 +58,7 @@ class Shape(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("vocab_size", "d_model", "num_layers", "heads", "slots", "top_k", "taps")
         ),
-        *((name, ctypes.c_int32) for name in ("mlp_hidden", "kv_heads", "is_softmax_router", "slot_width")),
+        *((name, ctypes.c_int32) for name in ("mlp_hidden", "kv_heads", "is_softmax_router", "slot_width", "is_int4")),
         *((name, ctypes.c_float) for name in ("taper", "eps")),
     )
 
@@ -70,6 +70,7 @@ _FUNCTIONS: Functions = {
     "nsm_kernels": (ctypes.c_char_p, (_INT,)),
     "nsm_model_new": (_POINTER, (_POINTER, _POINTER, _POINTER, ctypes.c_char_p)),
     "nsm_model_set_matrix": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_model_set_matrix4": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
     "nsm_model_set_router": (_INT, (_POINTER, _INT, _POINTER, _INT, _INT)),
     "nsm_model_set_floats": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "nsm_model_set_rotary": (_INT, (_POINTER, _POINTER, _INT)),
@@ -98,6 +99,14 @@ def load_library() -> ctypes.CDLL | None:
         logger.warning("the native kernels do not load: %s", error)
         return None
     declare(library, _FUNCTIONS)
+    return library
+
+
+def require_library() -> ctypes.CDLL:
+    """As `load_library`. Raises ValueError where it gives None."""
+    library = load_library()
+    if library is None:
+        raise ValueError("the native kernels were not built")
     return library
 
 

@@ -1,4 +1,4 @@
-"""A model's weights in the layout of the native kernels: int8 matrices, fp16 router, everything else fp32."""
+"""A model's weights in the layout of the native kernels: int8 or int4 matrices, fp16 router, everything else fp32."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from nsm_core.execution.native.library import (
     load_library,
     variants,
 )
+from nsm_core.execution.native.precision import Precision
+from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
 from nsm_core.model.keyed import KeyedMixer
@@ -56,23 +58,23 @@ def native_unsupported_reason(model: object) -> str | None:
 
 
 class NativeWeights:
-    """A packed copy of a model's weights; matrices that are int8 by rows are copied, others are rounded to int8.
+    """A packed copy of a model's weights, rounded to int8 or int4; matrices that are int8 by rows stay so in int8.
 
     `variant`: one of `variants()`. Raises ValueError for a model that `native_unsupported_reason` refuses.
     """
 
-    def __init__(self, model: NsmModel, variant: str | None = None) -> None:
+    def __init__(self, model: NsmModel, variant: str | None = None, *, precision: Precision = Precision.INT8) -> None:
         reason, library = native_unsupported_reason(model), load_library()
         if reason is not None or library is None:
             raise ValueError(reason)
         self.variant = variants()[0] if variant is None else variant
-        self.config = model.config
+        self.config, self.precision = model.config, precision
         self._library = library
         kinds = [KINDS[type(block.mixer)] for block in model.layers]
         windows = [block.mixer.window if isinstance(block.mixer, WindowAttention) else 0 for block in model.layers]
         per_layer = ctypes.c_int32 * len(kinds)
         self._handle = library.nsm_model_new(
-            ctypes.byref(_shape_of(model)), per_layer(*kinds), per_layer(*windows), self.variant.encode()
+            ctypes.byref(_shape_of(model, precision)), per_layer(*kinds), per_layer(*windows), self.variant.encode()
         )
         if self._handle is None:
             raise ValueError(f"this processor has no kernels {self.variant}; it has {', '.join(variants())}")
@@ -159,10 +161,21 @@ class NativeWeights:
         self._floats(index, Part.ROUTER_BIAS, bias)
 
     def _matrix(self, index: int, part: Part, weight: Tensor) -> None:
+        if self.precision is Precision.INT4:
+            self._int4_matrix(index, part, weight)
+            return
         quantized, scale = quantize_rows(weight)
         quantized, scale = quantized.contiguous(), scale.contiguous()
         done = self._library.nsm_model_set_matrix(
             self._handle, index, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
+        )
+        self._check(done, f"{part.name} {index}")
+
+    def _int4_matrix(self, index: int, part: Part, weight: Tensor) -> None:
+        rows = quantize_int4(weight)
+        done = self._library.nsm_model_set_matrix4(
+            *(self._handle, index, part, rows.numbers.data_ptr(), rows.steps.data_ptr(), rows.offsets.data_ptr()),
+            *(rows.scale.data_ptr(), *rows.numbers.shape),
         )
         self._check(done, f"{part.name} {index}")
 
@@ -179,7 +192,7 @@ class NativeWeights:
             raise ValueError(f"the native kernels cannot take this model: {part} has another size")
 
 
-def _shape_of(model: NsmModel) -> Shape:
+def _shape_of(model: NsmModel, precision: Precision) -> Shape:
     config = model.config
     return Shape(
         vocab_size=config.vocab_size,
@@ -193,6 +206,7 @@ def _shape_of(model: NsmModel) -> Shape:
         kv_heads=config.num_kv_heads,
         is_softmax_router=int(config.router == "softmax"),
         slot_width=config.slot_width or config.head_dim,
+        is_int4=int(precision is Precision.INT4),
         taper=config.taper,
         eps=config.norm_eps,
     )

@@ -12,18 +12,14 @@ from nsm_core.execution.chosen import ChosenExecutor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.library import PORTABLE, variants
+from nsm_core.execution.native.precision import EXECUTORS, PRECISIONS, Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor, numerics
-from nsm_core.execution.rwkv7.weights import Rwkv7Precision, pack_rwkv7, rwkv7_unsupported_reason
+from nsm_core.execution.rwkv7.weights import pack_rwkv7, rwkv7_unsupported_reason
 from nsm_core.loaded_model import LoadedModel
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
 
 logger = logging.getLogger("nsm.execution")
-
-PRECISIONS: dict[ExecutorName, Rwkv7Precision] = {
-    "native": Rwkv7Precision.INT8,
-    "native-fp32": Rwkv7Precision.FP32,
-}
 
 
 def choose_rwkv7(loaded: LoadedModel[Rwkv7Model], name: ExecutorName) -> ChosenExecutor:
@@ -51,8 +47,7 @@ def planned_executor(config: Rwkv7Config, weight_format: str) -> str:
     """The name of the executor that `auto` chooses on this machine's CPU, without a model."""
     if _eager_reason(config, torch.device("cpu"), "auto") is not None:
         return "eager"
-    precision = _precision_of(weight_format)
-    return next(name for name, own in PRECISIONS.items() if own is precision)
+    return EXECUTORS[_precision_of(weight_format)]
 
 
 def _eager_reason(config: Rwkv7Config, device: torch.device, name: ExecutorName) -> str | None:
@@ -65,19 +60,18 @@ def _eager_reason(config: Rwkv7Config, device: torch.device, name: ExecutorName)
     return rwkv7_unsupported_reason(config)
 
 
-def _precision_of(weight_format: str) -> Rwkv7Precision:
-    return Rwkv7Precision.INT8 if weight_format == Rwkv7Precision.INT8 else Rwkv7Precision.FP32
+def _precision_of(weight_format: str) -> Precision:
+    return Precision.INT8 if weight_format == Precision.INT8 else Precision.FP32
 
 
-def _native(loaded: LoadedModel[Rwkv7Model], precision: Rwkv7Precision) -> ChosenExecutor:
+def _native(loaded: LoadedModel[Rwkv7Model], precision: Precision) -> ChosenExecutor:
     num_threads = torch.get_num_threads()
-    is_rounded = precision is Rwkv7Precision.INT8 and loaded.weight_format != precision
-    rounding = f", {loaded.weight_format} weights rounded to int8" if is_rounded else ""
+    is_rounded = precision is not Precision.FP32 and loaded.weight_format != precision
+    rounding = f", {loaded.weight_format} weights rounded to {precision}" if is_rounded else ""
     logger.info(
         "%s runs on the native executor in %s, kernels %s, %d threads%s",
         *(loaded.name, precision, variants()[0], num_threads, rounding),
     )
     weights = pack_rwkv7(loaded.model, precision, loaded.weight_format)
     factory = functools.partial(Rwkv7Executor, num_threads=num_threads, weights=weights)
-    name = next(name for name, own in PRECISIONS.items() if own is precision)
-    return ChosenExecutor(name, factory, loaded.model, numerics(precision))
+    return ChosenExecutor(EXECUTORS[precision], factory, loaded.model, numerics(precision))

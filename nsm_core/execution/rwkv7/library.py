@@ -45,12 +45,13 @@ class Rwkv7Part(enum.IntEnum):
 
 
 class Numbers(enum.IntEnum):
-    """`Numbers` in rwkv7.h, and `INT8_LARGE` in rwkv7_model.h: of the large matrices."""
+    """`Numbers` in rwkv7.h, `INT8_LARGE` and `INT4_LARGE` in rwkv7_model.h: of the large matrices."""
 
     FP32 = 0
     BF16 = 1
     FP16 = 2
     INT8 = 3
+    INT4 = 4
 
 
 class Rwkv7Shape(ctypes.Structure):
@@ -67,6 +68,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _FUNCTIONS: Functions = {
     "nsm_rwkv7_model_new": (_POINTER, (_POINTER, ctypes.c_char_p)),
     "nsm_rwkv7_set_int8": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
+    "nsm_rwkv7_set_int4": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)),
     "nsm_rwkv7_set_matrix": (_INT, (_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT)),
     "nsm_rwkv7_set_floats": (_INT, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "nsm_rwkv7_seal": (_INT, (_POINTER,)),

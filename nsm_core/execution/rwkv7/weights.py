@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import logging
 import sys
 import weakref
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 from nsm_core.execution.native.library import LANES, MAX_HEAD_DIM, variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.library import Numbers, Rwkv7Part, Rwkv7Shape, load_rwkv7_library
+from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.model.storage import quantize_rows
 from nsm_core.rwkv7.config import Rwkv7Config
 from nsm_core.rwkv7.model import Rwkv7Model
@@ -56,13 +57,6 @@ ONCE = {
 }
 
 
-class Rwkv7Precision(enum.StrEnum):
-    """How the kernels multiply: int8 by int8 (small matrices fp16), or in fp32 with weights that nothing rounds."""
-
-    INT8 = "int8"
-    FP32 = "fp32"
-
-
 def rwkv7_unsupported_reason(config: Rwkv7Config) -> str | None:
     """Why a model of these sizes cannot run on the native kernels here, in words; None when it can."""
     if load_rwkv7_library() is None:
@@ -75,13 +69,14 @@ def rwkv7_unsupported_reason(config: Rwkv7Config) -> str | None:
     return None
 
 
+ROUNDED = {Precision.INT8: Numbers.INT8, Precision.INT4: Numbers.INT4}
 # Large matrices of files in half precision stay in it: each number is one in fp32 too, and gives the same bits
 HALVES = {"bf16": (Numbers.BF16, torch.bfloat16), "fp16": (Numbers.FP16, torch.float16)}
 
 
-def pack_rwkv7(model: Rwkv7Model, precision: Rwkv7Precision, weight_format: str) -> Rwkv7Weights:
+def pack_rwkv7(model: Rwkv7Model, precision: Precision, weight_format: str) -> Rwkv7Weights:
     """A packed copy for a file of this format, in half precision if all its large matrices are. Raises as the class."""
-    if precision is Rwkv7Precision.FP32 and weight_format in HALVES:
+    if precision is Precision.FP32 and weight_format in HALVES:
         try:
             return Rwkv7Weights(model, precision, numbers=HALVES[weight_format][0])
         except OtherNumbersError as error:
@@ -104,7 +99,7 @@ class Rwkv7Weights:
     def __init__(
         self,
         model: Rwkv7Model,
-        precision: Rwkv7Precision,
+        precision: Precision,
         variant: str | None = None,
         *,
         numbers: Numbers = Numbers.FP32,
@@ -114,7 +109,7 @@ class Rwkv7Weights:
             raise ValueError(reason)
         self.config, self.precision, self.num_ids = model.config, precision, model.num_ids
         self._library = library
-        self._numbers = Numbers.INT8 if precision is Rwkv7Precision.INT8 else numbers
+        self._numbers = ROUNDED.get(precision, numbers)
         self._tensors = CheckedTensors(model.config, model.tensors)
         self._handle = library.nsm_rwkv7_model_new(
             ctypes.byref(_shape_of(model, self._numbers)), (variant or variants()[0]).encode()
@@ -149,16 +144,27 @@ class Rwkv7Weights:
         self._check(self._library.nsm_rwkv7_seal(self._handle), "the model")
 
     def _large(self, layer: int, part: Rwkv7Part, name: str, num_rows: int | None = None) -> None:
-        if self._numbers is not Numbers.INT8:
+        if self.precision is Precision.FP32:
             self._matrix(layer, part, self._unrounded(name)[:num_rows], None)
             return
         weight = self._tensors[name][:num_rows]
+        if self.precision is Precision.INT4:
+            self._int4(layer, part, weight)
+            return
         quantized, scale = quantize_rows(weight)
         quantized, scale = quantized.contiguous(), scale.contiguous()
         done = self._library.nsm_rwkv7_set_int8(
             self._handle, layer, part, quantized.data_ptr(), scale.data_ptr(), *quantized.shape
         )
         self._check(done, name)
+
+    def _int4(self, layer: int, part: Rwkv7Part, weight: Tensor) -> None:
+        rows = quantize_int4(weight)
+        done = self._library.nsm_rwkv7_set_int4(
+            *(self._handle, layer, part, rows.numbers.data_ptr(), rows.steps.data_ptr(), rows.offsets.data_ptr()),
+            *(rows.scale.data_ptr(), *rows.numbers.shape),
+        )
+        self._check(done, f"{part.name} {layer}")
 
     def _unrounded(self, name: str) -> Tensor:
         if self._numbers is Numbers.FP32:
@@ -173,7 +179,7 @@ class Rwkv7Weights:
         bias = self._tensors[f"{name}0"] if not name.endswith("g") else None
         for index, own in enumerate((None, bias)):
             weight = self._tensors[f"{name}{index + 1}"].T.contiguous()
-            if self.precision is Rwkv7Precision.INT8:
+            if self.precision is not Precision.FP32:
                 weight = weight.half()
                 if not bool(weight.isfinite().all()):
                     raise self._tensors.refusal(f"{name}{index + 1}", "holds numbers that fp16 cannot")

@@ -13,7 +13,9 @@ from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import NativeWeights
+from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.model.nsm import NsmModel
 from nsm_core.model.storage import quantize_rows
 from nsm_core.state.spec import State
@@ -43,21 +45,28 @@ CONFIGS: dict[str, ModelConfig] = {
         window=40,
     ),
 }
+# Of the native executor: a configuration, or one with its matrices in int4
+INT4 = "-int4"
+KINDS = [*CONFIGS, *(f"{name}{INT4}" for name in ("sigmoid", "full", "keyed-wide", "wide-heads"))]
 NATIVE = variants()
 FINE = ("router.logits", "router.strength", "rates")  # matrices in fp16
 
 
 @functools.cache
 def model_of(name: str) -> NsmModel:
-    """A random model of this configuration; shared, nothing changes it."""
-    model = random_model(CONFIGS[name])
+    """A random model of this kind; shared, nothing changes it."""
+    model = random_model(CONFIGS[name.removesuffix(INT4)])
     model.embedding.weight.mul_(0.3)
     return model.eval()
 
 
 @functools.cache
 def weights_of(name: str, variant: str) -> NativeWeights:
-    return NativeWeights(model_of(name), variant)
+    return NativeWeights(model_of(name), variant, precision=precision_of(name))
+
+
+def precision_of(name: str) -> Precision:
+    return Precision.INT4 if name.endswith(INT4) else Precision.INT8
 
 
 def make_native(name: str, variant: str = "", *, num_rows: int = 4, num_threads: int = 1) -> NativeExecutor:
@@ -96,17 +105,17 @@ def read_parts(executor: Executor, row: int, parts: Sequence[Sequence[int]]) -> 
     return executor.logits(torch.cat(hidden)), executor.pool.copy(row)
 
 
-def quantised_copy(model: NsmModel) -> NsmModel:
-    """The model in fp64 with what the native executor rounds rounded: weights by rows, inputs by tokens."""
+def quantised_copy(model: NsmModel, precision: Precision = Precision.INT8) -> NsmModel:
+    """The model in fp64 with what the native executor rounds rounded: weights by rows or groups, inputs by tokens."""
     copy = NsmModel(model.config).requires_grad_(False)
     copy.load_state_dict(model.state_dict())
     for name, module in copy.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith(FINE):
-            module.weight.copy_(_rounded_rows(module.weight))
+            module.weight.copy_(_rounded(module.weight, precision))
             module.register_forward_pre_hook(lambda _, inputs: (round_tokens(inputs[0]),))
         elif isinstance(module, nn.Linear):
             module.weight.copy_(module.weight.half())
-    copy.embedding.weight.copy_(_rounded_rows(copy.embedding.weight))
+    copy.embedding.weight.copy_(_rounded(copy.embedding.weight, precision))
     copy.logits = _rounding(copy.logits)  # type: ignore[method-assign]
     return copy.double().eval()
 
@@ -123,7 +132,9 @@ def _rounding(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda hidden: logits(round_tokens(hidden))
 
 
-def _rounded_rows(weight: Tensor) -> Tensor:
+def _rounded(weight: Tensor, precision: Precision) -> Tensor:
+    if precision is Precision.INT4:
+        return quantize_int4(weight).dense()
     quantized, scale = quantize_rows(weight)
     return quantized.float() * scale[:, None]
 

@@ -17,7 +17,8 @@ from nsm_core.execution.choose import choose_executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native import library
-from nsm_core.execution.native.executor import NUMERICS, NativeExecutor
+from nsm_core.execution.native.executor import NativeExecutor, numerics
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import native_unsupported_reason
 from nsm_core.model.loader import LoadedNsm, load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -56,7 +57,7 @@ def test_int8_files_run_on_the_native_one(
 ) -> None:
     with caplog.at_level(logging.INFO):
         chosen = choose_executor(int8, name)
-    assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
+    assert (chosen.name, chosen.numerics) == ("native", numerics(Precision.INT8))
     executor = chosen.factory(int8.model, num_rows=2, poison=False)
     assert isinstance(executor, NativeExecutor)
     assert f"native executor, kernels {library.variants()[0]}, {torch.get_num_threads()} threads" in caplog.text
@@ -148,7 +149,7 @@ def test_auto_runs_int8_files_of_keyed_layers_on_the_native_one(tiny_tokenizer: 
     save_model(random_model(config), tiny_tokenizer, tmp_path, WeightFormat.INT8)
     loaded = load_checkpoint(tmp_path)
     chosen = choose_executor(loaded)
-    assert (chosen.name, chosen.numerics) == ("native", NUMERICS)
+    assert (chosen.name, chosen.numerics) == ("native", numerics(Precision.INT8))
     assert relative_error(chosen.factory(chosen.model, num_rows=1, poison=True), loaded.model) < INT8_ERROR
 
 

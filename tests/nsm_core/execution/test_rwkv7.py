@@ -19,16 +19,18 @@ from torch import Tensor
 from nsm_core.errors import CheckpointError
 from nsm_core.execution.base import Executor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor
 from nsm_core.execution.rwkv7.library import Numbers
 from nsm_core.execution.rwkv7.weights import (
     HALVES,
-    Rwkv7Precision,
     Rwkv7Weights,
     pack_rwkv7,
     rwkv7_unsupported_reason,
 )
+from nsm_core.formats.int4_groups import quantize_int4
 from nsm_core.rwkv7.model import Rwkv7Model
+from nsm_core.rwkv7.saving import LARGE
 from nsm_core.state.spec import State
 from tests.support.rwkv7 import random_tensors, small_config
 
@@ -41,7 +43,7 @@ SIZES = {
     "wide-heads": small_config(width=128, head_size=64, hidden=256),
     "three-registers": small_config(width=96, head_size=48),
 }
-PRECISIONS = list(Rwkv7Precision)
+PRECISIONS = list(Precision)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -51,12 +53,12 @@ def model_of(size: str) -> Rwkv7Model:
 
 
 @functools.cache
-def weights_of(size: str, precision: Rwkv7Precision, variant: str) -> Rwkv7Weights:
+def weights_of(size: str, precision: Precision, variant: str) -> Rwkv7Weights:
     return Rwkv7Weights(model_of(size), precision, variant)
 
 
 def make(
-    precision: Rwkv7Precision, size: str = "small", variant: str = "", *, num_rows: int = 4, num_threads: int = 1
+    precision: Precision, size: str = "small", variant: str = "", *, num_rows: int = 4, num_threads: int = 1
 ) -> Rwkv7Executor:
     weights = weights_of(size, precision, variant or NATIVE[0])
     return Rwkv7Executor(model_of(size), num_rows=num_rows, poison=True, num_threads=num_threads, weights=weights)
@@ -97,7 +99,7 @@ def read_plain(size: str, ids: Sequence[int]) -> tuple[Tensor, State]:
 @pytest.mark.parametrize("variant", NATIVE)
 def test_fp32_kernels_are_the_plain_model(size: str, variant: str) -> None:
     ids = random_ids(100)
-    executor = make(Rwkv7Precision.FP32, size, variant)
+    executor = make(Precision.FP32, size, variant)
     open_rows(executor, (0,))
     logits, _ = read_parts(executor, (ids[:70], ids[70:71], ids[71:]))
     want, want_state = read_plain(size, ids)
@@ -114,7 +116,7 @@ def test_half_precision_files_give_the_bits_of_fp32(weight_format: str, variant:
     model = Rwkv7Model(SIZES["small"], stored)
     ids, results = random_ids(70), []
     for own in (Numbers.FP32, numbers):
-        weights = Rwkv7Weights(model, Rwkv7Precision.FP32, variant, numbers=own)
+        weights = Rwkv7Weights(model, Precision.FP32, variant, numbers=own)
         results.append(read_whole(Rwkv7Executor(model, num_rows=1, weights=weights), ids))
     assert results[0][0].equal(results[1][0])
     assert results[0][1] == results[1][1]
@@ -126,7 +128,7 @@ def test_a_file_of_two_kinds_of_numbers_is_held_in_fp32(caplog: pytest.LogCaptur
     stored["blocks.1.att.key.weight"] = stored["blocks.1.att.key.weight"].float() * 1.001
     model = Rwkv7Model(config, stored)
     caplog.set_level(logging.INFO, logger="nsm.execution")
-    executor = Rwkv7Executor(model, num_rows=1, weights=pack_rwkv7(model, Rwkv7Precision.FP32, "bf16"))
+    executor = Rwkv7Executor(model, num_rows=1, weights=pack_rwkv7(model, Precision.FP32, "bf16"))
     assert "weights are held in fp32: the tensor blocks.1.att.key.weight holds torch.float32" in caplog.text
     logits, _ = read_whole(executor, random_ids(9))
     with torch.inference_mode():
@@ -134,16 +136,34 @@ def test_a_file_of_two_kinds_of_numbers_is_held_in_fp32(caplog: pytest.LogCaptur
     torch.testing.assert_close(logits, model.logits(hidden)[0], **CLOSE)
 
 
+@pytest.mark.parametrize(("precision", "most"), [(Precision.INT8, 0.03), (Precision.INT4, 0.3)])
 @pytest.mark.parametrize("size", SIZES)
-def test_int8_costs_a_few_percent_of_a_logit(size: str) -> None:
+def test_rounded_weights_cost_a_share_of_a_logit(size: str, precision: Precision, most: float) -> None:
+    """Random weights are the hardest case: none is near another."""
     ids = random_ids(100)
-    logits, _ = read_whole(make(Rwkv7Precision.INT8, size), ids)
+    logits, _ = read_whole(make(precision, size), ids)
     want, _ = read_plain(size, ids)
+    assert float((logits - want).abs().mean() / want.std()) < most
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", NATIVE)
+def test_int4_kernels_are_the_plain_model_with_weights_on_grids(size: str, variant: str) -> None:
+    """Up to what the rounding of inputs to int8 costs."""
+    tensors = {
+        name: quantize_int4(value).dense() if name.endswith(LARGE) else value
+        for name, value in random_tensors(SIZES[size], seed=2).items()
+    }
+    model, ids = Rwkv7Model(SIZES[size], tensors), random_ids(100)
+    logits, _ = read_whole(make(Precision.INT4, size, variant), ids)
+    with torch.inference_mode():
+        hidden, _ = model.forward(torch.tensor([ids]), model.initial_state(1))
+        want = model.logits(hidden)[0]
     assert float((logits - want).abs().mean() / want.std()) < 0.03
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_all_variants_give_the_same_bits(precision: Rwkv7Precision) -> None:
+def test_all_variants_give_the_same_bits(precision: Precision) -> None:
     ids = random_ids(70)
     (first, first_state), *others = (read_whole(make(precision, "wide-heads", one), ids) for one in NATIVE)
     for logits, state in others:
@@ -153,7 +173,7 @@ def test_all_variants_give_the_same_bits(precision: Rwkv7Precision) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.sets(st.integers(1, 89)), precision=st.sampled_from(PRECISIONS))
-def test_R7_any_split_gives_the_same_bits(cuts: set[int], precision: Rwkv7Precision) -> None:
+def test_R7_any_split_gives_the_same_bits(cuts: set[int], precision: Precision) -> None:
     ids = random_ids(90, seed=3)
     want, want_state = read_whole(make(precision), ids)
     executor = make(precision)
@@ -167,7 +187,7 @@ def test_R7_any_split_gives_the_same_bits(cuts: set[int], precision: Rwkv7Precis
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_rows", [5, 7, 32, 70])
-def test_R8_a_request_has_the_same_bits_at_any_batch_size(precision: Rwkv7Precision, num_rows: int) -> None:
+def test_R8_a_request_has_the_same_bits_at_any_batch_size(precision: Precision, num_rows: int) -> None:
     ids = random_ids(12, seed=4)
     want, want_state = read_whole(make(precision), ids)
     executor = make(precision, num_rows=num_rows)
@@ -186,7 +206,7 @@ def test_R8_a_request_has_the_same_bits_at_any_batch_size(precision: Rwkv7Precis
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_change_no_bit(precision: Rwkv7Precision, num_threads: int) -> None:
+def test_threads_change_no_bit(precision: Precision, num_threads: int) -> None:
     ids = random_ids(90)
     want, want_state = read_whole(make(precision, "wide-heads"), ids)
     executor = make(precision, "wide-heads", num_threads=num_threads)
@@ -197,7 +217,7 @@ def test_threads_change_no_bit(precision: Rwkv7Precision, num_threads: int) -> N
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_R10_resume_from_packed_bytes_is_exact(precision: Rwkv7Precision) -> None:
+def test_R10_resume_from_packed_bytes_is_exact(precision: Precision) -> None:
     ids = random_ids(40)
     want, want_state = read_whole(make(precision), ids)
     first = make(precision)
@@ -211,7 +231,7 @@ def test_R10_resume_from_packed_bytes_is_exact(precision: Rwkv7Precision) -> Non
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_R4_drafts_are_taken_back_to_the_bit(precision: Rwkv7Precision) -> None:
+def test_R4_drafts_are_taken_back_to_the_bit(precision: Precision) -> None:
     executor = make(precision)
     _, before = read_whole(executor, random_ids(9))
     savepoint = executor.savepoint(0, 5)
@@ -224,7 +244,7 @@ def test_R4_drafts_are_taken_back_to_the_bit(precision: Rwkv7Precision) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_stay_in_their_row(precision: Rwkv7Precision, value: float) -> None:
+def test_numbers_that_are_not_finite_stay_in_their_row(precision: Precision, value: float) -> None:
     ids = random_ids(6)
     want, want_state = read_whole(make(precision), ids)
     executor = make(precision)
@@ -237,7 +257,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(precision: Rwkv7Precision
 
 
 def test_an_id_that_is_no_token_is_refused_before_anything_is_read() -> None:
-    executor = make(Rwkv7Precision.INT8)
+    executor = make(Precision.INT8)
     open_rows(executor, (0,))
     before = executor.pool.pack(0)
     for bad in (VOCABULARY, -1):
@@ -249,7 +269,7 @@ def test_an_id_that_is_no_token_is_refused_before_anything_is_read() -> None:
 def test_logits_are_those_of_the_tokenizers_ids() -> None:
     config = SIZES["small"]
     model = Rwkv7Model(config, random_tensors(config), num_ids=290)
-    executor = Rwkv7Executor(model, num_rows=1, weights=Rwkv7Weights(model, Rwkv7Precision.FP32))
+    executor = Rwkv7Executor(model, num_rows=1, weights=Rwkv7Weights(model, Precision.FP32))
     open_rows(executor, (0,))
     assert executor.logits(executor.step((0,), (1,))).shape == (1, 290)
     assert model.logits(torch.zeros(1, config.width)).shape == (1, 290)
@@ -272,4 +292,4 @@ def test_a_bad_tensor_is_named_while_it_is_packed() -> None:
     tensors = random_tensors(config)
     tensors["blocks.1.ffn.key.weight"] = torch.zeros(3, 3)
     with pytest.raises(CheckpointError, match=r"blocks\.1\.ffn\.key\.weight has the shape"):
-        Rwkv7Weights(Rwkv7Model(config, tensors), Rwkv7Precision.INT8)
+        Rwkv7Weights(Rwkv7Model(config, tensors), Precision.INT8)

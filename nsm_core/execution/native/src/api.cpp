@@ -79,6 +79,16 @@ int nsm_model_set_matrix(void* model, int layer, int part, const int8_t* weights
   }
 }
 
+// numbers, steps, offsets: see Int4Rows; scale [rows].
+int nsm_model_set_matrix4(void* model, int layer, int part, const uint8_t* numbers, const uint8_t* steps, const int8_t* offsets,
+                          const float* scale, int rows, int cols) {
+  try {
+    return static_cast<Model*>(model)->set_matrix4(layer, part, {numbers, steps, offsets}, scale, rows, cols);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 int nsm_model_set_router(void* model, int layer, const uint16_t* weights, int rows, int cols) {
   try {
     return static_cast<Model*>(model)->set_router(layer, weights, rows, cols);

@@ -17,11 +17,31 @@ constexpr int GROUP = 4;
 
 // int8 weights [rows, cols] with a scale for each row, packed: a tile is 16 rows by 4 columns at a time, so that one register
 // holds what one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
+//
+// int4 weights are int8 ones on a grid: number * step + offset, with numbers of 4 bits, and a step in [1, MAX_STEP] and an offset
+// for each row and INT4_GROUP inputs. No sum or offset leaves [-127, 127]. A tile's part of a group is its grid (16 steps, 16
+// offsets) and 16 rows by 8 inputs a step, two numbers to a byte: inputs 0 to 3 below, 4 to 7 above. cols is a multiple of 16.
 struct Matrix {
   const int8_t* weights;
   const float* scale;
   int rows, cols;
+  bool is_int4;
 };
+
+constexpr int INT4_GROUP = 32, MAX_STEP = 16;
+constexpr int INT4_GRID = 2 * LANES;  // bytes
+
+inline int int4_groups(int cols) { return (cols + INT4_GROUP - 1) / INT4_GROUP; }
+inline int64_t int4_tile_bytes(int cols) { return int64_t{cols} / 2 * LANES + int64_t{int4_groups(cols)} * INT4_GRID; }
+
+// numbers [rows, cols] in [0, 15], one to a byte; steps and offsets [rows, int4_groups(cols)].
+struct Int4Rows {
+  const uint8_t *numbers, *steps;
+  const int8_t* offsets;
+};
+
+// A group of tiles of int4 weights as int8 ones, for a product of many tokens.
+inline int64_t panel_bytes(int cols) { return int64_t{GROUP} * LANES * cols; }
 
 // fp16 weights [rows, cols] and fp32 bias; a tile is 16 rows by 1 column at a time; used in fp32.
 struct HalfMatrix {
@@ -130,6 +150,7 @@ struct Kernels {
   const char* name;
   int block_tokens;  // a product takes at most so many tokens at a time
   void (*pack)(const int8_t* weights, int rows, int cols, int8_t* packed);
+  void (*pack4)(const Int4Rows& weights, int rows, int cols, int8_t* packed);
   void (*pack_half)(const uint16_t* weights, int rows, int cols, uint16_t* packed);
   // The row of a packed matrix in fp32, times `factor`.
   void (*embed)(const Matrix& matrix, int row, float factor, float* out);
@@ -139,8 +160,9 @@ struct Kernels {
   // silu(gate) * value of [gate, value], quantised; `scratch` [hidden].
   void (*swiglu)(const float* up, int hidden, float* scratch, const Quantised& out, int token);
   // Outputs of the tiles [first, last) for all tokens, `first` the first of a group; `is_added`: on top of what y holds.
+  // panel [panel_bytes(cols)]: scratch of int4 weights.
   void (*matmul)(const Matrix& matrix, const Quantised& x, int tokens, int first, int last, float* y, int stride, bool is_added,
-                 const Ahead& ahead);
+                 const Ahead& ahead, int8_t* panel);
   void (*matmul_half)(const HalfMatrix& matrix, const float* x, int x_stride, int tokens, int first, int last, float* y, int stride,
                       const Ahead& ahead);
   void (*slots)(const SlotLayer& layer, const SlotWork& work);

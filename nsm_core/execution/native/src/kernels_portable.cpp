@@ -11,7 +11,7 @@ namespace {
 #include "keyed.inc"
 #include "attention.inc"
 
-const Kernels KERNELS = {"portable", BLOCK_TOKENS, pack, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, keyed, attend, weigh};
+const Kernels KERNELS = {"portable", BLOCK_TOKENS, pack, pack4, pack_half, embed, norm, quantise, swiglu, matmul, matmul_half, slots, keyed, attend, weigh};
 }  // namespace
 
 const Kernels* portable_kernels() { return &KERNELS; }

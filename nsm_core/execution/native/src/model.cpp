@@ -26,18 +26,23 @@ auto* matrix_at(AnyModel& model, int layer, int part) {
 
 // Of all matrices, packed: a multiple of a cache line each, as a tile is.
 size_t matrix_bytes(const Shape& shape, const int32_t* kinds) {
-  const auto packed = [](int rows, int cols) { return static_cast<size_t>(tiles_of(rows)) * LANES * cols; };
+  const auto packed = [&](int rows, int cols) { return packed_bytes(rows, cols, shape.is_int4 != 0); };
   const int d = shape.d_model;
   size_t bytes = packed(shape.vocab_size, d);
   for (int i = 0; i < shape.num_layers; ++i) {
     const Kind kind = static_cast<Kind>(kinds[i]);
     bytes += packed(shape.projected_width(kind), d) + packed(d, shape.mixed_width(kind)) + packed(2 * shape.mlp_hidden, d) +
-             packed(d, shape.mlp_hidden) + sizeof(uint16_t) * packed(shape.routing_rows(kind), d);
+             packed(d, shape.mlp_hidden) + sizeof(uint16_t) * packed_bytes(shape.routing_rows(kind), d, false);
   }
   return bytes;
 }
 
 }  // namespace
+
+size_t packed_bytes(int rows, int cols, bool is_int4) {
+  const size_t tile = is_int4 ? static_cast<size_t>(int4_tile_bytes(cols)) : static_cast<size_t>(LANES) * cols;
+  return (tiles_of(rows) * tile + LINE - 1) / LINE * LINE;
+}
 
 int Shape::projected_width(Kind kind) const {
   switch (kind) {
@@ -101,16 +106,29 @@ Model::Model(const Shape& given, const int32_t* kinds, const int32_t* windows, c
   }
 }
 
-bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
+// Memory for a matrix, whose scale is taken over; null: the model holds other numbers, or the matrix is larger than the shape says.
+int8_t* Model::place(int layer, int part, bool is_int4, const float* scale, int rows, int cols) {
   PackedMatrix* target = matrix_at(*this, layer, part);
-  if (target == nullptr || rows < 1 || cols < LANES || cols % LANES != 0) return false;
-  const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  int8_t* packed = arena_.take(padded * cols);
-  if (packed == nullptr) return false;  // larger than the shape says
-  target->scale = Buffer<float>(padded);
-  kernels.pack(weights, rows, cols, packed);
+  if (target == nullptr || is_int4 != (shape.is_int4 != 0) || rows < 1 || cols < LANES || cols % LANES != 0) return nullptr;
+  int8_t* packed = arena_.take(packed_bytes(rows, cols, is_int4));
+  if (packed == nullptr) return nullptr;
+  target->scale = Buffer<float>(static_cast<size_t>(tiles_of(rows)) * LANES);
   std::copy(scale, scale + rows, target->scale.get());
-  target->view = {packed, target->scale.get(), rows, cols};
+  target->view = {packed, target->scale.get(), rows, cols, is_int4};
+  return packed;
+}
+
+bool Model::set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
+  int8_t* packed = place(layer, part, false, scale, rows, cols);
+  if (packed == nullptr) return false;
+  kernels.pack(weights, rows, cols, packed);
+  return true;
+}
+
+bool Model::set_matrix4(int layer, int part, const Int4Rows& weights, const float* scale, int rows, int cols) {
+  int8_t* packed = place(layer, part, true, scale, rows, cols);
+  if (packed == nullptr) return false;
+  kernels.pack4(weights, rows, cols, packed);
   return true;
 }
 

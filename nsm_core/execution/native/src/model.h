@@ -37,6 +37,9 @@ class Buffer {
   size_t count_ = 0;
 };
 
+// Of a matrix in a model's memory.
+size_t packed_bytes(int rows, int cols, bool is_int4);
+
 // Puts memory on huge pages where the system has them, also if it is in use already; else it stays what it is.
 void prefer_huge_pages(void* memory, size_t bytes);
 
@@ -65,6 +68,7 @@ struct Shape {
   int32_t vocab_size, d_model, num_layers, heads, slots, top_k, taps, mlp_hidden, kv_heads;
   int32_t is_softmax_router;
   int32_t slot_width;  // of keyed slots
+  int32_t is_int4;     // its matrices; else int8
   float taper, eps;
 
   int head_dim() const { return d_model / heads; }
@@ -108,6 +112,7 @@ class Model {
   Model(const Shape& shape, const int32_t* kinds, const int32_t* windows, const Kernels& kernels);
   // False: the part does not have this size.
   bool set_matrix(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
+  bool set_matrix4(int layer, int part, const Int4Rows& weights, const float* scale, int rows, int cols);
   bool set_router(int layer, const uint16_t* weights, int rows, int cols);
   bool set_floats(int layer, int part, const float* values, int count);
   bool set_rotary(const double* frequencies, int count);
@@ -127,6 +132,7 @@ class Model {
 
  private:
   Arena arena_;
+  int8_t* place(int layer, int part, bool is_int4, const float* scale, int rows, int cols);
   size_t floats_of(const Layer& layer, int part) const;
   bool is_complete(const Layer& layer) const;
 };
@@ -180,8 +186,9 @@ class Runner {
   const int piece_tokens_;
   const int64_t most_ahead_;
   int routing_stride_, score_floats_, keyed_floats_;
+  int64_t panel_bytes_;  // of a thread
   Buffer<float> x_, normed_, projected_, routing_, mixed_, up_, scratch_, cos_, sin_, scores_, keyed_;
-  Buffer<int8_t> bytes_;
+  Buffer<int8_t> bytes_, panels_;
   Buffer<float> scale_;
   Buffer<int32_t> sum_;
   Quantised quantised_;

@@ -70,6 +70,8 @@ Runner::Runner(const Model& model, States states, int num_threads, int piece_tok
   scores_ = Buffer<float>(threads * score_floats_);
   keyed_ = Buffer<float>(threads * keyed_floats_);
   bytes_ = Buffer<int8_t>(tokens * widest(model));
+  panel_bytes_ = shape.is_int4 ? panel_bytes(widest(model)) : 0;
+  panels_ = Buffer<int8_t>(threads * static_cast<size_t>(panel_bytes_));
   scale_ = Buffer<float>(tokens);
   sum_ = Buffer<int32_t>(tokens);
   quantised_ = {bytes_.get(), scale_.get(), sum_.get(), widest(model)};
@@ -105,21 +107,21 @@ void Runner::for_tokens(int tokens, const Task& task) {
   });
 }
 
-// Calls task(first tile, last tile) for groups of tiles; counts what they fetch.
+// Calls task(first tile, last tile, thread) for groups of tiles; counts what they fetch.
 template <typename Task>
 void Runner::over_groups(int rows, int steps, int tokens, const Task& task) {
   const int tiles = tiles_of(rows), groups = (tiles + GROUP - 1) / GROUP;
   const int parts = team_.size() == 1 ? 1 : std::min(groups, team_.size() * TASKS_PER_THREAD);
-  team_.run(parts, [&](int part, int) {
-    task(part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP));
+  team_.run(parts, [&](int part, int thread) {
+    task(part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP), thread);
   });
   const int blocks = (tokens + model_.kernels.block_tokens - 1) / model_.kernels.block_tokens;
   ahead_.begin += int64_t{LINE} * groups * blocks * steps;
 }
 
 void Runner::multiply(const Matrix& matrix, const Quantised& x, int tokens, float* y, int stride, bool is_added) {
-  over_groups(matrix.rows, matrix.cols / 4, tokens, [&](int first, int last) {
-    model_.kernels.matmul(matrix, x, tokens, first, last, y, stride, is_added, ahead_);
+  over_groups(matrix.rows, matrix.cols / 4, tokens, [&](int first, int last, int thread) {
+    model_.kernels.matmul(matrix, x, tokens, first, last, y, stride, is_added, ahead_, panels_.get() + thread * panel_bytes_);
   });
 }
 
@@ -185,7 +187,7 @@ void Runner::mix(int index, const std::vector<Span>& spans, int tokens) {
   multiply(layer.project.view, quantised_, tokens, projected_.get(), model_.shape.projected_width(layer.kind), false);
   if (layer.kind == ATTENTION) return mix_attention(index, spans);
   const int d = model_.shape.d_model;
-  over_groups(layer.routing.rows, d, tokens, [&](int first, int last) {
+  over_groups(layer.routing.rows, d, tokens, [&](int first, int last, int) {
     model_.kernels.matmul_half(layer.routing, normed_.get(), d, tokens, first, last, routing_.get(), routing_stride_, ahead_);
   });
   if (layer.kind == KEYED)

@@ -41,7 +41,17 @@ int nsm_rwkv7_set_int8(void* model, int layer, int part, const int8_t* weights, 
   }
 }
 
-// weights: fp16 in an int8 model, else as the shape says of large ones and fp32 of small ones; bias [rows], or null: none.
+// numbers, steps, offsets: see Int4Rows.
+int nsm_rwkv7_set_int4(void* model, int layer, int part, const uint8_t* numbers, const uint8_t* steps, const int8_t* offsets,
+                       const float* scale, int rows, int cols) {
+  try {
+    return static_cast<Rwkv7Model*>(model)->set_int4(layer, part, {numbers, steps, offsets}, scale, rows, cols);
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+// weights: fp16 in an int8 or int4 model, else as the shape says of large ones and fp32 of small ones; bias [rows], or null: none.
 int nsm_rwkv7_set_matrix(void* model, int layer, int part, const void* weights, const float* bias, int rows, int cols) {
   try {
     return static_cast<Rwkv7Model*>(model)->set_matrix(layer, part, weights, bias, rows, cols);

@@ -63,18 +63,18 @@ int count_of(const Rwkv7Shape& shape, int layer, int part) {
 }
 
 size_t number_bytes(const Rwkv7Shape& shape, int part) {
-  if (shape.large == INT8_LARGE) return is_large(part) ? 1 : sizeof(uint16_t);
+  if (shape.is_rounded()) return is_large(part) ? 1 : sizeof(uint16_t);
   return is_large(part) && shape.large != static_cast<int32_t>(Numbers::FP32) ? sizeof(uint16_t) : sizeof(float);
 }
 
-size_t packed_bytes(const Rwkv7Shape& shape, int part, Size size) {
-  return number_bytes(shape, part) * tiles_of(size.rows) * LANES * size.cols;
+size_t part_bytes(const Rwkv7Shape& shape, int part, Size size) {
+  return number_bytes(shape, part) * packed_bytes(size.rows, size.cols, shape.large == INT4_LARGE && is_large(part));
 }
 
 size_t all_bytes(const Rwkv7Shape& shape) {
   size_t bytes = 0;
   for (int layer = 0; layer < shape.num_layers; ++layer)
-    for (int part = 0; part < NUM_MATRICES; ++part) bytes += packed_bytes(shape, part, size_of(shape, layer, part));
+    for (int part = 0; part < NUM_MATRICES; ++part) bytes += part_bytes(shape, part, size_of(shape, layer, part));
   return bytes;
 }
 
@@ -90,7 +90,7 @@ Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols) {
   if (rows < 1 || rows != size.rows || cols != size.cols) return nullptr;
   Rwkv7Matrix& matrix = layers[layer].matrices[part];
   const size_t padded = static_cast<size_t>(tiles_of(rows)) * LANES;
-  if (matrix.weights == nullptr) matrix.weights = arena_.take(padded * cols * number_bytes(shape, part));
+  if (matrix.weights == nullptr) matrix.weights = arena_.take(part_bytes(shape, part, size));
   if (matrix.weights == nullptr) return nullptr;
   matrix.rows = rows, matrix.cols = cols;
   matrix.by_row = Buffer<float>(padded);
@@ -98,7 +98,7 @@ Rwkv7Matrix* Rwkv7Model::place(int layer, int part, int rows, int cols) {
 }
 
 bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols) {
-  if (!is_int8() || !is_large(part)) return false;
+  if (shape.large != INT8_LARGE || !is_large(part)) return false;
   Rwkv7Matrix* matrix = place(layer, part, rows, cols);
   if (matrix == nullptr) return false;
   matrix->kind = Rwkv7Matrix::INT8;
@@ -107,13 +107,23 @@ bool Rwkv7Model::set_int8(int layer, int part, const int8_t* weights, const floa
   return true;
 }
 
-bool Rwkv7Model::set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols) {
-  if (is_int8() && is_large(part)) return false;
+bool Rwkv7Model::set_int4(int layer, int part, const Int4Rows& weights, const float* scale, int rows, int cols) {
+  if (shape.large != INT4_LARGE || !is_large(part)) return false;
   Rwkv7Matrix* matrix = place(layer, part, rows, cols);
   if (matrix == nullptr) return false;
-  matrix->kind = is_int8() ? Rwkv7Matrix::HALF : Rwkv7Matrix::FLOAT;
-  matrix->numbers = is_int8() || !is_large(part) ? Numbers::FP32 : static_cast<Numbers>(shape.large);
-  if (is_int8())
+  matrix->kind = Rwkv7Matrix::INT4;
+  kernels.pack4(weights, rows, cols, matrix->weights);
+  std::copy(scale, scale + rows, matrix->by_row.get());
+  return true;
+}
+
+bool Rwkv7Model::set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols) {
+  if (is_rounded() && is_large(part)) return false;
+  Rwkv7Matrix* matrix = place(layer, part, rows, cols);
+  if (matrix == nullptr) return false;
+  matrix->kind = is_rounded() ? Rwkv7Matrix::HALF : Rwkv7Matrix::FLOAT;
+  matrix->numbers = is_rounded() || !is_large(part) ? Numbers::FP32 : static_cast<Numbers>(shape.large);
+  if (is_rounded())
     kernels.pack_half(static_cast<const uint16_t*>(weights), rows, cols, reinterpret_cast<uint16_t*>(matrix->weights));
   else
     own.pack_float(weights, matrix->numbers, rows, cols, matrix->weights);

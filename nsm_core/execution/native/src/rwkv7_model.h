@@ -8,15 +8,18 @@
 
 namespace nsm {
 
+constexpr int32_t INT8_LARGE = 3, INT4_LARGE = 4;
+
 // Mirrored by `Rwkv7Shape` in rwkv7/library.py.
 struct Rwkv7Shape {
   int32_t vocab_size, width, num_layers, head_size, hidden;
   int32_t decay_rank, rate_rank, value_rank, gate_rank;
-  int32_t large;  // numbers of the large matrices: those of `Numbers`, or INT8_LARGE; small ones are fp16 beside int8, else fp32
+  int32_t large;  // numbers of the large matrices: of `Numbers`, INT8_LARGE or INT4_LARGE; small ones are fp16 beside both, else fp32
   float norm_eps, head_eps;
-};
 
-constexpr int32_t INT8_LARGE = 3;
+  // Tokens are rounded to int8 before they meet large matrices.
+  bool is_rounded() const { return large == INT8_LARGE || large == INT4_LARGE; }
+};
 
 // What a layer is made of; the numbers are those of `Rwkv7Part` in rwkv7/library.py.
 enum Rwkv7Part : int32_t {
@@ -29,9 +32,9 @@ enum Rwkv7Part : int32_t {
   NUM_RWKV7_PARTS
 };
 
-// A matrix in one of three packings: `weights` are int8 with a scale, fp16 with a bias, or a FloatMatrix with one.
+// A matrix in one of four packings: `weights` are int8 or int4 with a scale, fp16 with a bias, or a FloatMatrix with one.
 struct Rwkv7Matrix {
-  enum Kind { INT8, HALF, FLOAT } kind = FLOAT;
+  enum Kind { INT8, INT4, HALF, FLOAT } kind = FLOAT;
   Numbers numbers = Numbers::FP32;  // of FLOAT
   int rows = 0, cols = 0;
   int8_t* weights = nullptr;
@@ -48,6 +51,7 @@ class Rwkv7Model {
   Rwkv7Model(const Rwkv7Shape& shape, const Kernels& kernels, const Rwkv7Kernels& own);
   // False: the part does not have this size. `scale` [rows] of int8 weights.
   bool set_int8(int layer, int part, const int8_t* weights, const float* scale, int rows, int cols);
+  bool set_int4(int layer, int part, const Int4Rows& weights, const float* scale, int rows, int cols);
   // Weights in the numbers that `shape.large` asks for; `bias` [rows], or null.
   bool set_matrix(int layer, int part, const void* weights, const float* bias, int rows, int cols);
   bool set_floats(int layer, int part, const float* values, int count);
@@ -59,7 +63,7 @@ class Rwkv7Model {
   const Rwkv7Kernels& own;
   std::vector<Rwkv7Weights> layers;  // those that belong to no layer are the first one's
 
-  bool is_int8() const { return shape.large == INT8_LARGE; }
+  bool is_rounded() const { return shape.is_rounded(); }
   int num_heads() const { return shape.width / shape.head_size; }
   const Rwkv7Matrix& matrix(int layer, int part) const { return layers[layer].matrices[part]; }
   const float* floats(int layer, int part) const { return layers[layer].floats[part].get(); }
@@ -87,7 +91,7 @@ class Rwkv7Runner {
   // A product of all tokens of a piece; where both inputs are null there is none.
   struct Product {
     const Rwkv7Matrix* matrix;
-    const float* x;        // [tokens, x_stride]; unused for int8
+    const float* x;        // [tokens, x_stride]; unused for int8 and int4
     int x_stride;
     const Quantised* bytes;  // unused for fp16 and fp32
     float* y;
@@ -106,7 +110,7 @@ class Rwkv7Runner {
   void over_shifted(const std::vector<Span>& spans, const std::vector<float*>& shifts, const std::vector<int64_t>& strides, int layer,
                     int tokens, const Task& task);
   void multiply(std::initializer_list<Product> products);
-  void multiply_tiles(const Product& product, int first, int last);
+  void multiply_tiles(const Product& product, int first, int last, int thread);
   template <typename Task>
   void for_tokens(int tokens, const Task& task);
 
@@ -114,9 +118,10 @@ class Rwkv7Runner {
   const States states_;
   Team team_;
   const int piece_tokens_;
-  bool is_int8_;
+  bool is_rounded_;
+  int64_t panel_bytes_;  // of a thread
   Buffer<float> x_, normed_, mixed_[6], r_, k_, v_, first_value_, inner_[4], outer_[4], read_, hidden_, scratch_, two_;
-  Buffer<int8_t> bytes_[4];
+  Buffer<int8_t> bytes_[4], panels_;
   Buffer<float> scales_[4];
   Buffer<int32_t> sums_[4];
   Quantised quantised_[4];  // of r, k and v, or of one width; the last: of the channel mix's inner tokens, two rows each

@@ -15,7 +15,7 @@ int padded(int count) { return tiles_of(count) * LANES; }
 }  // namespace
 
 Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads, int piece_tokens)
-    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), is_int8_(model.is_int8()) {
+    : model_(model), states_(std::move(states)), team_(num_threads), piece_tokens_(piece_tokens), is_rounded_(model.is_rounded()) {
   const Rwkv7Shape& shape = model.shape;
   const size_t tokens = piece_tokens, floats = tokens * shape.width;
   for (Buffer<float>* buffer : {&x_, &normed_, &r_, &k_, &v_, &first_value_, &read_}) *buffer = Buffer<float>(floats);
@@ -26,7 +26,7 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
     outer_[i] = Buffer<float>(floats);
   }
   hidden_ = Buffer<float>(tokens * shape.hidden);
-  if (is_int8_) {
+  if (is_rounded_) {
     scratch_ = Buffer<float>(static_cast<size_t>(num_threads) * shape.hidden);
     two_ = Buffer<float>(2 * floats);
     for (int i = 0; i < NUM_BYTES; ++i) {
@@ -38,6 +38,8 @@ Rwkv7Runner::Rwkv7Runner(const Rwkv7Model& model, States states, int num_threads
       quantised_[i] = {bytes_[i].get(), scales_[i].get(), sums_[i].get(), width};
     }
   }
+  panel_bytes_ = shape.large == INT4_LARGE ? panel_bytes(std::max(shape.width, shape.hidden)) : 0;
+  panels_ = Buffer<int8_t>(static_cast<size_t>(num_threads) * panel_bytes_);
   before_.resize(tokens);
 }
 
@@ -70,12 +72,14 @@ void Rwkv7Runner::for_tokens(int tokens, const Task& task) {
   });
 }
 
-void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last) {
+void Rwkv7Runner::multiply_tiles(const Product& product, int first, int last, int thread) {
   const Rwkv7Matrix& matrix = *product.matrix;
   switch (matrix.kind) {
     case Rwkv7Matrix::INT8:
-      model_.kernels.matmul({matrix.weights, matrix.by_row.get(), matrix.rows, matrix.cols}, *product.bytes, product.tokens, first, last,
-                            product.y, product.stride, product.is_added, Ahead{});
+    case Rwkv7Matrix::INT4:
+      model_.kernels.matmul({matrix.weights, matrix.by_row.get(), matrix.rows, matrix.cols, matrix.kind == Rwkv7Matrix::INT4}, *product.bytes,
+                            product.tokens, first, last, product.y, product.stride, product.is_added, Ahead{},
+                            panels_.get() + thread * panel_bytes_);
       break;
     case Rwkv7Matrix::HALF:
       model_.kernels.matmul_half({reinterpret_cast<const uint16_t*>(matrix.weights), matrix.by_row.get(), matrix.rows, matrix.cols},
@@ -93,12 +97,12 @@ void Rwkv7Runner::multiply(std::initializer_list<Product> products) {
   const auto parts_of = [&](const Product& product) { return std::min((tiles_of(product.matrix->rows) + GROUP - 1) / GROUP, most); };
   int total = 0;
   for (const Product& product : products) total += parts_of(product);
-  team_.run(total, [&](int part, int) {
+  team_.run(total, [&](int part, int thread) {
     for (const Product& product : products) {
       const int parts = parts_of(product);
       if (part < parts) {
         const int tiles = tiles_of(product.matrix->rows), groups = (tiles + GROUP - 1) / GROUP;
-        multiply_tiles(product, part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP));
+        multiply_tiles(product, part * groups / parts * GROUP, std::min(tiles, (part + 1) * groups / parts * GROUP), thread);
         return;
       }
       part -= parts;
@@ -149,7 +153,7 @@ void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens
   over_shifted(spans, states_.time_shifts, states_.time_strides, layer, tokens, [&](int token, int, const float* x, const float* before) {
     for (int i = 0; i < NUM_INPUTS; ++i)
       model_.own.shift(x, before, shares + static_cast<int64_t>(i) * d, d, mixed_[i].get() + static_cast<int64_t>(token) * d);
-    if (!is_int8_) return;
+    if (!is_rounded_) return;
     model_.kernels.quantise(mixed_[R].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
     model_.kernels.quantise(mixed_[K].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_K], token);
     model_.kernels.quantise(mixed_[V].get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_V], token);
@@ -175,7 +179,7 @@ void Rwkv7Runner::time_mix(int layer, const std::vector<Span>& spans, int tokens
   });
   multiply({outer(DECAY_OUT, DECAY), outer(RATE_OUT, RATE), outer(VALUE_OUT, VALUE_MIX), outer(GATE_OUT, GATE)});
   read_heads(layer, spans);
-  if (is_int8_)
+  if (is_rounded_)
     for_tokens(tokens, [&](int token, int) {
       model_.kernels.quantise(read_.get() + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
     });
@@ -205,18 +209,18 @@ void Rwkv7Runner::channel_mix(int layer, const std::vector<Span>& spans, int tok
                [&](int token, int, const float* x, const float* before) {
                  float* mixed = mixed_[K].get() + static_cast<int64_t>(token) * d;
                  model_.own.shift(x, before, model_.floats(layer, CHANNEL_SHIFT), d, mixed);
-                 if (is_int8_) model_.kernels.quantise(mixed, d, quantised_[BYTES_K], token);
+                 if (is_rounded_) model_.kernels.quantise(mixed, d, quantised_[BYTES_K], token);
                });
   multiply({{&model_.matrix(layer, CHANNEL_KEY), mixed_[K].get(), d, &quantised_[BYTES_K], hidden_.get(), hidden, false, tokens}});
   for_tokens(tokens, [&](int token, int thread) {
     float* inner = hidden_.get() + static_cast<int64_t>(token) * hidden;
     model_.own.relu_squared(inner, hidden);
     // A square has a few large numbers and many small ones: in one row of int8 the small ones would vanish
-    if (is_int8_)
+    if (is_rounded_)
       model_.own.quantise_twice(inner, hidden, scratch_.get() + static_cast<int64_t>(thread) * hidden, quantised_[BYTES_HIDDEN], 2 * token);
   });
   const Rwkv7Matrix& value = model_.matrix(layer, CHANNEL_VALUE);
-  if (!is_int8_) {
+  if (!is_rounded_) {
     multiply({{&value, hidden_.get(), hidden, nullptr, x_.get(), d, true, tokens}});
     return;
   }
@@ -232,7 +236,7 @@ void Rwkv7Runner::logits(const float* hidden, int tokens, float* out) {
   for (int first = 0; first < tokens; first += piece_tokens_) {
     const int some = std::min(piece_tokens_, tokens - first);
     const float* part = hidden + static_cast<int64_t>(first) * d;
-    if (is_int8_)
+    if (is_rounded_)
       for_tokens(some, [&](int token, int) {
         model_.kernels.quantise(part + static_cast<int64_t>(token) * d, d, quantised_[BYTES_R], token);
       });
