@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsm_core.inspection.layer_hooks import clear_hooked, hookable_layers, hooked
 from nsm_core.inspection.routing import TOP_STATES, LayerRouting
-from nsm_core.inspection.routing_capture import Capture, capture, has_states
+from nsm_core.inspection.routing_capture import Capture, Kind, capture, has_states
 from nsm_core.loaded_model import SequenceModel
 from nsm_core.model.nsm import NsmModel
 from nsm_core.state.spec import POSITION, State
@@ -60,12 +60,16 @@ def probe_of(model: SequenceModel) -> RoutingProbe | None:
 def _describe(name: str, seen: Capture, row: int) -> LayerRouting:
     if seen.write is None or seen.read is None:
         raise ValueError(f"layer {name} has no routed states")
-    write, read = seen.write[row].cpu(), seen.read[row].cpu()
+    return layer_routing(name, seen.kind, seen.write[row].cpu(), seen.read[row].cpu())
+
+
+def layer_routing(name: str, kind: Kind, write: Tensor, read: Tensor) -> LayerRouting:
+    """Of one token in one layer, by its weights [H, M]."""
     entropy = write_entropy(write)
     num_heads, num_states = write.shape
     return LayerRouting(
         layer=name,
-        kind=seen.kind,
+        kind=kind,
         num_states=num_states,
         num_heads=num_heads,
         entropy=_rounded(float(entropy.mean()) / math.log(max(2, num_states))),

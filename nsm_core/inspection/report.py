@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from nsm_core.inspection.routing import LayerRouting
+
 MAX_RECENT_TOKENS = 512  # each is a step of the model, for one answer
 
 
@@ -24,7 +26,10 @@ class StateActivity:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """One layer with routed states, means over the text's tokens and the heads; see TokenFigures and `smoothness`."""
+    """One layer with routed states, means over the text's tokens and the heads; see TokenFigures and `smoothness`.
+
+    `tokens`: how each token of the text was routed, if that was asked for.
+    """
 
     layer: str
     kind: str
@@ -34,3 +39,4 @@ class LayerReport:
     strength: float
     smoothness: float | None
     states: tuple[StateActivity, ...]
+    tokens: tuple[LayerRouting, ...] = ()

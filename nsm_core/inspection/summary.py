@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from nsm_core.inspection.figures import smoothness, state_figures, token_figures
+from nsm_core.inspection.probe import layer_routing
 from nsm_core.inspection.reading import Inspection, LayerActivity
 from nsm_core.inspection.report import LayerReport, StateActivity
+from nsm_core.inspection.routing import LayerRouting
 from nsm_core.inspection.routing_capture import STATES
 
 
-def summarise(inspection: Inspection) -> tuple[LayerReport, ...]:
-    """Reports of the layers with routed states."""
-    return tuple(_summarise(layer) for layer in inspection.layers if layer.kind in STATES)
+def summarise(inspection: Inspection, *, has_tokens: bool = False) -> tuple[LayerReport, ...]:
+    """Reports of the layers with routed states. `has_tokens`: with the routing of each token."""
+    reports = []
+    for layer in inspection.layers:
+        if layer.kind in STATES:
+            report = _summarise(layer)
+            reports.append(dataclasses.replace(report, tokens=_routes(layer)) if has_tokens else report)
+    return tuple(reports)
 
 
 def skipped_layers_note(inspection: Inspection) -> str | None:
@@ -44,6 +52,14 @@ def _summarise(layer: LayerActivity) -> LayerReport:
             StateActivity(importance=weight, utilisation=use, half_life=_finite(life), specialisation=special)
             for weight, use, life, special in rows
         ),
+    )
+
+
+def _routes(layer: LayerActivity) -> tuple[LayerRouting, ...]:
+    if layer.write is None or layer.read is None:
+        return ()
+    return tuple(
+        layer_routing(layer.name, layer.kind, write, read) for write, read in zip(layer.write, layer.read, strict=True)
     )
 
 

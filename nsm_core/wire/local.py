@@ -52,6 +52,7 @@ class AskText(msgspec.Struct, tag=True, array_like=True):
     number: int
     state: bytes | None
     ids: tuple[int, ...]
+    has_tokens: bool
 
 
 class AskGrammar(msgspec.Struct, tag=True, array_like=True):

@@ -105,8 +105,12 @@ class InferenceBackend(Protocol):
         """
         ...
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
         """Reads `ids`, at least one, on top of a state (None: the start) and tells what the layers' states did.
+
+        `has_tokens`: also how each of them was routed.
 
         Beside the engine, one such text at a time. Raises InvalidRequest, where it cannot be told at all too, and
         SnapshotCorrupt for bytes that are no state of this model.

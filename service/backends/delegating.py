@@ -52,8 +52,10 @@ class DelegatingBackend:
     ) -> StateReport:
         return await self._backend.inspect_state(state, detail=detail, layer=layer)
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        return await self._backend.inspect_text(state, ids)
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
+        return await self._backend.inspect_text(state, ids, has_tokens=has_tokens)
 
     def is_ready(self) -> bool:
         return self._backend.is_ready()

@@ -108,9 +108,11 @@ class LocalBackend:
             lambda: inspect_state(model.state_spec, state, model.initial_state(1), detail=detail, layer=layer)
         )
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
         async with self._inspecting:
-            return await asyncio.to_thread(_inspect_text, self._served, state, ids)
+            return await asyncio.to_thread(_inspect_text, self._served, state, ids, has_tokens)
 
     def is_alive(self) -> bool:
         """False once its engine has ended: only another process can help then."""
@@ -123,7 +125,9 @@ class LocalBackend:
         return self._engine.stats()
 
 
-def _inspect_text(model: SequenceModel, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+def _inspect_text(
+    model: SequenceModel, state: bytes | None, ids: Sequence[int], has_tokens: bool
+) -> tuple[LayerReport, ...]:
     """With a shared copy of the model: the engine's thread runs the model itself at the same time.
 
     Nothing of an architecture whose layers route no tokens to memory slots.
@@ -133,4 +137,4 @@ def _inspect_text(model: SequenceModel, state: bytes | None, ids: Sequence[int])
     start = None if state is None else model.state_spec.unpack(state)
     if start is not None:
         start = {name: value.to(model.embedding.weight.device) for name, value in start.items()}
-    return summarise(inspect(shared_copy(model), ids, start))
+    return summarise(inspect(shared_copy(model), ids, start), has_tokens=has_tokens)

@@ -152,19 +152,20 @@ async def open_session_turn(
 ) -> SessionAnswer:
     """Checks the body and begins the turn; errors become the answer's status."""
     services.check_model(body.model)
-    spec = await with_grammar(services, key.tenant, body.to_request(services.limits), arrival)
-    digest = digest_of(body.model_dump(exclude=set(body.non_semantic_fields)))
+    spec = await with_grammar(services, key.tenant, body.to_request(services.limits, services.chat_template), arrival)
+    digest = digest_of(body.model_dump(exclude=body.digest_exclude))
     identity = _identity(idempotency_key, body.expected_version, digest)
     if identity is None:  # a retry joins its first try even when the engine is full
         services.backend.require_room()
+    input_ids, version = await _read_input(services, key, body)
     request = TurnRequest(
         request_id=f"cmpl-{uuid.uuid4().hex}-{key.session_id}",
         key=key,
-        input_ids=await _input_ids(services, body.input),
-        is_verbatim=not isinstance(body.input, str),
+        input_ids=input_ids,
+        is_verbatim=isinstance(body.input, list),
         sampling=spec.sampling,
         has_own_seed=body.seed is not None,
-        expected_version=body.expected_version,
+        expected_version=version,
         arrival=arrival.time,
         deadline=arrival.time + spec.timeout_s,
         identity=identity,
@@ -224,8 +225,19 @@ def _identity(key: str | None, expected_version: int | None, digest: str) -> str
     return None if expected_version is None else f"version:{expected_version}:{digest}"
 
 
-async def _input_ids(services: Services, given: str | list[int]) -> tuple[int, ...]:
-    """Whether nothing at all may be read is known only with the session: an empty input passes here."""
+async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -> tuple[tuple[int, ...], int | None]:
+    """The ids to read, and the version at which they may be read (None: at any).
+
+    Whether nothing at all may be read is known only with the session: an empty input passes here.
+    """
+    given, version = body.input, body.expected_version
+    if body.messages is not None:
+        head = await services.store.get(key)
+        is_first = head.num_log_tokens == 0
+        text = body.text_of_messages(services.chat_template, is_first=is_first)
+        ids = tuple(await services.prompts.encode(text, param="messages"))
+        # a chat's first words differ from its later ones: these must not be read after another client's turn
+        return ids, head.version if is_first and version is None else version
     if isinstance(given, str):
-        return tuple(await services.prompts.encode(given, param="input"))
-    return services.prompts.verbatim(given, param="input").ids if given else ()
+        return tuple(await services.prompts.encode(given, param="input")), version
+    return (services.prompts.verbatim(given, param="input").ids if given else ()), version

@@ -119,13 +119,13 @@ async def generate(
     arrival: ArrivalDep,
     idempotency_key: Annotated[str | None, Header(description="a retry with the same key gets the same turn")] = None,
 ) -> Response:
-    """One turn: reads `input` after all that the session has read, then samples.
+    """One turn: reads `input`, or chat `messages`, after all that the session has read, then samples.
 
     It is committed before the finish reason is sent, and goes on to that when its client leaves. While another turn is
     running the answer is 409 `session_busy`, with `Retry-After`. A retry with the same `Idempotency-Key`, or else with
     the same `expected_version`, and the same body gets the turn that its first try began.
     """
-    services.log_prompt(arrival, body.input)
+    services.log_prompt(arrival, body.input if body.messages is None else [one.text for one in body.messages])
     turn = await open_session_turn(services, key, body, arrival, idempotency_key=idempotency_key)
     return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
 

@@ -31,6 +31,7 @@ async def get_states(
             ge=0, le=MAX_RECENT_TOKENS, description="read so many of the last tokens again, and report their routing"
         ),
     ] = 0,
+    tokens: Annotated[bool, Query(description="with `recent`: the routing of each of these tokens")] = False,
 ) -> Response:
     """How far each memory slot has moved from its learned start, and how full attention windows are.
 
@@ -44,6 +45,7 @@ async def get_states(
             detail=detail,
             layer=layer,
             num_recent=recent,
+            has_tokens=tokens,
             timeout_s=services.settings.request_timeout_s,
         )
     )

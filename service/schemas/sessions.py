@@ -9,10 +9,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
+from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS
+from service.schemas.chat import Message, core_messages
 from service.schemas.common import (
     IGNORED,
+    MAX_MESSAGES,
     MAX_TOKEN_IDS,
     UNSUPPORTED,
     LengthFields,
@@ -155,7 +158,7 @@ class RewindBody(RequestBody):
 
 
 class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
-    """One turn: read `input`, then sample."""
+    """One turn: read `input`, or `messages` in the words of the chat template, then sample."""
 
     ignored = IGNORED
     non_semantic_fields = SamplingFields.non_semantic_fields | {"include_energy", "include_routing"}
@@ -165,6 +168,13 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
 
     model: str | None = None
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = ""
+    messages: list[Message] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="instead of `input`: those since the last turn, read in the words of the chat template",
+    )
     max_tokens: int | None = Field(default=None, description=f"default {DEFAULT_MAX_TOKENS}")
     logprobs: int | None = Field(default=None, description=f"at most {MAX_TOP_LOGPROBS}")
     expected_version: int | None = Field(
@@ -185,10 +195,33 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
             raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
         return value
 
-    def to_request(self, limits: Limits) -> RequestSpec:
-        """The one prompt is the input. Raises InvalidRequest."""
+    @model_validator(mode="after")
+    def _one_input(self) -> GenerateBody:
+        if self.messages is not None and self.input:
+            raise InvalidRequest("input and messages exclude each other", param="messages")
+        return self
+
+    @property
+    def digest_exclude(self) -> set[str]:
+        """Fields that do not tell two requests apart; a body without messages has the digest that it always had."""
+        return set(self.non_semantic_fields) | (set() if self.messages else {"messages"})
+
+    def text_of_messages(self, template: ChatTemplate, *, is_first: bool) -> str:
+        """What the session reads of them; `is_first`: it has read nothing yet. Raises InvalidRequest."""
+        messages = core_messages(self.messages or ())
+        return template.render(messages) if is_first else template.render_next(*messages)
+
+    def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
+        """The one prompt is the input. An answer to messages ends where the template says. Raises InvalidRequest."""
         max_tokens = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS)
-        sampling = self.to_sampling(limits, max_tokens=max_tokens, logprobs=self.logprobs, grammar=self.to_grammar())
+        grammar = self.to_grammar(prefix=template.answer_prefix if self.messages else "")
+        sampling = self.to_sampling(
+            limits,
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            template_stop=template.stop if self.messages and grammar is None else (),
+            grammar=grammar,
+        )
         self.check_routing(max_tokens=max_tokens)
         return RequestSpec(
             prompts=(self.input,),

@@ -39,19 +39,22 @@ async def describe_states(
     detail: Detail = Detail.LAYER,
     layer: int | None = None,
     num_recent: int = 0,
+    has_tokens: bool = False,
     timeout_s: float = 60.0,
 ) -> dict[str, Any]:
     """The answer as JSON values. A session without a state shows the learned start, at position 0.
 
-    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to report their routing. Otherwise
-    no step of the model is made.
+    `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to report their routing, with
+    `has_tokens` of each token too. Otherwise no step of the model is made.
 
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
     stored = await store.load(key)
     answer = await describe_stored(backend, stored, detail=detail, layer=layer)
     if num_recent:
-        answer["recent"] = await _recent(backend, store, stored.head, num_recent, timeout_s)
+        answer["recent"] = await _recent(
+            backend, store, stored.head, num_recent, has_tokens=has_tokens, timeout_s=timeout_s
+        )
     return answer
 
 
@@ -79,15 +82,25 @@ async def describe_stored(
 
 
 async def _recent(
-    backend: InferenceBackend, store: SessionStore, head: SessionHead, num_tokens: int, timeout_s: float
+    backend: InferenceBackend,
+    store: SessionStore,
+    head: SessionHead,
+    num_tokens: int,
+    *,
+    has_tokens: bool,
+    timeout_s: float,
 ) -> dict[str, Any]:
     text = await recent_text(backend, store, head, num_tokens=num_tokens, timeout_s=timeout_s)
-    layers = await backend.inspect_text(text.state, text.ids) if text.ids else ()
-    return {
-        "position": text.position,
-        "num_tokens": len(text.ids),
-        "layers": [dataclasses.asdict(layer) for layer in layers],
-    }
+    layers = await backend.inspect_text(text.state, text.ids, has_tokens=has_tokens) if text.ids else ()
+    described = [dataclasses.asdict(layer) for layer in layers]
+    routed = [layer.pop("tokens") for layer in described]
+    recent = {"position": text.position, "num_tokens": len(text.ids), "layers": described}
+    if has_tokens:
+        recent["tokens"] = [
+            {"token_id": token_id, "position": text.position + index, "layers": [layer[index] for layer in routed]}
+            for index, token_id in enumerate(text.ids)
+        ]
+    return recent
 
 
 def _usable(found: ResumedSession | LostState, session_id: str) -> ResumedSession:

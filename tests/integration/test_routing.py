@@ -149,6 +149,20 @@ async def test_a_stream_of_the_past_has_tokens_without_entries(server: Gateway) 
     assert (again["text"], again["routing"]) == (first["text"], [])
 
 
+async def test_routing_of_past_tokens_is_that_of_their_turn(server: Gateway) -> None:
+    path, options = TURN
+    turn = (await server.client.post(path, json={**SAMPLED, **options, "include_routing": True})).json()
+    query = {"recent": 512, "tokens": "true"}
+    recent = (await server.client.get(path.replace("generate", "states"), params=query)).json()["recent"]
+    by_position = {token["position"]: token for token in recent["tokens"]}
+    sampled = turn["choices"][0]["routing"][1:]  # that of the first depends on the split of the prompt
+    assert len(recent["tokens"]) == recent["num_tokens"]
+    for entry in sampled:
+        again = by_position[entry["position"] - 1]  # a token comes out of the reading of the one before it
+        for layer, other in zip(entry["layers"], again["layers"], strict=True):
+            assert dict(layer["write"]) == pytest.approx(dict(other["write"]), abs=0.01)
+
+
 @pytest.mark.triton
 async def test_P10_servers_of_triton_are_not_asked(triton: RunningTriton) -> None:
     backend = triton_backend(triton)

@@ -65,6 +65,12 @@ class Playground:
         found = (await Axe().run(self.page)).response["violations"]
         return [f"{one['id']}: {node['target']} {node['failureSummary']}" for one in found for node in one["nodes"]]
 
+    async def show_tokens(self, style: str) -> None:
+        """As plain text, tinted, or with numbers; a narrow screen has the choice behind a button."""
+        if not await self.page.locator("#look").is_visible():
+            await self.page.click("#view")
+        await self.page.select_option("#look", style)
+
     async def agree(self) -> None:
         """Says yes to what the page asks."""
         await self.page.locator("#confirm .yes").click()

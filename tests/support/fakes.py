@@ -137,7 +137,9 @@ class FakeBackend:
         """Compiled as by the real ones; the script is given all the same."""
         await self._compiling.check(grammar)
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
         return ()
 
     def is_ready(self) -> bool:

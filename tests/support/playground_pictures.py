@@ -21,7 +21,7 @@ OPENING = "The old captain lit his lamp and looked out over the water. There was
 
 
 async def draw(url: str, folder: Path) -> None:
-    """playground-session.png, playground-branches.png, playground-phone.png."""
+    """playground-session.png, playground-branches.png, playground-chat.png, playground-phone.png."""
     async with chromium() as browser:
         async with playground(browser, url, **DESK) as tab:
             await converse(tab)
@@ -29,6 +29,9 @@ async def draw(url: str, folder: Path) -> None:
             await tab.page.emulate_media(color_scheme="dark")
             await branch(tab)
             await shoot(tab, folder / "playground-branches.png")
+        async with playground(browser, url, **DESK) as tab:
+            await chat(tab)
+            await shoot(tab, folder / "playground-chat.png")
         async with playground(browser, url, **PHONE) as tab:
             await tab.send("She opened the letter and read:", max_tokens="60", temperature="0.6", seed="11")
             await tab.turns_end(1)
@@ -43,6 +46,23 @@ async def converse(tab: Playground) -> None:
     await tab.turns_end(2)
     await tab.pane().locator(".answer").nth(1).focus()
     for _ in range(12):
+        await tab.page.keyboard.press("ArrowRight")
+
+
+async def chat(tab: Playground) -> None:
+    """A chat of two messages, with a token of its last answer chosen."""
+    await tab.pane().get_by_role("button", name="Chat").click()
+    await tab.page.fill("#left-system", "A traveller talks to a sailor in the harbour.")
+    more = tab.pane().locator("details.more")
+    await more.evaluate("one => one.open = true")
+    await tab.page.fill("#left-stop", "Assistant:")
+    await more.evaluate("one => one.open = false")
+    await tab.send("Where does your captain live?", max_tokens="48", temperature="0.6", seed="8")
+    await tab.turns_end(1)
+    await tab.send("And who looks after his house?")
+    await tab.turns_end(2)
+    await tab.pane().locator(".answer").nth(1).focus()
+    for _ in range(4):
         await tab.page.keyboard.press("ArrowRight")
 
 

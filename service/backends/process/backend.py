@@ -131,8 +131,11 @@ class ProcessBackend:
             raise EngineDead("the engine's process answered without a report")
         return answer.state
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
-        return (await self._ask(wire.AskText(next(self._numbers), state, tuple(ids)))).layers
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
+        question = wire.AskText(next(self._numbers), state, tuple(ids), has_tokens)
+        return (await self._ask(question)).layers
 
     def is_ready(self) -> bool:
         return self._end is None and self._writer is not None and self._heartbeat_age_s() < HEARTBEAT_LIMIT_S

@@ -175,7 +175,8 @@ class _Connection:
             if isinstance(question, wire.AskState):
                 answer.state = await backend.inspect_state(question.state, detail=question.detail, layer=question.layer)
             elif isinstance(question, wire.AskText):
-                answer.layers = await backend.inspect_text(question.state, question.ids)
+                has_tokens = question.has_tokens
+                answer.layers = await backend.inspect_text(question.state, question.ids, has_tokens=has_tokens)
             else:
                 await backend.check_grammar(question.grammar)
         except NsmError as error:

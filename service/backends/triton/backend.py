@@ -119,7 +119,9 @@ class TritonBackend:
     ) -> StateReport:
         return await self.upstreams.inspect(InspectCall(state=state, detail=detail, layer=layer))
 
-    async def inspect_text(self, state: bytes | None, ids: Sequence[int]) -> tuple[LayerReport, ...]:
+    async def inspect_text(
+        self, state: bytes | None, ids: Sequence[int], *, has_tokens: bool = False
+    ) -> tuple[LayerReport, ...]:
         raise InvalidRequest(
             "recent is not supported with Triton servers", param="recent", code="unsupported_parameter"
         )

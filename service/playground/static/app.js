@@ -141,9 +141,12 @@ async function showModel() {
     const [model] = (await api.json("GET", "v1/models")).data;
     const facts = [`${millions(model.num_parameters)} parameters`, `state ${bytes(model.state_bytes)}, ${model.state_dtype}`, model.numerics];
     byId("model").textContent = [model.id, ...facts].join(" · ");
+    byId("model").classList.remove("loading");
     panes.forEach((pane) => pane.setModel(model));
     return true;
   } catch (error) {
+    byId("model").textContent = "The model’s facts could not be read.";
+    byId("model").classList.remove("loading");
     notice.show(error);
     return error.status !== 401;
   }
@@ -183,10 +186,8 @@ function bind() {
   bindLook();
   byId("import").addEventListener("click", () => byId("import-file").click());
   byId("import-file").addEventListener("change", chooseFile);
-  byId("drawer").addEventListener("click", () => {
-    const isOpen = byId("sessions").classList.toggle("open");
-    byId("drawer").setAttribute("aria-expanded", String(isOpen));
-  });
+  bindToggle("drawer", "sessions");
+  bindToggle("view", "switches");
   addEventListener("popstate", followAddress);
   addEventListener("pagehide", () => panes.forEach((pane) => pane.save()));
   for (const pane of panes) {
@@ -194,6 +195,14 @@ function bind() {
       pane.root.addEventListener(event, () => activate(pane));
     }
   }
+}
+
+/** On narrow screens these parts are shown when their button is pressed. */
+function bindToggle(name, part) {
+  byId(name).addEventListener("click", () => {
+    const isOpen = byId(part).classList.toggle("open");
+    byId(name).setAttribute("aria-expanded", String(isOpen));
+  });
 }
 
 /** How tokens look: plain text, tinted by probability, or with the numbers too. */

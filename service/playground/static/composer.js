@@ -16,6 +16,8 @@ const MORE_FIELDS = [
   ["frequency_penalty", "Frequency penalty", ""],
   ["stop", "Stop text", ""],
 ];
+const KINDS = [["text", "Continue a text"], ["chat", "Chat"]];
+const PLACEHOLDERS = { text: "Write the beginning of a text…", chat: "Write a message…" };
 const EMPTY_WORDS = { seed: "drawn", stop: "none" };
 const TEXT_FIELDS = new Set(["stop"]);
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
@@ -35,7 +37,13 @@ export class Composer {
   constructor(name, memory, on) {
     this.memory = memory;
     this.place = `form.${name}`;
-    this.text = el("textarea", { id: `${name}-input`, name: "input", rows: "2", spellcheck: "false", placeholder: "Write the beginning of a text…" });
+    this.kind = "text";
+    this.isFixed = false; // the session has turns of its kind
+    this.system = el("textarea", { id: `${name}-system`, rows: "1", spellcheck: "false", placeholder: "How the model should answer (optional)" });
+    this.systemPart = el("label", { class: "system", hidden: true }, el("span", {}, "System text"), this.system);
+    this.kinds = new Map(KINDS.map(([kind, words]) => [kind, button(words, () => this.choose(kind), { "aria-pressed": "false" })]));
+    this.kindPart = el("div", { class: "segments", role: "group", "aria-label": "Kind of conversation" }, ...this.kinds.values());
+    this.text = el("textarea", { id: `${name}-input`, name: "input", rows: "2", spellcheck: "false", placeholder: PLACEHOLDERS.text });
     this.fields = new Map([...FIELDS, ...MORE_FIELDS].map(([field, , value]) => [field, entry(`${name}-${field}`, field, value)]));
     this.preset = el("select", { id: `${name}-preset` }, ...[["", "own values"], ...PRESETS.map(([words]) => [words, words])].map(([value, words]) => el("option", { value }, words)));
     this.routing = el("input", { type: "checkbox", id: `${name}-routing`, checked: true });
@@ -46,6 +54,8 @@ export class Composer {
     this.root = el(
       "div",
       { class: "composer", role: "group", "aria-label": "Next turn" },
+      this.kindPart,
+      this.systemPart,
       el("label", { for: `${name}-input`, class: "visually-hidden" }, "Text for the model to read"),
       this.text,
       el("div", { class: "send" }, el("label", {}, this.enterSends, "Enter sends"), this.hint, this.stopButton, this.sendButton),
@@ -90,6 +100,8 @@ export class Composer {
     const known = this.memory.read(this.place, {});
     for (const [name, field] of this.fields) field.value = known[name] ?? field.value;
     this.routing.checked = known.routing ?? true;
+    this.system.value = known.system ?? "";
+    this.choose(known.kind ?? "text");
     this.enterSends.checked = this.memory.read("enter-sends", false);
     this.showState();
   }
@@ -102,12 +114,13 @@ export class Composer {
 
   /** The settings of the next turn, its text aside. */
   get values() {
-    return { ...Object.fromEntries(Array.from(this.fields, ([name, field]) => [name, field.value])), routing: this.routing.checked };
+    return { ...Object.fromEntries(Array.from(this.fields, ([name, field]) => [name, field.value])), routing: this.routing.checked, kind: this.kind, system: this.system.value };
   }
 
   set values(values) {
     for (const [name, field] of this.fields) field.value = values[name] ?? "";
     this.routing.checked = values.routing ?? true;
+    this.system.value = values.system ?? "";
     this.changed();
   }
 
@@ -126,14 +139,37 @@ export class Composer {
   }
 
   /** The text and the fields as the body of a turn. The server refuses options that must be numbers and are none. */
-  body(input = this.text.value) {
-    const made = { input };
+  body(text = this.text.value) {
+    const made = this.kind === "chat" && text !== "" ? { messages: this.messages(text) } : { input: text };
     for (const [name, field] of this.fields) {
       const text = TEXT_FIELDS.has(name) ? field.value : field.value.trim();
       if (text !== "") made[name] = TEXT_FIELDS.has(name) || Number.isNaN(Number(text)) ? text : Number(text);
     }
     const options = { stream: true, stream_options: { include_usage: true }, include_energy: true };
     return { ...made, ...options, logprobs: NUM_ALTERNATIVES, ...(this.routing.checked ? { include_routing: true } : {}) };
+  }
+
+  /** Of a chat: the system text belongs in front of its first message. */
+  messages(text) {
+    const system = this.isFixed || this.system.value.trim() === "" ? [] : [{ role: "system", content: this.system.value }];
+    return [...system, { role: "user", content: text }];
+  }
+
+  /** What the next conversation is: a text to be continued, or a chat. */
+  choose(kind) {
+    this.kind = kind;
+    this.text.placeholder = PLACEHOLDERS[kind];
+    for (const [one, choice] of this.kinds) choice.setAttribute("aria-pressed", String(one === kind));
+    this.systemPart.hidden = kind !== "chat" || this.isFixed;
+    this.memory.write(this.place, this.values);
+    this.onKind?.(kind);
+  }
+
+  /** The kind of the session that is shown, null: there is none yet, and the person chooses. `isFixed`: it has turns. */
+  setKind(kind, { isFixed }) {
+    this.isFixed = isFixed;
+    this.kindPart.hidden = kind !== null;
+    this.choose(kind ?? this.kind);
   }
 
   setRunning(isRunning) {
@@ -156,7 +192,7 @@ export class Composer {
 
   /** Marks the field that the server found at fault; null: none. `describedBy`: the id of the message. */
   mark(param, describedBy) {
-    for (const [name, field] of [["input", this.text], ...this.fields]) {
+    for (const [name, field] of [["input", this.text], ["messages", this.text], ...this.fields]) {
       const isAtFault = name === param;
       field.toggleAttribute("aria-invalid", false);
       field.removeAttribute("aria-describedby");

@@ -3,6 +3,7 @@
 import { sessionPath } from "./api.js";
 import { textOf } from "./branches.js";
 import { el } from "./dom.js";
+import { ROLES } from "./format.js";
 import { titleOf } from "./session.js";
 
 // Options of this page's own display; the call answers the same text without them.
@@ -10,7 +11,7 @@ const DISPLAY_OPTIONS = ["stream", "stream_options", "include_energy", "include_
 
 /** The body of a turn without this page's display options. `seed`: the one that the turn drew with, or null. */
 function callOf(turn) {
-  const body = Object.fromEntries(Object.entries(turn.body ?? { input: turn.input }).filter(([name]) => !DISPLAY_OPTIONS.includes(name)));
+  const body = Object.fromEntries(Object.entries(turn.body ?? (turn.messages ? { messages: turn.messages } : { input: turn.input })).filter(([name]) => !DISPLAY_OPTIONS.includes(name)));
   return turn.seed === null || turn.seed === undefined ? body : { ...body, seed: turn.seed };
 }
 
@@ -39,12 +40,13 @@ export function asPython(turn, { hasKey }) {
   ].join("\n");
 }
 
-/** Inputs are quotations, answers are plain. */
+/** Inputs are quotations, answers are plain; the messages of a chat have their roles in front. */
 export function asMarkdown(head, turns) {
   const parts = [`# ${titleOf(head)}`];
   for (const turn of turns.filter((one) => one.status === "done")) {
-    if (turn.input !== "") parts.push(turn.input.split("\n").map((line) => `> ${line}`).join("\n"));
-    parts.push(textOf(turn).trim());
+    for (const { role, content } of turn.messages ?? []) parts.push(`**${ROLES[role]}:** ${content}`);
+    if (!turn.messages && turn.input !== "") parts.push(turn.input.split("\n").map((line) => `> ${line}`).join("\n"));
+    parts.push(!turn.messages ? textOf(turn).trim() : `**${ROLES.assistant}:** ${textOf(turn).trim()}`);
   }
   return `${parts.join("\n\n")}\n`;
 }

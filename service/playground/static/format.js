@@ -1,6 +1,9 @@
 // Numbers and tokens as a person reads them.
 
 const RELATIVE = new Intl.RelativeTimeFormat("en", { numeric: "auto", style: "short" });
+/** Who speaks in a chat, in the page's words. */
+export const ROLES = { system: "System", user: "You", assistant: "Model" };
+
 const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]];
 
 /** A probability: never 0 % or 100 % by rounding. */

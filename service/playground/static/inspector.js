@@ -13,7 +13,7 @@ export class Inspector {
   }
 
   clear() {
-    this.body.replaceChildren(el("p", { class: "hint" }, "Choose a token in an answer, with the arrow keys too."), legend());
+    this.body.replaceChildren(el("p", { class: "hint" }, "Choose a token in an answer: click it, or use the arrow keys."), legend());
   }
 
   show(turn, index) {
@@ -22,7 +22,7 @@ export class Inspector {
     this.body.replaceChildren(
       el("p", { class: "place" }, `${index + 1} of ${turn.pieces.length}`),
       ...(piece.tokens.length === 0 ? [unscored(piece)] : piece.tokens.map(scored)),
-      turn.status === "done" && turn.usage !== null && !isLast ? this.tools(turn, piece) : "",
+      turn.status === "done" && turn.promptTokens !== null && !isLast ? this.tools(turn, piece) : "",
       legend(),
     );
   }
@@ -46,7 +46,7 @@ export function tokenInWords(turn, index) {
 
 function unscored(piece) {
   const short = piece.text.length > 40 ? `${piece.text.slice(0, 40)}…` : piece.text;
-  const note = "Its probability is not known: this tab did not see it come.";
+  const note = "Its probability is not known: this tab did not see the turn.";
   return el("div", {}, el("p", { class: "chosen" }, visible(short)), el("p", { class: "hint" }, note));
 }
 

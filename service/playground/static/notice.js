@@ -14,11 +14,13 @@ export class Notice {
       el("p", { class: "hint" }, details(error)),
       button("Dismiss", () => this.clear()),
     );
+    this.root.dataset.kind = "error";
     this.root.hidden = false;
   }
 
   /** `text`: progress, no error. */
   tell(text) {
+    this.root.dataset.kind = "progress";
     this.root.replaceChildren(el("p", {}, text));
     this.root.hidden = false;
   }

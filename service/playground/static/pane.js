@@ -2,15 +2,17 @@
 
 import { sessionPath } from "./api.js";
 import { Composer } from "./composer.js";
-import { announce, button, el } from "./dom.js";
+import { announce, el } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { Inspector, tokenInWords } from "./inspector.js";
 import { Notice } from "./notice.js";
-import { createSession, factsOf, loadSession, titleOf } from "./session.js";
+import { PaneHead } from "./pane_head.js";
+import { MAX_SCORED_TOKENS, isUnscored, scoreSession } from "./scoring.js";
+import { createSession, isChat, loadSession } from "./session.js";
 import { SessionTools } from "./session_tools.js";
-import { FORK_WORDS, Transcript, spoken } from "./transcript.js";
-import { drawnSeed, followTurn, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
-import { Utilisation, sampleOf } from "./utilisation.js";
+import { Transcript, spoken } from "./transcript.js";
+import { drawnSeed, followTurn, inputOf, isPassing, newTurn, routingRefusal } from "./turn_stream.js";
+import { Utilisation } from "./utilisation.js";
 import { welcome } from "./welcome.js";
 
 const SAVE_EVERY_MS = 1000;
@@ -21,6 +23,8 @@ export class Pane {
     Object.assign(this, { name, api, memory, on, session: null, model: null });
     this.sessionTools = new SessionTools(this, { api, memory, on });
     this.notice = new Notice(`${name}-notice`);
+    this.composer = new Composer(name, memory, { send: () => this.send(), stop: () => this.stop() });
+    this.composer.onKind = () => this.turns.length === 0 && this.transcript.show([]);
     this.transcript = new Transcript(name, {
       select: (turn, index) => this.select(turn, index),
       rewind: (turn) => this.sessionTools.rewind(turn),
@@ -30,38 +34,32 @@ export class Pane {
       copy: (turn, kind) => this.sessionTools.copy(turn, kind),
       readOn: (turn) => this.follow(turn),
       discard: (turn) => this.discard(turn),
-    }, () => welcome(this.model, (text) => this.composer.write(text)));
+    }, () => welcome(this.model, this.composer.kind, (text) => this.composer.write(text)));
     this.inspector = new Inspector({
       rewind: (turn, piece) => this.sessionTools.rewind(turn, piece),
       fork: (turn, piece) => this.sessionTools.fork(turn, piece),
     });
     this.heatmap = new Heatmap((turn, index) => this.select(turn, index));
     this.utilisation = new Utilisation();
-    this.composer = new Composer(name, memory, { send: () => this.send(), stop: () => this.stop() });
     this.build();
     this.clear();
   }
 
   build() {
-    this.title = el("h2");
-    this.facts = el("ul", { class: "facts" });
-    this.tools = el(
-      "div",
-      { class: "tools" },
-      button("Fork", () => this.sessionTools.fork(null), { title: FORK_WORDS }),
-      button("Rename", () => this.on.rename(this.session.head)),
-      button("Markdown", () => this.sessionTools.saveText(), { title: "The text as a file" }),
-      button("Export", () => this.attempt(() => this.on.exportFile(this.session.head.id)), { title: "State and text as a file that any server of this model can import" }),
-      button("Delete", () => this.sessionTools.remove(), { class: "danger" }),
-    );
+    this.head = new PaneHead({
+      fork: () => this.sessionTools.fork(null),
+      rename: () => this.on.rename(this.session.head),
+      saveText: () => this.sessionTools.saveText(),
+      exportFile: () => this.attempt(() => this.on.exportFile(this.session.head.id)),
+      remove: () => this.sessionTools.remove(),
+    });
     const looking = el(
       "div",
       { class: "looking", tabindex: "0", role: "region", "aria-label": `Token, routing and states of the ${this.name} conversation` },
       this.inspector.root, this.heatmap.root, this.utilisation.root,
     );
-    const head = el("header", { class: "pane-head" }, el("div", {}, this.title, this.facts), this.tools);
     const talk = el("div", { class: "talk" }, this.transcript.root, this.notice.root, this.composer.root);
-    this.root = el("section", { class: "pane", id: this.name, "aria-label": `The ${this.name} conversation` }, head, el("div", { class: "pane-body" }, talk, looking));
+    this.root = el("section", { class: "pane", id: this.name, "aria-label": `The ${this.name} conversation` }, this.head.root, el("div", { class: "pane-body" }, talk, looking));
     this.root.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.running) this.stop();
     });
@@ -114,12 +112,30 @@ export class Pane {
       return;
     }
     this.on.changed();
+    const { ids } = this.session;
+    delete this.session.ids;
+    if (this.running === null && isUnscored(this.turns) && ids.length <= MAX_SCORED_TOKENS) await this.score(ids, reading.signal);
+    if (reading.signal.aborted) return;
     if (this.running !== null) {
       this.running.isReadOn = true;
       await this.follow(this.running);
     } else if (this.session.states.at(-1)?.version !== this.session.head.version) {
-      await this.readStates();
+      await this.sessionTools.readStates();
     }
+  }
+
+  /** Turns that this tab did not see get their colours and the newest its routing: the model reads the log again. */
+  async score(ids, signal) {
+    this.notice.tell("Reading the text again for its probabilities…");
+    const scored = await scoreSession(this.api, this.session, ids, signal).catch((error) => {
+      if (!signal.aborted) this.notice.show(error); // the text is there all the same
+      return [];
+    });
+    if (signal.aborted || scored.length === 0) return;
+    this.notice.clear();
+    scored.forEach((turn) => this.transcript.fill(turn));
+    this.showMap();
+    this.save();
   }
 
   forget(id) {
@@ -154,11 +170,8 @@ export class Pane {
 
   showHead() {
     const head = this.session?.head ?? null;
-    this.title.textContent = head === null ? "New session" : titleOf(head);
-    const facts = head === null ? ["It is made when you send its first turn."] : factsOf(head, this.turns);
-    this.facts.replaceChildren(...facts.map((fact) => el("li", {}, fact)));
-    this.facts.title = head?.id ?? "";
-    this.tools.hidden = head === null;
+    this.head.show(head, this.turns);
+    this.composer.setKind(head === null ? null : isChat(head) ? "chat" : "text", { isFixed: (head?.position ?? 0) > 0 });
     this.root.toggleAttribute("data-busy", this.running !== null);
     this.composer.setRunning(this.running !== null);
   }
@@ -172,14 +185,14 @@ export class Pane {
     if (this.running !== null || this.isSending) return;
     this.notice.clear();
     this.composer.mark(null);
-    if (body.input === "" && (this.session?.head.position ?? 0) === 0) {
-      this.notice.tell("Write something for the model to read first.");
+    if (inputOf(body) === "" && (this.session?.head.position ?? 0) === 0) {
+      this.notice.tell(this.composer.kind === "chat" ? "Write a message first." : "Write something for the model to read first.");
       this.composer.text.focus();
       return;
     }
     this.isSending = true;
     try {
-      this.session ??= { head: await createSession(this.api, body.input), turns: [], states: [], isFresh: true };
+      this.session ??= { head: await createSession(this.api, body), turns: [], states: [], isFresh: true };
     } catch (error) {
       this.fail(error);
       return;
@@ -289,7 +302,7 @@ export class Pane {
     if (session !== this.session) return; // another one was opened meanwhile
     this.showHead();
     this.on.changed();
-    if (turn.status === "done") await this.readStates();
+    if (turn.status === "done") await this.sessionTools.readStates();
   }
 
   async stop() {
@@ -310,18 +323,6 @@ export class Pane {
     this.inspector.show(turn, index);
     this.heatmap.show(turn, index);
     announce(tokenInWords(turn, index));
-  }
-
-  async readStates() {
-    const { session } = this;
-    try {
-      const answer = await this.api.json("GET", sessionPath(session.head.id, "states"));
-      session.states = [...session.states.filter((state) => state.version < answer.version), sampleOf(answer)];
-      this.save(session);
-      if (session === this.session) this.utilisation.show(session.states);
-    } catch (error) {
-      if (session === this.session) this.utilisation.fail(error.message);
-    }
   }
 
   /** Resolves to whether it was done; an error is shown. */

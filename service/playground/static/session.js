@@ -2,9 +2,13 @@
 
 import { sessionPath } from "./api.js";
 import { bytes, count, harmless, joules } from "./format.js";
+import { messagesOf, readChatWords } from "./chat_words.js";
 import { turnsFromLog } from "./session_log.js";
+import { inputOf } from "./turn_stream.js";
 
 const MAX_TITLE_CHARS = 60;
+const KIND = "kind"; // of the metadata
+const CHAT = "chat";
 
 /** From this tab's memory as far as that is the server's newest version, else from the server's log. */
 export async function loadSession(api, memory, id) {
@@ -14,13 +18,32 @@ export async function loadSession(api, memory, id) {
   if (last?.status === "cut") last.status = "running"; // it is read on at once
   const newest = known.turns.findLast((turn) => turn.status === "done")?.version ?? 0;
   const isKnown = last?.status === "running" || newest === head.version;
-  return { head, turns: isKnown ? known.turns : await turnsFromLog(api, id, known.turns), states: known.states };
+  if (isKnown) return { head, turns: known.turns, states: known.states, ids: [] };
+  const { turns, ids } = await turnsFromLog(api, id, known.turns);
+  if (isChat(head)) await readMessages(api, turns);
+  return { head, turns, states: known.states, ids };
+}
+
+/** Whether its turns are messages: this page says so when it makes the session. */
+export function isChat(head) {
+  return head.metadata[KIND] === CHAT;
+}
+
+async function readMessages(api, turns) {
+  const unread = turns.filter((turn) => turn.body === null);
+  if (unread.length === 0) return;
+  const words = await readChatWords(api);
+  for (const turn of unread) {
+    const messages = messagesOf(words, turn.input, turn === turns[0]);
+    if (messages !== null) Object.assign(turn, { messages, input: messages.at(-1).content });
+  }
 }
 
 /** Its title is how its first input begins. */
-export function createSession(api, input) {
-  const title = input.trim().slice(0, MAX_TITLE_CHARS).trim();
-  return api.json("POST", "v1/sessions", { metadata: title === "" ? {} : { title } });
+export function createSession(api, body) {
+  const title = inputOf(body).trim().slice(0, MAX_TITLE_CHARS).trim();
+  const metadata = { ...(title === "" ? {} : { title }), ...(body.messages === undefined ? {} : { [KIND]: CHAT }) };
+  return api.json("POST", "v1/sessions", { metadata });
 }
 
 /** A session without a name goes by its id again. */
@@ -58,7 +81,7 @@ function shortened(id) {
 /** A place in the log: the end of a turn, or one of its tokens. `prefix`: of the fields' names, as a rewind has it. */
 export function placeOf(turn, piece, prefix = "") {
   if (piece === null) return { [`${prefix}version`]: turn.version };
-  return { [`${prefix}position`]: turn.usage.prompt_tokens + piece.number };
+  return { [`${prefix}position`]: turn.promptTokens + piece.number };
 }
 
 /** Up to a place; the last turn then ends at `version`. */

@@ -16,10 +16,11 @@ export class SessionList {
     this.search = search;
     this.heads = [];
     this.cursor = null;
+    this.opened = null; // whose tools are shown
     this.listing = 0; // which reading from the start this is
     this.list = el("ul", { class: "sessions" });
     this.more = button("More", () => this.load(this.cursor), { hidden: true });
-    this.note = el("p", { class: "hint" });
+    this.note = el("p", { class: "hint" }, "Reading the list…");
     root.append(this.list, this.note, this.more);
     search.addEventListener("input", () => this.find());
   }
@@ -86,22 +87,37 @@ export class SessionList {
       el("span", { class: "session-title" }, titleOf(head)),
       el("span", { class: "session-facts" }, facts),
     );
-    const beside = button("Beside", () => this.on.openBeside(head.id), {
-      class: "quiet",
-      "data-key": `beside ${head.id}`,
-      "aria-label": `Open beside: ${titleOf(head)}`,
-    });
-    return el("li", {}, open, beside, this.menu(head));
+    return el("li", {}, open, ...this.menu(head));
   }
 
+  /** What is seldom wanted stands below the row, so that the title has its width. */
   menu(head) {
     const words = titleOf(head);
-    return el(
-      "details",
-      { class: "row-menu" },
-      el("summary", { "aria-label": `More for ${words}`, "data-key": `more ${head.id}` }, "⋯"),
-      button("Rename", () => this.on.rename(head), { class: "quiet" }),
-      button("Delete", () => this.on.remove(head), { class: "quiet danger" }),
+    const isOpen = this.opened === head.id;
+    const then = (act) => () => {
+      this.toggle(head.id);
+      act(head);
+    };
+    const tools = el(
+      "div",
+      { class: "row-tools", id: `tools-${head.id}`, hidden: !isOpen },
+      button("Beside", then(() => this.on.openBeside(head.id)), { class: "quiet", "data-key": `beside ${head.id}`, "aria-label": `Open beside: ${words}` }),
+      button("Rename", then(this.on.rename), { class: "quiet", "data-key": `rename ${head.id}` }),
+      button("Delete", then(this.on.remove), { class: "quiet danger", "data-key": `delete ${head.id}` }),
     );
+    const more = button("⋯", () => this.toggle(head.id), {
+      class: "row-more",
+      "aria-label": `More for ${words}`,
+      "aria-expanded": String(isOpen),
+      "aria-controls": `tools-${head.id}`,
+      "data-key": `more ${head.id}`,
+    });
+    return [more, tools];
+  }
+
+  /** One row's tools are shown at a time. */
+  toggle(id) {
+    this.opened = this.opened === id ? null : id;
+    this.show();
   }
 }

@@ -4,7 +4,7 @@ import { sessionPath } from "./api.js";
 
 const PREFIX_BYTES = 32;
 
-/** All turns, oldest first; those that `known` has at the same version are taken from there. */
+/** {turns, ids}: all turns, oldest first, and the log. Those that `known` has at the same version are taken from there. */
 export async function turnsFromLog(api, sessionId, known) {
   const { header, ids } = await readLog(api, sessionId);
   const seen = new Map(known.filter((turn) => turn.status === "done").map((turn) => [turn.version, turn]));
@@ -15,17 +15,17 @@ export async function turnsFromLog(api, sessionId, known) {
       if (turns.length > 0) turns.at(-1).version = version; // a rewind or a migration: nothing was added
       continue;
     }
-    turns.push(seen.get(version) ?? (await readTurn(api, sessionId, { version, numSampled, seed }, ids.slice(start, end))));
+    turns.push(seen.get(version) ?? (await readTurn(api, sessionId, { version, numSampled, seed }, ids.slice(start, end), end)));
     start = end;
   }
-  return turns;
+  return { turns, ids };
 }
 
-async function readTurn(api, sessionId, { version, numSampled, seed }, ids) {
+async function readTurn(api, sessionId, { version, numSampled, seed }, ids, end) {
   const split = ids.length - numSampled;
   const [input, text] = await Promise.all([ids.slice(0, split), ids.slice(split)].map((part) => decode(api, part)));
   return {
-    key: null, sessionId, body: null, input, status: "done", streamId: null, lastId: 0, finish: null, version,
+    key: null, sessionId, body: null, input, messages: null, span: [end - numSampled, end], promptTokens: end - numSampled, status: "done", streamId: null, lastId: 0, finish: null, version,
     pieces: text === "" ? [] : [{ number: numSampled, text, tokens: [], routing: null }],
     seed: Number.isSafeInteger(seed) ? seed : null, usage: null, ttftS: null, decodeS: null, isReadOn: false, error: null,
   };

@@ -7,6 +7,7 @@ import { confirm } from "./dialogs.js";
 import { announce } from "./dom.js";
 import { placeOf, titleOf, turnsUpTo } from "./session.js";
 import { drawnSeed } from "./turn_stream.js";
+import { sampleOf } from "./utilisation.js";
 
 export class SessionTools {
   /** `pane`: shows the session; `on`: {openBeside(id, settings), changed({isStep}), hasKey()} */
@@ -36,7 +37,9 @@ export class SessionTools {
     const { pane } = this;
     if (pane.turns.at(-1) !== turn && !(await isAgreed("Sample this turn again?"))) return;
     if (!(await this.takeBack(turn))) return;
-    await pane.send({ ...(turn.body ?? pane.composer.body()), input: turn.input, seed: drawnSeed() });
+    const read = !turn.messages ? { input: turn.input } : { messages: turn.messages };
+    const { input, messages, ...settings } = turn.body ?? pane.composer.body("");
+    await pane.send({ ...settings, ...read, seed: drawnSeed() });
   }
 
   /** The session as it was before the turn. Resolves to whether it is so now. */
@@ -66,7 +69,21 @@ export class SessionTools {
     this.pane.save();
     this.pane.showSession();
     this.on.changed();
-    if (session.head.position > 0) await this.pane.readStates();
+    if (session.head.position > 0) await this.readStates();
+  }
+
+  /** How much of its states the session uses now. */
+  async readStates() {
+    const { pane } = this;
+    const { session } = pane;
+    try {
+      const answer = await this.api.json("GET", sessionPath(session.head.id, "states"));
+      session.states = [...session.states.filter((state) => state.version < answer.version), sampleOf(answer)];
+      pane.save(session);
+      if (session === pane.session) pane.utilisation.show(session.states);
+    } catch (error) {
+      if (session === pane.session) pane.utilisation.fail(error.message);
+    }
   }
 
   /** A new session beside this one; `turn` null: from its newest commit. */

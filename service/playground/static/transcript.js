@@ -2,7 +2,7 @@
 
 import { pieceAt, textOf } from "./branches.js";
 import { el, button } from "./dom.js";
-import { count, harmless, joules, levelOf, percent, seconds, visible } from "./format.js";
+import { ROLES, count, harmless, joules, levelOf, percent, seconds, visible } from "./format.js";
 
 const FINISHES = { stop: "ended by itself", length: "cut at max tokens", rewound: "taken back to here" };
 const STATUSES = {
@@ -47,14 +47,19 @@ export class Transcript {
     view.answer.addEventListener("click", (event) => this.onClick(turn, event));
     view.answer.addEventListener("keydown", (event) => this.onKey(turn, event));
     this.root.append(view.root);
-    turn.pieces.forEach((piece) => view.answer.append(tokenView(piece)));
+    this.fill(turn);
     this.isAtEnd = true;
     this.update(turn);
   }
 
   addPiece(turn, piece) {
-    this.views.get(turn)?.answer.append(tokenView(piece));
+    this.views.get(turn)?.answer.append(tokenView(piece, turn));
     this.keepEnd();
+  }
+
+  /** All pieces of a turn, once more: their probabilities have become known. */
+  fill(turn) {
+    this.views.get(turn)?.answer.replaceChildren(...turn.pieces.map((piece) => tokenView(piece, turn)));
   }
 
   /** Who reads at the end stays there; who has scrolled back is left in peace. */
@@ -112,16 +117,27 @@ function turnView(turn, number, on) {
     role: "group",
     "aria-label": `Answer of turn ${number}; arrow keys go from token to token`,
   });
-  const input = turn.input === "" ? el("p", { class: "input none" }, "(went on without input)") : el("p", { class: "input", dir: "auto" }, harmless(turn.input));
   const foot = el("footer", { class: "turn-foot" });
-  const root = el("article", { class: "turn", "aria-label": `Turn ${number}` }, input, answer, foot);
+  const read = turn.messages ? [...turn.messages.map(messageView), el("p", { class: "role" }, ROLES.assistant)] : [inputView(turn.input)];
+  const root = el("article", { class: "turn", "data-kind": turn.messages ? "chat" : "text", "aria-label": `Turn ${number}` }, ...read, answer, foot);
   return { root, answer, foot };
 }
 
+function inputView(text) {
+  return text === "" ? el("p", { class: "input none" }, "(went on without input)") : el("p", { class: "input", dir: "auto" }, harmless(text));
+}
+
+function messageView({ role, content }) {
+  const input = el("p", { class: "input", dir: "auto" }, harmless(content));
+  return el("div", { class: "message", "data-role": role }, el("p", { class: "role" }, ROLES[role] ?? role), input);
+}
+
 /** Colour and underline by how likely it was; the percentage itself is shown when asked for. */
-function tokenView(piece) {
-  const token = el("span", { class: "token", "data-break": piece.text.includes("\n") }, harmless(piece.text));
-  if (piece.tokens.length > 0) {
+function tokenView(piece, turn) {
+  // the blank that a chat template leaves to the model is no part of its message
+  const text = turn.messages && piece === turn.pieces[0] ? piece.text.trimStart() : piece.text;
+  const token = el("span", { class: "token", "data-break": piece.text.includes("\n") }, harmless(text));
+  if (piece.tokens.length > 0 && piece.tokens.every((one) => one.logprob !== null)) {
     const probability = Math.exp(piece.tokens.reduce((sum, one) => sum + one.logprob, 0));
     token.dataset.level = levelOf(probability);
     token.dataset.percent = probability < 0.01 ? "<1%" : `${Math.round(probability * 100)}%`;
@@ -138,6 +154,7 @@ function facts(turn) {
     parts.push(count(usage.completion_tokens, "token"));
     parts.push(`read ${(usage.prompt_tokens - cached).toLocaleString("en")}, resumed ${cached.toLocaleString("en")}`);
   }
+  else if (turn.span) parts.push(count(turn.span[1] - turn.span[0], "token"));
   if (Number.isInteger(turn.seed)) parts.push(`seed ${turn.seed}`);
   if (turn.ttftS !== null) parts.push(`first token ${seconds(turn.ttftS)}`);
   if (turn.isReadOn) parts.push("read on after an interruption");
@@ -161,8 +178,8 @@ function tools(turn, on) {
   const made = el("div", { class: "tools" });
   if (turn.status === "done") {
     made.append(
-      button("Rewind to here", () => on.rewind(turn), { title: REWIND_WORDS }),
-      button("Fork from here", () => on.fork(turn), { title: FORK_WORDS }),
+      button("Fork", () => on.fork(turn), { "aria-label": "Fork from here", title: FORK_WORDS }),
+      button("Rewind", () => on.rewind(turn), { "aria-label": "Rewind to here", title: REWIND_WORDS }),
       button("Edit", () => on.edit(turn), { title: "Take the turn back and change its text" }),
       button("Again", () => on.again(turn), { title: "Take the turn back and sample another answer" }),
       copyMenu(turn, on),

@@ -11,6 +11,11 @@ const LONGEST_PAUSE_S = 4;
 const MAX_TRIES = 9; // about 20 s without a single frame
 const WORTH_ANOTHER_TRY = new Set([0, 408, 429, 502, 503, 504]);
 
+/** What a person wrote: the text, or the newest message. */
+export function inputOf(body) {
+  return body.messages?.at(-1).content ?? body.input;
+}
+
 /** `seed`: the one that it draws with, null where this page does not know it. */
 export function newTurn(sessionId, body, seed) {
   return {
@@ -18,7 +23,9 @@ export function newTurn(sessionId, body, seed) {
     seed,
     sessionId,
     body,
-    input: body.input,
+    input: inputOf(body),
+    messages: body.messages ?? null, // of a chat
+    promptTokens: null, // of the log before its first sampled one
     status: "running", // then done, stopped, failed or cut
     streamId: null,
     lastId: 0,
@@ -96,19 +103,23 @@ function takeFrame(turn, data, id, clock, onPiece) {
     measure(turn, clock);
     onPiece(piece);
   }
-  if (data.usage) turn.usage = data.usage;
+  if (data.usage) Object.assign(turn, { usage: data.usage, promptTokens: data.usage.prompt_tokens });
   if (id !== null) turn.lastId = Number(id);
 }
 
 /** What one frame shows: `number` is that of its last token in the turn. */
 function pieceOf(choice, number) {
-  const { tokens = [], token_logprobs: logprobs = [], top_logprobs: tops = [] } = choice.logprobs ?? {};
-  const scored = tokens.map((text, index) => ({
+  return { number, text: choice.text, tokens: scoredTokens(choice.logprobs), routing: choice.routing ?? null };
+}
+
+/** The tokens of a completion's `logprobs`, each with its alternatives, likeliest first. */
+export function scoredTokens(logprobs) {
+  const { tokens = [], token_logprobs: chosen = [], top_logprobs: tops = [] } = logprobs ?? {};
+  return tokens.map((text, index) => ({
     text,
-    logprob: logprobs[index],
+    logprob: chosen[index],
     top: Object.entries(tops[index] ?? {}).sort((one, other) => other[1] - one[1]),
   }));
-  return { number, text: choice.text, tokens: scored, routing: choice.routing ?? null };
 }
 
 // Only tokens that were read without a break are timed: a token that waited for the next connection says nothing of the server.

@@ -73,7 +73,7 @@ async def test_axe_finds_nothing(browser: Browser, scheme: Literal["light", "dar
         await tab.pane().locator(".pane-head").get_by_role("button", name="Fork").click()
         await tab.turns_end(1, pane="right")
         assert await tab.violations() == []
-        await tab.page.select_option("#look", "numbers")
+        await tab.show_tokens("numbers")
         await tab.pane("right").get_by_role("button", name="Delete").click()
         assert await tab.violations() == []
 
@@ -92,7 +92,7 @@ async def test_nothing_is_wider_than_the_screen(browser: Browser, size: dict[str
         await tab.turns_end(1)
         await tab.pane().locator(".pane-head").get_by_role("button", name="Fork").click()
         await tab.turns_end(1, pane="right")
-        await tab.page.select_option("#look", "numbers")
+        await tab.show_tokens("numbers")
         assert await tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         if size is PHONE:
             await expect(tab.page.locator("#sessions")).to_be_hidden()
@@ -138,7 +138,7 @@ async def test_the_keyboard_alone_is_enough(browser: Browser) -> None:
         await expect(tab.pane().locator(".place")).to_contain_text("14 of 14")
         await expect(tab.page.locator("#announcer")).to_contain_text("14 of 14")
         await keyboard.press("Home")
-        await tab_to(tab, "#left .turn-foot button:nth-child(2)")
+        await tab_to(tab, "#left .turn-foot button:nth-child(1)")
         await keyboard.press("Enter")  # fork
         await tab.turns_end(1, pane="right")
         await tab_to(tab, "#left .looking .tools button")
@@ -250,7 +250,7 @@ async def test_numbers_show_each_probability_as_text(browser: Browser) -> None:
         await expect(token).to_have_attribute("title", "It: 60.7 %")
         shown = "one => getComputedStyle(one, '::after').content"
         assert await token.evaluate(shown) == "none"
-        await tab.page.select_option("#look", "numbers")
+        await tab.show_tokens("numbers")
         assert await token.evaluate(shown) == '"61%"'
 
 
@@ -265,4 +265,4 @@ async def test_lines_break_where_the_text_does(browser: Browser) -> None:
             assert top is not None
             assert bottom is not None
             assert bottom["y"] > top["y"] + 2.5 * top["height"]
-            await tab.page.select_option("#look", "numbers")
+            await tab.show_tokens("numbers")

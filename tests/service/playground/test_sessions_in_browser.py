@@ -323,8 +323,9 @@ async def test_a_session_of_elsewhere_is_read_from_its_log(browser: Browser) -> 
             await tab.page.locator(".session").click()
             await tab.turns_end(1)
             await expect(tab.pane().locator(".input")).to_have_text("Who is there?")
-            await tab.pane().locator(".answer .token").click()
-            await expect(tab.pane().locator("[aria-label=Token]")).to_contain_text("not known")
+            await expect(tab.pane().locator(".answer .token[data-percent]")).to_have_count(5)
+            await tab.pane().locator(".answer .token").last.click()
+            await expect(tab.pane().locator("[aria-label=Token]")).to_contain_text("sampled")
             await expect(tab.pane().locator("[aria-label=Routing]")).to_contain_text("did not see it")
 
 

@@ -154,7 +154,7 @@ async def test_sessions_are_renamed_searched_and_deleted_in_the_list(browser: Br
         await expect(rows).to_have_count(30)
         await tab.page.fill("#search", "Needle")
         await expect(rows).to_have_count(1)
-        await rows.locator("summary").click()
+        await rows.locator(".row-more").click()
         await rows.get_by_role("button", name="Rename").click()
         await expect(tab.page.locator("#name")).to_have_value("needle")
         await tab.page.fill("#name", "pin")
@@ -163,7 +163,7 @@ async def test_sessions_are_renamed_searched_and_deleted_in_the_list(browser: Br
         await expect(rows.locator(".session-title")).to_have_text(["pin"])
         head = (await server.client.get("/v1/sessions/s0")).json()
         assert head["metadata"] == {"title": "pin", "of": "me"}
-        await rows.locator("summary").click()
+        await rows.locator(".row-more").click()
         await rows.get_by_role("button", name="Delete").click()
         await tab.agree()
         await expect(tab.page.locator("#session-list")).to_contain_text("No session has this name.")
@@ -214,7 +214,61 @@ async def test_a_fork_of_an_earlier_turn_names_its_place(browser: Browser) -> No
 
 async def test_the_look_of_tokens_is_kept_over_a_reload(browser: Browser) -> None:
     async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
-        await tab.page.select_option("#look", "plain")
+        await tab.show_tokens("plain")
         await tab.page.reload()
         await expect(tab.page.locator("#look")).to_have_value("plain")
         await expect(tab.page.locator("#panes")).to_have_attribute("data-look", "plain")
+
+
+async def test_a_chat_has_roles_here_and_in_another_tab(browser: Browser) -> None:
+    backend = FakeBackend()
+    async with gateway(backend, is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.pane().get_by_role("button", name="Chat").click()
+        await tab.page.fill("#left-system", "Be brief.")
+        await tab.send("Hello", max_tokens="64")
+        await tab.turns_end(1)
+        await expect(tab.page.locator("#left-system")).to_be_hidden()
+        await tab.send("And then?", max_tokens="64")
+        await tab.turns_end(2)
+        first, second = (backend.tokenizer.decode(request.prompt_ids) for request in backend.requests)
+        assert first == "Be brief.\n\nUser: Hello\n\nAssistant:"
+        assert second.endswith("\n\nUser: And then?\n\nAssistant:")
+        async with playground(browser, server.url) as other:
+            await other.page.locator(".session").click()
+            for page in (tab, other):
+                roles = page.pane().locator(".role")
+                await expect(roles).to_have_text(["System", "You", "Model", "You", "Model"])
+                await expect(page.pane().locator(".message .input").last).to_have_text("And then?")
+            await other.pane().locator(".turn-foot").last.get_by_role("button", name="Again").click()
+            await other.page.locator(".turn[data-status=done]").nth(1).wait_for()
+            await expect(other.pane().locator(".message .input").last).to_have_text("And then?")
+
+
+async def test_a_link_shows_probabilities_and_a_token_to_fork_from(browser: Browser) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("Hello", max_tokens="64")
+        await tab.turns_end(1)
+        seen = await tab.answers()
+        async with playground(browser, server.url) as other:
+            await other.page.goto(tab.page.url)
+            await other.page.reload()
+            await expect(other.pane().locator(".answer .token[data-level]")).to_have_count(14)
+            assert await other.answers() == seen
+            await other.pane().locator(".answer .token").nth(2).click()
+            await expect(other.pane().locator(".chances")).to_contain_text("sampled")
+            await other.pane().get_by_role("button", name="Fork from this token").click()
+            await expect(other.pane("right").locator(".facts").first).to_contain_text("forked from")
+
+
+async def test_a_rows_tools_stand_below_its_title(browser: Browser) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("A rather long title that needs its room", max_tokens="64")
+        await tab.turns_end(1)
+        more = tab.page.locator(".row-more")
+        await more.click()
+        await expect(more).to_have_attribute("aria-expanded", "true")
+        tools = tab.page.locator(".row-tools")
+        for name in ("Open beside", "Rename", "Delete"):
+            await expect(tools.get_by_role("button", name=name)).to_be_visible()
+        await more.click()
+        await expect(tools).to_be_hidden()

@@ -204,6 +204,42 @@ async def test_a_text_turn_of_an_empty_session_starts_with_end_of_text(gateway: 
     assert gateway.backend.requests[0].prompt_ids == (EOT, *gateway.backend.tokenizer.encode("was the"))
 
 
+async def test_messages_of_a_session_are_read_in_the_words_of_the_chat_template(gateway: Gateway) -> None:
+    await gateway.create(id="s1")
+    encode, requests = gateway.backend.tokenizer.encode, gateway.backend.requests
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ok(await gateway.generate(messages=first, max_tokens=4))
+    assert requests[0].prompt_ids == (EOT, *encode("Be brief.\n\nUser: Hello\n\nAssistant:"))
+    assert requests[0].sampling.stop == ("\n\nUser:", "\nUser:")
+    ok(await gateway.generate(messages=[{"role": "user", "content": "Bye"}], max_tokens=4, stop="x"))
+    added = encode("\n\nUser: Bye\n\nAssistant:")
+    assert requests[1].prompt_ids[-len(added) :] == tuple(added)
+    assert requests[1].sampling.stop == ("x", "\n\nUser:", "\nUser:")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "b", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+)
+async def test_messages_that_cannot_be_read_name_the_field(gateway: Gateway, body: dict[str, Any], param: str) -> None:
+    await gateway.create(id="s1")
+    assert refused(await gateway.generate(**body), 400)["param"] == param
+
+
+async def test_a_first_message_is_not_read_after_the_turn_of_another_client(gateway: Gateway) -> None:
+    await gateway.create(id="s1")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    key = {"idempotency-key": "k"}
+    first = ok(await gateway.client.post("/v1/sessions/s1/generate", json=body, headers=key))
+    again = await gateway.client.post("/v1/sessions/s1/generate", json=body, headers=key)
+    assert (ok(again), again.headers["idempotent-replayed"]) == (first, "true")
+
+
 async def test_S3_S4_a_stream_has_the_chunks_of_a_completion_and_ends_with_the_session(gateway: Gateway) -> None:
     await gateway.create(id="s1")
     options = {"include_usage": True}

@@ -75,13 +75,13 @@ def test_default_max_tokens_of_a_chat_is_within_the_limit() -> None:
 
 
 def test_turn_has_its_input_as_the_only_prompt_and_a_response_has_none() -> None:
-    assert GenerateBody(input=[1, 2]).to_request(LIMITS).prompts == ([1, 2],)
+    assert GenerateBody(input=[1, 2]).to_request(LIMITS, TEMPLATE).prompts == ([1, 2],)
     assert CreateResponseBody(input="Hello").to_request(LIMITS, TEMPLATE).prompts == ()
 
 
 def test_absent_seed_is_drawn_for_each_request() -> None:
     body = GenerateBody(input="a")
-    assert body.to_request(LIMITS).sampling.seed != body.to_request(LIMITS).sampling.seed
+    assert body.to_request(LIMITS, TEMPLATE).sampling.seed != body.to_request(LIMITS, TEMPLATE).sampling.seed
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_body_above_a_limit_is_refused_by_its_field(fields: dict[str, Any], para
     [(CompletionBody, {"prompt": "x"}), (GenerateBody, {"input": "x"}), (ChatBody, HELLO)],
 )
 def test_both_names_of_the_length_mean_the_same_everywhere(body: Any, prompt: dict[str, Any]) -> None:
-    template = (TEMPLATE,) if body is ChatBody else ()
+    template = () if body is CompletionBody else (TEMPLATE,)
     for fields in ({"max_tokens": 7}, {"max_completion_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 7}):
         assert body(**prompt, **fields).to_request(LIMITS, *template).max_tokens == 7
     with pytest.raises(InvalidRequest, match="differ"):
