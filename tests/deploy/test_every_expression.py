@@ -106,7 +106,7 @@ def test_the_terminal_computes_the_quantiles_that_prometheus_does(watch: Watched
 def test_dashboards_can_be_drawn_without_grafana(watch: Watched, tmp_path: Path) -> None:
     [board] = [board for board in boards() if board["uid"] == "nsm-energy"]
     path = tmp_path / "energy.png"
-    with httpx.Client(base_url=watch.prometheus.url) as client:
+    with httpx.Client(base_url=watch.prometheus.url, timeout=60.0) as client:
         draw_board(board, Period(client, watch.at - 8, watch.at, "5s"), path)
     with Image.open(path) as picture:
         assert min(picture.size) > 500

@@ -150,7 +150,7 @@ async def test_T5_any_server_serves_any_session(triton: RunningTriton, victim: R
     """Nothing of Triton's ties a session to an instance: its turns go from server to server and back, by gateways that
     have one server each and one store together, and read like those of a session that stayed.
     """
-    async with httpx.AsyncClient(base_url=triton.http_url) as http:
+    async with httpx.AsyncClient(base_url=triton.http_url, timeout=60.0) as http:
         config = (await http.get("/v2/models/nsm/config")).json()
     assert "sequence_batching" not in config
     store = SqliteSessionStore(None)

@@ -146,7 +146,7 @@ async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTrit
     assert states.num_bytes <= states.max_bytes
     assert states.num_evicted > 0
 
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60.0) as http:
 
         async def is_published() -> bool:
             page = (await http.get(f"http://127.0.0.1:{triton.server.metrics_port}/metrics")).text
@@ -160,7 +160,7 @@ async def test_kept_states_are_bounded(client: TritonClient, triton: RunningTrit
 
 async def test_X22_refusals_are_errors_in_the_servers_metrics(client: TritonClient, triton: RunningTriton) -> None:
     """Of Triton's own page, so with its real metrics: labels and counters of every kind that is published."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60.0) as http:
 
         async def figures() -> dict[str, float]:
             page = (await http.get(f"http://127.0.0.1:{triton.server.metrics_port}/metrics")).text
@@ -325,7 +325,7 @@ async def test_generate_over_http(triton: RunningTriton, client: TritonClient) -
     parameters = {"max_tokens": 6, "temperature": 0.5, "seed": 3, "ignore_eos": True}
     text = {"text_input": np.array(["It was é".encode()], dtype=np.object_)}
     wanted = await client.ask(text, parameters=parameters)
-    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm") as http:
+    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm", timeout=60.0) as http:
         response = await http.post("/generate", json={**body, "id": "mine"})
         assert response.status_code == 200, response.text
         answer = response.json()
@@ -342,7 +342,7 @@ async def test_generate_over_http(triton: RunningTriton, client: TritonClient) -
 
 async def test_generate_stream_over_http(triton: RunningTriton) -> None:
     body = {"text_input": "It was", "max_tokens": 6, "seed": 3, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm") as http:
+    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm", timeout=60.0) as http:
         whole = (await http.post("/generate", json=body)).json()
         response = await http.post("/generate_stream", json={**body, "stream": True})
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -358,7 +358,7 @@ async def test_generate_stream_over_http(triton: RunningTriton) -> None:
 async def test_what_http_makes_of_statuses_and_numbers(triton: RunningTriton) -> None:
     """Triton's own doing, as docs/triton.md tells it."""
     body = {"text_input": "It was", "max_tokens": 3, "seed": 3, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm") as http:
+    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm", timeout=60.0) as http:
         response = await http.post("/generate", json={**body, "timeout_s": 1e-6})  # CANCELLED over gRPC
         assert (response.status_code, response.json()["error"].split(":")[0]) == (400, "deadline_exceeded")
         response = await http.post("/generate", json={**body, "stream": True})
@@ -378,7 +378,7 @@ async def test_what_http_makes_of_statuses_and_numbers(triton: RunningTriton) ->
 async def test_a_carried_state_survives_json(triton: RunningTriton) -> None:
     """UINT8 is a list of numbers there: also a client of HTTP can keep its state."""
     body = {"input_ids": list(PROMPT), "seed": 3, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm") as http:
+    async with httpx.AsyncClient(base_url=f"{triton.http_url}/v2/models/nsm", timeout=60.0) as http:
         whole = (await http.post("/generate", json={**body, "max_tokens": 6})).json()
         first = (await http.post("/generate", json={**body, "max_tokens": 2, "return_state": True})).json()
         options = json.dumps({"resume": json.loads(first["details"])["resume"]})

@@ -160,7 +160,7 @@ async def test_a_stop_lets_streams_finish_and_leaves_no_process(server: Server) 
     server.process.terminate()
     assert await stream.task
     assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 0
-    assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]
 
 
 async def test_second_ctrl_c_ends_every_process_at_once(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ async def test_second_ctrl_c_ends_every_process_at_once(tiny_model_dir: Path, tm
         server.process.send_signal(signal.SIGTERM)
         await eventually(lambda: is_draining(server), seconds=WAIT_S)
         server.process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(server.process.wait(), 10) == 130
+        assert await asyncio.wait_for(server.process.wait(), WAIT_S) == 130
         assert not await stream.task
-        assert not psutil.wait_procs(processes, timeout=5)[1]
+        assert not psutil.wait_procs(processes, timeout=WAIT_S)[1]
 
 
 async def is_draining(server: Server) -> bool:

@@ -10,7 +10,7 @@ import time
 from loadtests.asking import Reader, ask, begin
 from loadtests.client import Client
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 
 
 def main(url: str, requests: str) -> None:

@@ -267,9 +267,9 @@ async def test_X15_a_deadline_passes_in_a_step_that_hangs(
     gated: AsyncEngine, model: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation_handle, "DEADLINE_GRACE_S", 0.05)
-    running = gated.submit(make_request("running", deadline=time.monotonic() + 0.3))
+    running = gated.submit(make_request("running", deadline=time.monotonic() + 1.0))
     model.gate.release()
-    waiting = gated.submit(make_request("waiting", deadline=time.monotonic() + 0.3))
+    waiting = gated.submit(make_request("waiting", deadline=time.monotonic() + 1.0))
     for handle in (running, waiting):
         async with asyncio.timeout(10):
             finished = (await collect(handle)).finished

@@ -184,7 +184,7 @@ def test_what_is_wrong_with_a_resumed_call_is_told_by_its_own_names(
 
 def test_an_error_in_the_middle_tells_what_was_done(start: StartWorker) -> None:
     for is_stream in (True, False):
-        responder = ask(start(), generate(ENDLESS, timeout_s=0.2, stream=is_stream))
+        responder = ask(start(), generate(ENDLESS, timeout_s=0.5, stream=is_stream))
         assert isinstance(error_of(responder), DeadlineExceeded)
         assert responder.failure is not None
         assert responder.failure.prompt_tokens == 3

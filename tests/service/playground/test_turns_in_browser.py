@@ -105,7 +105,7 @@ async def test_a_turn_is_copied_as_text_and_as_calls_that_give_it_again(browser:
         words = shlex.split(await clipboard(tab))
         url, body = words[2], json.loads(words[words.index("-d") + 1])
         assert body["input"] == 'It\'s "late"'
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60.0) as client:
             answer = (await client.post(url, json=body)).raise_for_status().json()
         assert answer["choices"][0]["text"] == DEFAULT_SCRIPT
 

@@ -22,7 +22,7 @@ from tests.support.gateway import gateway
 from tests.support.live_server import serving
 from tests.support.raw_http import RawClient, connect, head
 
-LATE = 10.0  # a test that waits so long has failed
+LATE = 30.0  # a test that waits so long has failed
 GET = head("GET", "/x", {})
 MB = 1_000_000
 
@@ -172,7 +172,7 @@ async def test_X27_the_time_to_the_first_token_has_the_wait_before_the_applicati
     async with (
         gateway(FakeBackend()) as server,
         serving(server.app, http=HeldUp, lifespan="off") as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=LATE) as client,
     ):
         for is_stream in (False, True):
             answer = await client.post("/v1/completions", json={"prompt": "x", "stream": is_stream})
@@ -185,9 +185,10 @@ async def test_X27_each_request_of_a_connection_has_its_own_arrival() -> None:
     async with (
         gateway(FakeBackend()) as server,
         serving(server.app, http=connection_class(LATE), lifespan="off") as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=LATE) as client,
     ):
         await client.get("/health/live")
-        await asyncio.sleep(1.0)  # the client's own pause does not count
+        await asyncio.sleep(0.2)  # the client's own pause does not count
+        asked_at = time.monotonic()
         assert (await client.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
-        assert 0 < server.metric("nsm_time_to_first_token_seconds_sum") < 1.0
+        assert 0 < server.metric("nsm_time_to_first_token_seconds_sum") < time.monotonic() - asked_at

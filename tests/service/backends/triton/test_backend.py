@@ -340,15 +340,15 @@ async def test_a_refusal_of_the_worker_is_not_tried_elsewhere(pair: TwoServers) 
 
 
 async def test_a_deadline_goes_with_the_request(pair: TwoServers) -> None:
-    deadline = time.monotonic() + 0.2
+    deadline = time.monotonic() + 1.0
     finished = (await pair.generate(make_request(**{**TEXT, "max_tokens": 100_000}, deadline=deadline))).finished
     assert isinstance(finished.error, DeadlineExceeded)
-    assert 0 < pair.one.options[0]["timeout_s"] <= 0.2
+    assert 0 < pair.one.options[0]["timeout_s"] <= 1.0
 
 
 async def test_a_deadline_passes_also_where_the_worker_forgets_it(pair: TwoServers) -> None:
     pair.one.is_mute = True
-    finished = (await pair.generate(make_request(**TEXT, deadline=time.monotonic() + 0.1))).finished
+    finished = (await pair.generate(make_request(**TEXT, deadline=time.monotonic() + 0.5))).finished
     assert isinstance(finished.error, DeadlineExceeded)
     assert (finished.prompt_tokens, finished.completion_tokens) == (len(TEXT["prompt_ids"]), 0)
 

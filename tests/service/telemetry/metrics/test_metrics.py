@@ -13,6 +13,7 @@ from tests.support.fakes import FakeBackend
 from tests.support.gateway import Gateway, gateway
 
 TTFT = "nsm_time_to_first_token_seconds_count"
+MAX_TRIES, CLOSE_S = 100, 0.005
 PATH = "/v1/completions"
 
 
@@ -60,7 +61,7 @@ async def test_ttft_ends_when_the_piece_was_sent_not_when_it_was_made() -> None:
     backend = FakeBackend(hold=True)
     async with gateway(backend, is_live=True) as server:
         task = asyncio.create_task(server.client.post(PATH, json={"prompt": "x", "stream": True, "max_tokens": 2}))
-        await asyncio.wait_for(backend.held.wait(), 5)
+        await asyncio.wait_for(backend.held.wait(), 30)
         assert server.metric(TTFT) == 0
         backend.release_all()
         await task
@@ -68,12 +69,12 @@ async def test_ttft_ends_when_the_piece_was_sent_not_when_it_was_made() -> None:
 
 
 async def test_M3_times_are_those_that_the_client_sees() -> None:
-    """Of several tries the best: the client's own delays are none of the server's."""
+    """Of many tries the best: the client's own delays are none of the server's, and other programs have cores too."""
     first_off, whole_off = [], []
     async with gateway(FakeBackend(hold=True), is_live=True) as server:
         backend = server.services.backend
         assert isinstance(backend, FakeBackend)
-        for _ in range(8):
+        for _ in range(MAX_TRIES):
             before = sums(server)
             started = time.monotonic()
             body = {"prompt": "x", "stream": True, "max_tokens": 2}
@@ -94,8 +95,9 @@ async def test_M3_times_are_those_that_the_client_sees() -> None:
             assert ttft_s + 0.019 <= e2e_s <= whole_s
             first_off.append(first_s - ttft_s)
             whole_off.append(whole_s - e2e_s)
-    assert min(first_off) < 0.005
-    assert min(whole_off) < 0.005
+            if max(min(first_off), min(whole_off)) < CLOSE_S:
+                return
+    raise AssertionError(f"of {MAX_TRIES} tries none is close: {min(first_off)} s, {min(whole_off)} s")
 
 
 def sums(server: Gateway) -> tuple[float, float]:
