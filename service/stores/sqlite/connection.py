@@ -60,27 +60,37 @@ def memory_thread() -> ConnectionThread:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing; the write lock is taken at the start, so that reads inside are still true at the end."""
+    """All or nothing, and on the disk at its end. The write lock is taken at the start, so that reads inside are still
+    true then.
+    """
+    with _committed(connection):
+        yield
+        connection.execute("UPDATE stamp SET value = value + 1")
+
+
+@contextlib.contextmanager
+def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk. So the
+    stamp, which says what a restart must find, stays.
+    """
+    connection.execute("PRAGMA synchronous = NORMAL")
+    try:
+        with _committed(connection):
+            yield
+    finally:
+        connection.execute("PRAGMA synchronous = FULL")
+
+
+@contextlib.contextmanager
+def _committed(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
-        connection.execute("UPDATE stamp SET value = value + 1")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:  # SQLite ends it by itself after some errors, a full disk among them
             connection.execute("ROLLBACK")
         raise
-
-
-@contextlib.contextmanager
-def unsynced_transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """A transaction that the death of the process cannot take back, but a power cut can: it waits for no disk."""
-    connection.execute("PRAGMA synchronous = NORMAL")
-    try:
-        with transaction(connection):
-            yield
-    finally:
-        connection.execute("PRAGMA synchronous = FULL")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 SQLite keeps its files open. When somebody unlinks, moves, replaces or overwrites them, it goes on in files that no
 restart will find. So identity is compared before each call and again before a write is acknowledged, and each
-transaction raises a number in the database, the stamp:
+transaction that a power cut cannot take back raises a number in the database, the stamp:
 
 - the database file, read without its log, never has a lower stamp than before: else it is an older copy;
 - a write-ahead log shrinks or begins anew only after all of it moved into the database file: else it was truncated;
