@@ -160,7 +160,7 @@ def create_app(
     app.state.services = services
     app.needs_key = tenants.has_keys
     for route in ROUTES:
-        app.include_router(route.router)
+        app.router.routes.extend(route.router.routes)  # as they are: including them would make each again
     add_docs_page(app)
     if settings.playground:
         add_playground(app)
