@@ -33,7 +33,7 @@ FILE_HEADERS = {"content-type": "application/octet-stream"}  # of a session's fi
 
 @dataclasses.dataclass(frozen=True)
 class Gateway:
-    """`client` speaks HTTP. `store`: itself; that of `services` stands for it. `closing`: what ends with the gateway."""
+    """`client` speaks HTTP. `store`: itself; that of `services` stands for it. `closing`: what ends with it."""
 
     app: FastAPI
     services: Services

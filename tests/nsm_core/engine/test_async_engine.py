@@ -255,9 +255,9 @@ async def test_the_heartbeat_of_an_idle_engine_stays_fresh(
 async def test_a_hanging_step_is_not_ready(
     gated: AsyncEngine, model: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 0.02)
     gated.submit(make_request())
     await model.until_waiting()
+    monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 0.02)
     await until(lambda: not gated.is_ready())
     monkeypatch.setattr(async_engine, "HEARTBEAT_LIMIT_S", 60.0)
     assert gated.is_ready()
