@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -56,20 +57,23 @@ class Asset:
 
 def add_playground(app: FastAPI) -> None:
     """The page at /, its scripts and styles under /playground/."""
-    assets = read_assets()
-
-    async def page(if_none_match: IfNoneMatch = "") -> Response:
-        return assets[PAGE_NAME].response(if_none_match)
-
-    async def asset(name: str, if_none_match: IfNoneMatch = "") -> Response:
-        if name not in assets or name == PAGE_NAME:
-            raise HTTPException(404)
-        return assets[name].response(if_none_match)
-
+    read_assets()
     for path, handler in ((PAGE_URL, page), (f"{ASSETS_URL}/{{name}}", asset)):
         app.add_api_route(path, handler, methods=["GET", "HEAD"], include_in_schema=False, response_class=Response)
 
 
+async def page(if_none_match: IfNoneMatch = "") -> Response:
+    return read_assets()[PAGE_NAME].response(if_none_match)
+
+
+async def asset(name: str, if_none_match: IfNoneMatch = "") -> Response:
+    assets = read_assets()
+    if name not in assets or name == PAGE_NAME:
+        raise HTTPException(404)
+    return assets[name].response(if_none_match)
+
+
+@functools.cache
 def read_assets() -> dict[str, Asset]:
     """By their names."""
     return {path.name: _read(path) for path in FOLDER.iterdir()}

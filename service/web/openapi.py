@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from nsm_core.hashing import identity
@@ -103,19 +104,21 @@ def add_docs_page(app: FastAPI) -> None:
     """Swagger UI, from the files that the fastapi-offline package carries."""
     with as_file(files("fastapi_offline") / "static") as directory:
         app.mount(ASSETS_URL, StaticFiles(directory=directory), name="docs_assets")
+    app.add_api_route("/docs", docs_page, include_in_schema=False, response_class=HTMLResponse)
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(
-            openapi_url=app.openapi_url or "",
-            title=app.title,
-            swagger_js_url=f"{ASSETS_URL}/swagger-ui-bundle.js",
-            swagger_css_url=f"{ASSETS_URL}/swagger-ui.css",
-            swagger_favicon_url=f"{ASSETS_URL}/favicon.png",
-            swagger_ui_parameters={"validatorUrl": None},  # its default badge asks a public host
-        )
-        page.headers["content-security-policy"] = CONTENT_SECURITY_POLICY.format(digest=script_digest(bytes(page.body)))
-        return page
+
+async def docs_page(request: Request) -> HTMLResponse:
+    app: FastAPI = request.app
+    page = get_swagger_ui_html(
+        openapi_url=app.openapi_url or "",
+        title=app.title,
+        swagger_js_url=f"{ASSETS_URL}/swagger-ui-bundle.js",
+        swagger_css_url=f"{ASSETS_URL}/swagger-ui.css",
+        swagger_favicon_url=f"{ASSETS_URL}/favicon.png",
+        swagger_ui_parameters={"validatorUrl": None},  # its default badge asks a public host
+    )
+    page.headers["content-security-policy"] = CONTENT_SECURITY_POLICY.format(digest=script_digest(bytes(page.body)))
+    return page
 
 
 def script_digest(page: bytes) -> str:

@@ -1,7 +1,7 @@
 """A disk that loses its power: from a recording of all writes of a process, the files as they may be after any moment.
 
 An honest disk has everything that was written before the last sync of a file. Of what came later, any sectors may be
-there. One that lies about its syncs has any sectors of anything; the order of files' removal is kept, as by the journal
+there. One that lies about its syncs has any sectors of anything; files are removed in order, as by the journal
 of a file system.
 """
 
@@ -97,8 +97,8 @@ class Disk:
         for name in sorted({*self._safe, *self._pending}):
             content = bytearray(self._safe.get(name, b""))
             odds = rng.choice(ODDS)
-            kept = [part for operation in self._pending.get(name, ()) for part in _survivors(operation, odds, rng)]
-            _carry_out(content, kept)
+            for operation in self._pending.get(name, ()):
+                _carry_out(content, list(_survivors(operation, odds, rng)))
             files[name] = bytes(content)
         return files
 
