@@ -132,7 +132,11 @@ class KeyReused(NsmError):
 
 
 class StateMismatch(NsmError):
-    """A session was made by another model than the one that runs."""
+    """A session or state was made by another model than the one that runs. `param` names the field that had it."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class SnapshotCorrupt(NsmError):

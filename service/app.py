@@ -19,6 +19,8 @@ from service.backends.base import HasUpstreams, InferenceBackend
 from service.deps import Services
 from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
+from service.named_states.library import StateLibrary
+from service.named_states.signature import StateSeal
 from service.playground.page import add_playground
 from service.prompts import PromptEncoder
 from service.routes import (
@@ -28,6 +30,7 @@ from service.routes import (
     health,
     metrics,
     models,
+    named_states,
     responses,
     sessions,
     states,
@@ -36,7 +39,7 @@ from service.routes import (
 )
 from service.settings import Settings, items_of, naming
 from service.stores.expiry import removing_expired
-from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes
+from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes, traced_states
 from service.stores.prefixes.base import PrefixStore
 from service.stores.prefixes.factory import bounds_of
 from service.stores.prefixes.memory import MemoryPrefixStore
@@ -45,6 +48,7 @@ from service.stores.records.factory import records_beside
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.quota import QuotaStore
 from service.stores.sessions.redis import RedisSessionStore
+from service.stores.states.factory import states_beside
 from service.stores.usage_metrics import measuring_usage
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.shared import sharing
@@ -73,7 +77,20 @@ EXPOSED_HEADERS = (
     "x-ratelimit-remaining-requests",
     "x-ratelimit-reset-requests",
 )
-ROUTES = (completions, chat, responses, conversations, sessions, states, streams, models, tokenize, health, metrics)
+ROUTES = (
+    completions,
+    chat,
+    responses,
+    conversations,
+    sessions,
+    states,
+    named_states,
+    streams,
+    models,
+    tokenize,
+    health,
+    metrics,
+)
 
 
 def create_app(
@@ -99,7 +116,7 @@ def create_app(
         collected.watch_redis_pool(store.num_connections_in_use)
     if isinstance(backend, HasUpstreams):
         collected.watch_upstreams(backend.upstream_stats)
-    records = records_beside(store)
+    records, base_store = records_beside(store), store
     prefixes = prefixes or MemoryPrefixStore(bounds_of(settings))
     with naming("api_keys_file"):
         keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
@@ -109,16 +126,20 @@ def create_app(
     if tracing is not None:
         backend = TracedBackend(backend, tracing.tracer)
         prefixes = traced_prefixes(prefixes, tracing.tracer)
-    tenants = Tenants(keys, store, collected, records)
+    state_store = traced_states(states_beside(base_store), tracer)
+    with naming("state_key_file"):
+        seal = StateSeal.from_file(settings.state_key_file)
+    tenants = Tenants(keys, store, collected, records, state_store)
     if keys is not None:
         store = QuotaStore(store, tenants)
+    prompts = PromptEncoder(backend, max_tokens=settings.max_prompt_tokens)
     services = Services(
         settings=settings,
         backend=backend,
         store=store,
         metrics=collected,
         lifecycle=lifecycle,
-        prompts=PromptEncoder(backend, max_tokens=settings.max_prompt_tokens),
+        prompts=prompts,
         prefix_resume=PrefixResume(
             backend,
             prefixes if settings.prefix_cache_mb else None,
@@ -140,6 +161,14 @@ def create_app(
         ),
         tenants=tenants,
         records=records,
+        states=StateLibrary(
+            backend,
+            state_store,
+            tenants,
+            prompts,
+            seal=seal,
+            state_format=StateFormat(settings.state_dtype),
+        ),
         background=Background(),
         tracing=tracing,
     )

@@ -19,6 +19,7 @@ from service.backends.base import InferenceBackend
 from service.lifecycle.background import Background
 from service.lifecycle.lifecycle import Lifecycle
 from service.messages import quoted
+from service.named_states.library import StateLibrary
 from service.prompts import PromptEncoder
 from service.schemas.common import MAX_CHOICES, Limits
 from service.settings import Settings
@@ -49,6 +50,7 @@ class Services:
     turns: TurnRegistry
     tenants: Tenants
     records: RecordStore
+    states: StateLibrary
     background: Background
     tracing: Tracing | None = None
 

@@ -111,6 +111,13 @@ class Settings(BaseSettings):
     api_keys_file: Annotated[Path | None, Shown(default="no keys", page="[tenants](tenants.md)")] = Field(
         default=None, description="TOML file of API keys and tenants."
     )
+    state_key_file: Annotated[
+        Path | None, Shown(default="no signatures", page="[states](states.md#states-that-travel)")
+    ] = Field(
+        default=None,
+        description="File with a secret of at least 32 bytes. Returned states are signed with it, and only signed ones "
+        "are taken.",
+    )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
     allowed_hosts: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(
         default=None,
@@ -244,7 +251,7 @@ class Settings(BaseSettings):
     def _one_device(cls, device: str) -> str:
         return check_device_name(device)
 
-    @field_validator("data_dir", "model", "api_keys_file", "triton_tls_dir", mode="after")
+    @field_validator("data_dir", "model", "api_keys_file", "state_key_file", "triton_tls_dir", mode="after")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         try:

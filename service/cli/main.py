@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import bench, keys, model, repair, sessions, states, transfer, triton
+from service.cli import bench, keys, model, named_states, repair, sessions, states, transfer, triton
 from service.cli.chat import chat
 from service.cli.evaluate import evaluate
 from service.cli.export import export
@@ -54,6 +54,7 @@ app.command()(chat)
 for command in (states.states, transfer.backup, transfer.restore, transfer.copy, repair.verify, repair.migrate):
     sessions.app.command()(command)
 app.add_typer(sessions.app, name="sessions")
+app.add_typer(named_states.app, name="states")
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 app.add_typer(triton.app, name="triton")

@@ -16,8 +16,12 @@ from service.generate.chat_calls import CallingChoice
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
+from service.generate.starting import ReturnedState, find_state, last_fields, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
+from service.prompts import Prompt
 from service.schemas.chat import ChatBody, core_messages
+from service.schemas.common import RequestSpec
+from service.stores.prefixes.resume import Start
 from service.web.sse import DirectText, TextFrame, WriteNow, frame
 
 KIND = "chat.completion"
@@ -28,9 +32,16 @@ class Chat:
     """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
-        self, group: RequestGroup, body: ChatBody, template: ChatTemplate, tokenizer: Tokenizer, envelope: Envelope
+        self,
+        group: RequestGroup,
+        body: ChatBody,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        envelope: Envelope,
+        returned: ReturnedState | None = None,
     ) -> None:
         self.group = group
+        self._returned = returned
         self._body = body
         self._tokenizer = tokenizer
         self._envelope = envelope
@@ -72,9 +83,8 @@ class Chat:
                         frames.append(texts[index](text))
                 if frames:
                     yield b"".join(frames)
-        if self._body.has_usage_chunk:
-            totals = self._usage(ends_of(self.group))
-            yield frame(self._envelope.wrap(CHUNK_KIND, [], usage=totals))
+        for fields in await last_fields(self._returned, self._body, ends_of(self.group), self._usage):
+            yield frame(self._envelope.wrap(CHUNK_KIND, [], **fields))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -96,7 +106,8 @@ class Chat:
             }
             for index in range(self._body.n)
         ]
-        return self._envelope.wrap(KIND, choices, usage=self._usage(ends))
+        state = {} if self._returned is None else {"state": await self._returned.object(ends[0])}
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
 
     def _calling_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:
         """Of a choice that may call tools. Tokens come with the first frame, or with one of their own."""
@@ -178,19 +189,29 @@ async def open_chat(services: Services, tenant: str, body: ChatBody, arrival: Ar
     services.check_model(body.model)
     template = services.chat_template
     spec = await with_grammar(services, tenant, body.to_request(services.limits, template), arrival)
-    prompt = await services.prompts.read(spec.prompts[0], param="messages")
-    start = await services.prefix_resume.start(
+    state = await find_state(services, tenant, spec, arrival)
+    text = spec.prompts[0]
+    if state is not None and state.ends_with_answer:
+        text = template.render_next(*core_messages(body.messages, body.tool_use.tools))
+    prompt = await read_after(services, state, text, param="messages")
+    start = start_after(state, prompt) if state is not None else await _start(services, tenant, body, spec, prompt)
+    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
+    group = submit_group(
+        services, tenant, spec, [start], request_id=envelope.id, arrival=arrival, is_stream=body.stream
+    )  # fmt: skip
+    returned = returned_state(services, tenant, spec, start, state)
+    return Chat(group, body, template, services.backend.tokenizer, envelope, returned)
+
+
+async def _start(services: Services, tenant: str, body: ChatBody, spec: RequestSpec, prompt: Prompt) -> Start:
+    template = services.chat_template
+    return await services.prefix_resume.start(
         tenant,
         prompt.ids,
         max_tokens=spec.max_tokens,
         next_text=lambda answer: _next_text(template, body, answer),
         is_wanted=body.cache_prompt and services.tenants.may_cache_prefixes(tenant),
     )
-    envelope = Envelope.new("chatcmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
-    group = submit_group(
-        services, tenant, spec, [start], request_id=envelope.id, arrival=arrival, is_stream=body.stream
-    )  # fmt: skip
-    return Chat(group, body, template, services.backend.tokenizer, envelope)
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:

@@ -225,6 +225,7 @@ def submit_group(
                 prompt_logprobs=spec.prompt_logprobs,
                 deadline=arrival.time + spec.timeout_s,
                 include_routing=spec.include_routing,
+                keep_state=spec.return_state,
                 shared_prompt=SharedPrompt(f"{request_id}-{number}", spec.n) if spec.n > 1 else None,
                 owner=tenant,
             )

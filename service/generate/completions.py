@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from nsm_core.engine.request import TokenLogprob
+from nsm_core.engine.request import Finished, TokenLogprob
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, LegacyLogprobs, finish_reason, routing_of, usage
+from service.generate.starting import ReturnedState, find_state, last_fields, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
 from service.prompts import Prompt
 from service.schemas.common import RequestSpec
@@ -28,9 +29,15 @@ class Completion:
     """An admitted body. Read `frames` or `collect`, once; then, whatever happened, `leave`."""
 
     def __init__(
-        self, group: RequestGroup, body: CompletionBody, choices: Sequence[ChoiceText], envelope: Envelope
+        self,
+        group: RequestGroup,
+        body: CompletionBody,
+        choices: Sequence[ChoiceText],
+        envelope: Envelope,
+        returned: ReturnedState | None = None,
     ) -> None:
         self.group = group
+        self._returned = returned
         self._body = body
         self._choices = choices
         self._envelope = envelope
@@ -61,8 +68,8 @@ class Completion:
                     else:
                         frames += [self._frame(index, piece) for piece in choice.pieces(delta)]
                 yield b"".join(frames)
-        if self._body.has_usage_chunk:
-            yield frame(self._envelope.wrap(KIND, [], usage=self._usage()))
+        for fields in await last_fields(self._returned, self._body, ends_of(self.group), self._usage):
+            yield frame(self._envelope.wrap(KIND, [], **fields))
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -75,7 +82,9 @@ class Completion:
                     parts[index].extend(self._choices[index].pieces(delta))
         joined = [choice.join(pieces) for choice, pieces in zip(self._choices, parts, strict=True)]
         choices = [{"index": index, **joined[number]} for index, number in enumerate(self._best())]
-        return self._envelope.wrap(KIND, choices, usage=self._usage())
+        ends = ends_of(self.group)
+        state = {} if self._returned is None else {"state": await self._returned.object(ends[0])}
+        return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
 
     def _best(self) -> list[int]:
         """The numbers of the choices to answer with: for each prompt the n most likely, of the best first."""
@@ -97,8 +106,8 @@ class Completion:
     def _text_frame(self, index: int, text: str) -> bytes:
         return self._frame(index, text_piece(text))
 
-    def _usage(self) -> dict[str, Any]:
-        ends, body = ends_of(self.group), self._body
+    def _usage(self, ends: list[Finished]) -> dict[str, Any]:
+        body = self._body
         return usage(ends, choices_per_prompt=body.num_candidates, has_energy=body.include_energy)
 
 
@@ -183,8 +192,12 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
     """Checks the body and submits its requests; errors become the answer's status."""
     services.check_model(body.model)
     spec = await with_grammar(services, tenant, body.to_request(services.limits), arrival)
-    prompts = [await services.prompts.read(text) for text in spec.prompts]
-    starts = [await _start(services, tenant, body, spec, *pair) for pair in zip(spec.prompts, prompts, strict=True)]
+    state = await find_state(services, tenant, spec, arrival)
+    prompts = [await read_after(services, state, text) for text in spec.prompts]
+    starts = [
+        await _start(services, tenant, body, spec, text, prompt) if state is None else start_after(state, prompt)
+        for text, prompt in zip(spec.prompts, prompts, strict=True)
+    ]
     envelope = Envelope.new("cmpl", model=services.model_name, system_fingerprint=services.system_fingerprint)
     group = submit_group(
         services, tenant, spec, starts, request_id=envelope.id, arrival=arrival, is_stream=body.stream
@@ -194,7 +207,7 @@ async def open_completion(services: Services, tenant: str, body: CompletionBody,
         for pair in zip(spec.prompts, prompts, strict=True)
         for text in _choice_texts(services.backend.tokenizer, body, *pair)
     ]
-    return Completion(group, body, texts, envelope)
+    return Completion(group, body, texts, envelope, returned_state(services, tenant, spec, starts[0], state))
 
 
 async def _start(

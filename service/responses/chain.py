@@ -14,6 +14,7 @@ from typing import Any
 
 from nsm_core.chat_template import ChatTemplate
 from service.deps import TenantScope
+from service.named_states.start_state import StartState
 from service.schemas.items import Item, messages_of
 
 
@@ -62,7 +63,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """A turn on the session at `start` (None: on a new one) that reads `input_ids`.
+    """A turn on the session at `start` (None: on a new one, from `state` if there is one) that reads `input_ids`.
 
     The rest is of the chain after it.
     """
@@ -72,6 +73,7 @@ class TurnPlan:
     instructions: str | None = None
     num_instruction_tokens: int = 0
     plain: LogPosition | None = None
+    state: StartState | None = None
 
     def chain_to(self, end: LogPosition) -> Chain:
         """The chain when this turn ended at `end`."""
@@ -117,6 +119,14 @@ async def plan_turn(
         num_instruction_tokens=len(preface),
         plain=plain,
     )
+
+
+async def plan_first_turn(scope: TenantScope, state: StartState, *, items: Sequence[Item]) -> TurnPlan:
+    """The first turn of a chain that begins from `state`. Raises InvalidRequest."""
+    template, messages = scope.services.chat_template, messages_of(items)
+    text = template.render_next(*messages) if state.ends_with_answer else template.render(messages)
+    ids = await scope.services.prompts.encode(text, param="input")
+    return TurnPlan(start=None, input_ids=tuple(ids), state=state)
 
 
 def _text(template: ChatTemplate, base: Chain | None, items: Sequence[Item]) -> str:

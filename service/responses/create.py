@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import uuid
 
 from nsm_core.errors import InvalidRequest, KeyReused, NotFound, SessionBusy, VersionConflict
@@ -11,7 +12,7 @@ from service.deps import Arrival, TenantScope
 from service.generate.structured import with_grammar
 from service.messages import quoted
 from service.responses.answers import ReadAnswer, ResponseAnswer, StoredAnswer, UnstoredResponse
-from service.responses.chain import Chain, TurnPlan, plan_turn
+from service.responses.chain import Chain, TurnPlan, plan_first_turn, plan_turn
 from service.responses.conversations import Conversation, finish_turn, forget_turn, load_conversation, read_items
 from service.responses.format import Response, opened_response
 from service.responses.opening import Opening
@@ -140,6 +141,10 @@ async def make_plan(scope: TenantScope, body: ContextFields, context: Context, i
     read = [*context.unread, *items]
     if not read:
         raise InvalidRequest("input must hold at least 1 message: the conversation has none to read", param="input")
+    if body.state is not None:
+        deadline = time.monotonic() + scope.services.settings.request_timeout_s
+        state = await scope.services.states.start(scope.tenant, body.state, deadline=deadline)
+        return await plan_first_turn(scope, state, items=read)
     return await plan_turn(scope, context.chain, instructions=body.read_instructions, items=read)
 
 
@@ -199,4 +204,6 @@ async def count_input_tokens(scope: TenantScope, body: ContextFields) -> int:
         plan = await make_plan(scope, body, context, body.items())
     except NotFound as error:
         raise _gone(body, error) from error
-    return len(plan.input_ids) + (0 if plan.start is None else plan.start.num_log_tokens)
+    num_before = 0 if plan.start is None else plan.start.num_log_tokens
+    num_in_state = 0 if plan.state is None else len(plan.state.file.log_ids)
+    return num_before + num_in_state + len(plan.input_ids)

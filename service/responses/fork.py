@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import uuid
 
 from nsm_core.errors import NotFound
+from nsm_core.sampling.params import SEED_BITS
 from service.deps import TenantScope
+from service.named_states.start_state import StartState, session_from
 from service.responses.chain import LogPosition
 from service.schemas.sessions import new_session_id
 from service.state.copies import SessionCopy, create_copy, read_copy
@@ -15,15 +19,15 @@ from service.stores.sessions.base import NewSession
 METADATA = {"made_by": "responses"}  # of sessions that no client asked for
 
 
-async def create_session(scope: TenantScope) -> LogPosition:
-    """A new, empty session. Raises QuotaExceeded."""
-    new = NewSession(
-        key=scope.session_key(new_session_id()),
-        model_fingerprint=scope.services.backend.model.fingerprint,
-        metadata=METADATA,
-    )
+async def create_session(scope: TenantScope, state: StartState | None = None) -> LogPosition:
+    """A new session, empty or from `state`. Raises QuotaExceeded."""
+    key, fingerprint = scope.session_key(new_session_id()), scope.services.backend.model.fingerprint
+    new = NewSession(key=key, model_fingerprint=fingerprint, metadata=METADATA)
+    if state is not None:
+        seed = secrets.randbits(SEED_BITS)
+        new = await asyncio.to_thread(session_from, state, key, seed=seed, metadata=METADATA)
     head = await scope.services.store.create(new)
-    return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=0)
+    return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
 
 
 async def fork_at(scope: TenantScope, position: LogPosition, *, deadline: float) -> LogPosition:

@@ -77,7 +77,7 @@ class Opening:
 
     async def _new_session(self, plan: TurnPlan) -> LogPosition:
         if plan.start is None:
-            return await create_session(self.scope)
+            return await create_session(self.scope, plan.state)
         return await fork_at(self.scope, plan.start, deadline=self.deadline)
 
     async def _open(self, response_id: str, plan: TurnPlan, position: LogPosition) -> Turn:

@@ -30,6 +30,9 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
         deadline=opening.deadline,
         owner=opening.scope.tenant,
     )
+    if plan.state is not None:
+        prompt_ids = (*plan.state.pending_ids, *plan.input_ids)
+        return dataclasses.replace(fresh, prompt_ids=prompt_ids, resume=plan.state.resume)
     if plan.start is None:
         return fresh
     start = await _start(opening, plan.start)

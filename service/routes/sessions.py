@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import uuid
 from typing import Annotated, Any
 
@@ -14,8 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nsm_core.sampling.params import SEED_BITS
 from service.deps import Arrival, ArrivalDep, Services, ServicesDep, TenantDep
 from service.generate.session_turn import open_session_turn, send_turn
+from service.named_states.start_state import session_from
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
     SESSION_ID,
@@ -58,18 +61,28 @@ SessionKeyDep = Annotated[SessionKey, Depends(get_session_key)]
 
 
 @router.post("/v1/sessions", response_class=Response, responses=answers(SessionAnswer))
-async def create_session(services: ServicesDep, tenant: TenantDep, body: CreateSessionBody | None = None) -> Response:
-    """A new, empty session; 409 when the id is taken. The body may be left out. Answers 200, like OpenAI's."""
+async def create_session(
+    services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep, body: CreateSessionBody | None = None
+) -> Response:
+    """A new session, empty or with the state that it names; 409 when the id is taken. The body may be left out.
+
+    Answers 200, like OpenAI's.
+    """
     body = body or CreateSessionBody()
     services.check_model(body.model)
-    new = NewSession(
-        key=SessionKey(tenant, body.id or new_session_id()),
-        model_fingerprint=services.backend.model.fingerprint,
-        metadata=body.metadata,
-        ttl_s=body.ttl_s,
-    )
-    head = await services.store.create(new)
+    head = await services.store.create(await _new_session(services, tenant, body, arrival))
     return json_response(session_object(services, head))
+
+
+async def _new_session(services: Services, tenant: str, body: CreateSessionBody, arrival: Arrival) -> NewSession:
+    key = SessionKey(tenant, body.id or new_session_id())
+    if body.state is None:
+        fingerprint = services.backend.model.fingerprint
+        return NewSession(key=key, model_fingerprint=fingerprint, metadata=body.metadata, ttl_s=body.ttl_s)
+    deadline = arrival.time + services.settings.request_timeout_s
+    start = await services.states.start(tenant, body.state, deadline=deadline)
+    seed = secrets.randbits(SEED_BITS)
+    return await asyncio.to_thread(session_from, start, key, seed=seed, metadata=body.metadata, ttl_s=body.ttl_s)
 
 
 @router.get("/v1/sessions", response_class=Response, responses=answers(SessionPage))

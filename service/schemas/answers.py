@@ -47,6 +47,17 @@ class CommitPoint(BaseModel):
     energy_joules: float | None = None
 
 
+class ReturnedStateAnswer(BaseModel):
+    """The state at the end of a request with `return_state`; `data` is a file in base64."""
+
+    object: Literal["state"]
+    position: int
+    num_tokens: int
+    model_fingerprint: str
+    num_bytes: int
+    data: str
+
+
 class TextChoice(BaseModel):
     """`routing`: with `include_routing`."""
 
@@ -68,6 +79,7 @@ class CompletionAnswer(BaseModel):
     choices: list[TextChoice]
     usage: UsageAnswer
     session: CommitPoint | None = None
+    state: ReturnedStateAnswer | None = None
 
 
 class AnswerMessage(BaseModel):
@@ -99,6 +111,7 @@ class ChatAnswer(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    state: ReturnedStateAnswer | None = None
 
 
 class ItemAnswer(BaseModel):
@@ -195,6 +208,31 @@ class SessionAnswer(BaseModel):
     rebuilt: str | None = None
 
 
+class NamedStateAnswer(BaseModel):
+    """A version of a named state; `model` is null for a state of a model that is not served here."""
+
+    id: str
+    object: Literal["state"]
+    name: str
+    version: int
+    published: bool
+    created_at: int
+    model: str | None
+    model_fingerprint: str
+    position: int
+    num_tokens: int
+    num_bytes: int
+    source: Literal["text", "messages", "session", "file"]
+    metadata: dict[str, str]
+
+
+class NamedStatePage(BaseModel):
+    """All versions, by name."""
+
+    object: Literal["list"]
+    data: list[NamedStateAnswer]
+
+
 class SessionPage(BaseModel):
     """Newest first."""
 
@@ -208,7 +246,7 @@ class DeletedAnswer(BaseModel):
     """The deleted object."""
 
     id: str
-    object: Literal["session.deleted", "response", "conversation.deleted"]
+    object: Literal["session.deleted", "response", "conversation.deleted", "state.deleted"]
     deleted: Literal[True]
 
 

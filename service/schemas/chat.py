@@ -24,6 +24,7 @@ from service.schemas.common import (
     check_n,
     content_schema,
 )
+from service.schemas.start_state import StateFields
 from service.schemas.structured import StructuredFields
 from service.schemas.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, ToolUse, check_arguments, read_tools
 from service.web.errors import shown
@@ -118,7 +119,7 @@ def core_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> li
     return with_tools([*read, results_message(results)] if results else read, tools)
 
 
-class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
+class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, StateFields):
     """Messages in, the assistant's next message out."""
 
     ignored = {name: kind for name, kind in IGNORED.items() if name != "parallel_tool_calls"}  # noqa: RUF012
@@ -163,6 +164,7 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
         """The prompt is the chat as the model reads it. Raises InvalidRequest."""
         use = self.tool_use
         check_n(self.n, 1, limits.max_choices)
+        self.check_returned(self.n)
         form = self.to_grammar(prefix="" if use.tools else template.answer_prefix)
         grammar = use.to_grammar(form, template.answer_prefix)
         # a form says itself where the answer ends; a text beside tools ends as any other
@@ -181,6 +183,8 @@ class ChatBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
             sampling=sampling,
             timeout_s=self.timeout or limits.timeout_s,
             include_routing=self.include_routing,
+            state=self.state,
+            return_state=self.return_state,
         )
 
 

@@ -67,7 +67,8 @@ class RequestSpec:
     """A generation body within its limits, independent of its endpoint. `to_request` of each body makes it.
 
     `prompts`: texts or token ids; none for a response, whose prompt depends on its chain. `n`: choices for each prompt.
-    `sampling`: of choice 0. `prompt_logprobs`: as in GenerationRequest. `is_score_only`: nothing is sampled.
+    `sampling`: of choice 0. `prompt_logprobs`: as in GenerationRequest. `is_score_only`: nothing is sampled. `state`,
+    `return_state`: as in StateFields.
     """
 
     prompts: tuple[str | list[int], ...] = ()
@@ -77,6 +78,8 @@ class RequestSpec:
     prompt_logprobs: int | None = None
     is_score_only: bool = False
     include_routing: bool = False
+    state: str | None = None
+    return_state: bool = False
 
     @property
     def max_tokens(self) -> int:

@@ -18,6 +18,7 @@ from service.schemas.common import (
     SamplingFields,
     check_n,
 )
+from service.schemas.start_state import StateFields
 from service.schemas.structured import StructuredFields
 from service.web.errors import shown
 
@@ -33,7 +34,7 @@ PROMPT_SCHEMA = {
 }
 
 
-class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
+class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFields, StateFields):
     """`prompt` is a text or token ids, or a list of either; `n` choices are made for each."""
 
     ignored = IGNORED
@@ -90,6 +91,7 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
         length = self.length(limits.max_tokens, default=DEFAULT_MAX_TOKENS, at_least=0 if self.echo else 1)
         self.check_routing(max_tokens=length, num_choices=self.num_candidates * len(prompts))
         is_score_only = self.echo and length == 0
+        self.check_returned(self.num_candidates * len(prompts), is_score_only=is_score_only)
         has_scores = self.echo and (self.logprobs is not None or is_score_only)
         is_ranked = self.num_candidates > self.n
         logprobs = 0 if is_ranked and self.logprobs is None else self.logprobs
@@ -102,6 +104,8 @@ class CompletionBody(SamplingFields, StructuredFields, LengthFields, RoutingFiel
             prompt_logprobs=(self.logprobs or 0) if has_scores else None,
             is_score_only=is_score_only,
             include_routing=self.include_routing,
+            state=self.state,
+            return_state=self.return_state,
         )
 
 

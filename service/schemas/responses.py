@@ -168,6 +168,9 @@ class ContextFields(RequestBody):
     instructions: str | None = Field(default=None, description="a system message for this response only")
     previous_response_id: str | None = None
     conversation: Annotated[Any, WithJsonSchema({"description": 'an id, or {"id": "conv_…"}'})] = None
+    state: str | None = Field(
+        default=None, description="begin a chain from it: name, name@version, or a returned state in base64"
+    )
     truncation: Literal["auto", "disabled"] = "disabled"
     tools: Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = None
@@ -194,6 +197,9 @@ class ContextFields(RequestBody):
     def _one_context(self) -> ContextFields:
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequest("conversation excludes previous_response_id", param="conversation")
+        for name in ("previous_response_id", "conversation", "instructions"):
+            if self.state is not None and getattr(self, name) is not None:
+                raise InvalidRequest(f"state excludes {name}", param="state")
         if not self.input and self.conversation is None:
             raise InvalidRequest("input must hold at least 1 message, got none", param="input")
         if self.conversation is None and self.previous_response_id is None:

@@ -91,6 +91,9 @@ class CreateSessionBody(RequestBody):
     model: str | None = None
     metadata: Metadata = Field(default={})
     ttl_s: Ttl | None = None
+    state: str | None = Field(
+        default=None, description="start from it: name, name@version, or a returned state in base64"
+    )
 
 
 class UpdateSessionBody(RequestBody):

@@ -16,6 +16,7 @@ from service.stores.sessions.base import LeasedSession, SessionStore, StoredSess
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sessions.transitions import TOKEN_BYTES, Commit, NewSession, Rewind
+from service.stores.states.base import StateStore
 from service.telemetry.metrics.sessions import DamagedPart, SessionMetrics
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
@@ -25,6 +26,7 @@ OPERATIONS = (
     *("read_log", "log_marks", "list", "list_retained", "load_retained"),
 )
 PREFIX_OPERATIONS = ("find", "load", "put", "remove")  # of PrefixStore, as for the next
+STATE_OPERATIONS = ("add", "get", "load", "list", "delete")
 RECORD_OPERATIONS = ("get", "get_many", "put", "let_go", "delete")
 Method = Callable[..., Coroutine[Any, Any, Any]]
 Outcome = Literal["ok", "refused", "failed"]
@@ -43,6 +45,11 @@ def traced_prefixes(store: PrefixStore, tracer: Tracer) -> PrefixStore:
 def instrumented_records(store: RecordStore, metrics: SessionMetrics, tracer: Tracer | None = None) -> RecordStore:
     """The same store, with the damage that it meets counted. Without a tracer there are no spans."""
     return cast(RecordStore, _TracedStore(store, "records", RECORD_OPERATIONS, tracer or NoOpTracer(), metrics))
+
+
+def traced_states(store: StateStore, tracer: Tracer | None) -> StateStore:
+    """The same store. Without a tracer there are no spans."""
+    return cast(StateStore, _TracedStore(store, "states", STATE_OPERATIONS, tracer or NoOpTracer()))
 
 
 class _InstrumentedStore:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from nsm_core.errors import InvalidRequest, QuotaExceeded, RateLimited, Unauthenticated
 from service.stores.records.base import RecordStore
 from service.stores.sessions.base import DEFAULT_TENANT, SessionStore
+from service.stores.states.base import StateStore
 from service.telemetry.metrics.metrics import Metrics
 from service.telemetry.metrics.requests import Rejection
 from service.tenants.api_keys import KeyFile, TenantLimits
@@ -61,12 +62,13 @@ class Tenants:
         store: SessionStore,
         metrics: Metrics,
         records: RecordStore | None = None,
+        states: StateStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`records`: whose documents count as stored bytes beside the sessions."""
+        """`records`, `states`: whose documents and named states count as stored bytes beside the sessions."""
         self._keys = keys
-        self._records = records
+        self._records, self._states = records, states
         self._store = store
         self._metrics = metrics
         self._clock = clock
@@ -145,7 +147,8 @@ class Tenants:
             self._require_bytes(num_stored - num_own_bytes, num_new_bytes, limit)
 
     async def _document_bytes(self, tenant: str) -> int:
-        return 0 if self._records is None else await self._records.usage(tenant=tenant)
+        num_bytes = 0 if self._records is None else await self._records.usage(tenant=tenant)
+        return num_bytes + (0 if self._states is None else await self._states.usage(tenant=tenant))
 
     @contextlib.asynccontextmanager
     async def new_session(self, tenant: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
@@ -190,4 +193,6 @@ class Tenants:
 
     def _reject(self, reason: Rejection, message: str) -> None:
         self._metrics.requests.rejected(reason)
-        raise QuotaExceeded(f"{message}; delete sessions, responses or conversations, or ask the operator for more")
+        raise QuotaExceeded(
+            f"{message}; delete sessions, responses, conversations or states, or ask the operator for more"
+        )

@@ -45,7 +45,7 @@ async def import_session(
     lies about its model, VersionConflict when the id exists.
     """
     model = backend.model
-    _require_tokenizer(file, backend)
+    require_tokenizer(file, backend)
     is_own = file.header.model_fingerprint == model.fingerprint
     if not is_own and not request.is_rebuild_allowed:
         raise StateMismatch(
@@ -54,9 +54,16 @@ async def import_session(
         )
     snapshot = file.snapshot
     if snapshot is not None and is_own:
-        await asyncio.to_thread(_require_fit, snapshot, model)
+        await asyncio.to_thread(require_fit, snapshot, model)
     elif snapshot is not None:
-        snapshot = await _rebuild(backend, file, snapshot, request)
+        snapshot = await rebuild(
+            backend,
+            file,
+            snapshot,
+            request_id=request.request_id,
+            deadline=request.deadline,
+            state_format=request.state_format,
+        )
     if snapshot is not None:
         header = dataclasses.replace(snapshot.header, tenant=request.key.tenant, session_id=request.key.session_id)
         snapshot = Snapshot(header, snapshot.state)
@@ -76,7 +83,8 @@ async def import_session(
     return head, not is_own and snapshot is not None
 
 
-def _require_tokenizer(file: SessionFile, backend: InferenceBackend) -> None:
+def require_tokenizer(file: SessionFile, backend: InferenceBackend) -> None:
+    """Raises StateMismatch for a file of another tokenizer, InvalidRequest for ids that are none of the model's."""
     if file.header.tokenizer_fingerprint != backend.tokenizer.fingerprint:
         raise StateMismatch(
             f"the file is of model {file.header.model_fingerprint} with tokenizer {file.header.tokenizer_fingerprint}, "
@@ -97,7 +105,8 @@ def _require_known(ids: tuple[int, ...], vocab_size: int) -> None:
         )
 
 
-def _require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
+def require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
+    """Raises InvalidRequest for a state that is none of the model's, whatever its header says."""
     layout = model.state_layout
     if snapshot.header.layout != layout:
         raise InvalidRequest("the file's state has another layout than its model's", code="invalid_session_file")
@@ -111,12 +120,18 @@ def _require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
         raise InvalidRequest(message, code="invalid_session_file")
 
 
-async def _rebuild(
-    backend: InferenceBackend, file: SessionFile, snapshot: Snapshot, request: ImportRequest
+async def rebuild(
+    backend: InferenceBackend,
+    file: SessionFile,
+    snapshot: Snapshot,
+    *,
+    request_id: str,
+    deadline: float,
+    state_format: StateFormat,
 ) -> Snapshot:
     """The state after the same tokens under the running model; seed and penalty counts are the file's."""
     fed = file.log_ids[: file.header.position]
-    finished = await read_again(backend, fed, request_id=request.request_id, deadline=request.deadline)
+    finished = await read_again(backend, fed, request_id=request_id, deadline=deadline)
     if finished.end_state is None:
         is_aborted = finished.reason is FinishReason.ABORT
         raise stopping() if is_aborted else finished.error or NsmError("the engine failed on this request")
@@ -126,8 +141,8 @@ async def _rebuild(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
         layout=model.state_layout,
-        stored_dtype=request.state_format.dtype,
-        rounded_to=request.state_format.dtype,
+        stored_dtype=state_format.dtype,
+        rounded_to=state_format.dtype,
         created_at=time.time(),
     )
     return Snapshot(header, finished.end_state.state)

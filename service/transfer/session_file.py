@@ -72,20 +72,32 @@ def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
     head, snapshot = copy.head, copy.snapshot or b""
     if snapshot:
         tokenizer_fingerprint = Snapshot.decode(snapshot).header.tokenizer_fingerprint
-    fields = {
-        "session_id": head.session_id,
-        "model_fingerprint": head.model_fingerprint,
-        "tokenizer_fingerprint": tokenizer_fingerprint,
-        "version": head.version,
-        "position": head.position,
-        "metadata": dict(head.metadata),
-        "ttl_s": head.ttl_s,
-        "forked_from": head.forked_from,
-        "marks": [[getattr(mark, name) for name in _MARK_FIELDS] for mark in copy.marks],
-    }
-    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-    log = encode_ids(copy.log_ids)
-    body = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(header), len(log), len(snapshot)) + header + log + snapshot
+    header = FileHeader(
+        session_id=head.session_id,
+        model_fingerprint=head.model_fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        version=head.version,
+        position=head.position,
+        metadata=head.metadata,
+        ttl_s=head.ttl_s,
+        forked_from=head.forked_from,
+        marks=copy.marks,
+    )
+    return _assemble(header, copy.log_ids, snapshot)
+
+
+def encode_file(file: SessionFile) -> bytes:
+    """The inverse of `read_file`."""
+    return _assemble(file.header, file.log_ids, b"" if file.snapshot is None else file.snapshot.encode())
+
+
+def _assemble(header: FileHeader, log_ids: tuple[int, ...], snapshot: bytes) -> bytes:
+    fields = {field.name: getattr(header, field.name) for field in dataclasses.fields(header)}
+    fields["metadata"] = dict(header.metadata)
+    fields["marks"] = [[getattr(mark, name) for name in _MARK_FIELDS] for mark in header.marks]
+    raw = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    log = encode_ids(log_ids)
+    body = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(raw), len(log), len(snapshot)) + raw + log + snapshot
     return body + checksum(body)
 
 

@@ -136,6 +136,31 @@ async def test_best_of_answers_with_the_most_likely_choices_of_the_best_first(se
     assert scored["choices"][0]["text"] == made[order[0]]["text"]
 
 
+async def test_what_starts_from_a_state_is_what_follows_the_whole_text(
+    server: Gateway, tiny_tokenizer: Tokenizer
+) -> None:
+    """Named, returned, and in several rows: the same tokens as one prompt of all ids, with the same seed."""
+    text = "It was the best of times, it was the worst of times. " * 3
+    made = await server.client.post("/v1/states", json={"name": "times", "text": text})
+    assert made.status_code == 200, made.text
+    before = [tiny_tokenizer.end_of_text_id, *tiny_tokenizer.encode(text)]
+    ids = tiny_tokenizer.encode("Once upon")
+    fields = {"max_tokens": 12, "n": 3, "repetition_penalty": 1.2}
+    whole = await complete(server, prompt=[*before, *ids], **fields)
+    started = await complete(server, prompt=ids, state="times@1", **fields)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["text"] for choice in started["choices"]] == texts
+    assert started["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    first = await complete(server, prompt=ids, state="times", max_tokens=5, return_state=True, temperature=0)
+    rest = await complete(server, prompt=ids, state=first["state"]["data"], max_tokens=8, temperature=0)
+    answered = await complete(server, prompt=[*before, *ids], max_tokens=5, logprobs=0, temperature=0)
+    by_text = {token_text(tiny_tokenizer, token_id): token_id for token_id in range(tiny_tokenizer.vocab_size)}
+    said = [by_text[token] for token in answered["choices"][0]["logprobs"]["tokens"]]
+    again = await complete(server, prompt=[*before, *ids, *said, *ids], max_tokens=8, temperature=0)
+    assert rest["choices"][0]["text"] == again["choices"][0]["text"]
+    assert rest["usage"]["prompt_tokens_details"]["cached_tokens"] == len(before) + len(ids) + 4
+
+
 async def test_scores_of_a_prompt_are_those_of_generating_it(server: Gateway, tiny_tokenizer: Tokenizer) -> None:
     """Greedy tokens, then the same ids as a prompt: one log-probability for each, whichever way it was reached."""
     fields = {"temperature": 0, "logprobs": 1}

@@ -49,6 +49,7 @@ NAMES = (
 )
 EXPECTED = {200, 400, 404, 409, 413, 415, 422, 429}  # of docs/api.md: what one client alone can bring about
 SESSION = "/v1/sessions/{session_id}"
+STATE = "/v1/states/{state}"
 RESPONSE = "/v1/responses/{response_id}"
 CONVERSATION = "/v1/conversations/{conversation_id}"
 ITEM = f"{CONVERSATION}/items/{{item_id}}"
@@ -98,6 +99,15 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
     ("GET", f"{SESSION}/export"): [(None, {})],
     ("POST", "/v1/sessions/import"): [(FILE, {"id": "imported"})],
     ("GET", f"{SESSION}/states"): [(None, {}), (None, {"detail": "slot", "layer": "0"}), (None, {"recent": "2"})],
+    ("POST", "/v1/states"): [
+        ({"name": "rules", "text": "Be brief.", "metadata": {"a": "b"}}, {}),
+        ({"name": "rules", "messages": MESSAGES}, {}),
+    ],
+    ("GET", "/v1/states"): [(None, {})],
+    ("GET", STATE): [(None, {})],
+    ("DELETE", STATE): [(None, {})],
+    ("GET", f"{STATE}/export"): [(None, {})],
+    ("POST", "/v1/states/import"): [(FILE, {"name": "imported"})],
     ("GET", "/v1/streams/{stream_id}"): [(None, {"starting_after": "1"})],
     ("GET", "/v1/models"): [(None, {})],
     ("GET", "/v1/models/{model_id}"): [(None, {})],
@@ -160,6 +170,8 @@ class Api:
             ids["conversation_id"] = self.made("/v1/conversations", items=MESSAGES)["id"]
             items = self.client.get(f"/v1/conversations/{ids['conversation_id']}/items").json()
             ids["item_id"] = items["first_id"]
+        if "{state}" in path:
+            ids["state"] = self.made("/v1/states", name="rules", text="Be brief.")["id"]
         if "model_id" in path:
             ids["model_id"] = self.client.get("/v1/models").json()["data"][0]["id"]
         return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
@@ -254,7 +266,9 @@ def test_X8_a_client_that_reads_each_answer_as_the_first_listed_type_can(api: Ap
     if body == FILE:
         (session_id,) = api.ids(SESSION).values()
         file = api.client.get(f"/v1/sessions/{session_id}/export").content
-        answer = api.client.request(method, path, params={"id": "read"}, content=file, headers=FILE_HEADERS)
+        answer = api.client.request(
+            method, path, params=dict.fromkeys(query, "read"), content=file, headers=FILE_HEADERS
+        )  # fmt: skip
     else:
         url = path.format_map(api.ids(path))
         answer = api.client.request(method, url, params=query, **({} if body is None else {"json": body}))

@@ -48,7 +48,8 @@ SaveState = Callable[[PromptState | EndState], None]
 class Start:
     """Where one prompt starts and which of its states are stored. All choices share it; only the first stores states.
 
-    `positions`: in tokens of the prompt. `save`: called with each state.
+    `positions`: in tokens of the prompt. `save`: called with each state. `num_before`: tokens that the resumed state
+    had read before the prompt.
     """
 
     ids: tuple[int, ...]
@@ -56,11 +57,12 @@ class Start:
     positions: tuple[int, ...] = ()
     has_end: bool = False
     save: SaveState | None = None
+    num_before: int = 0
 
     @property
     def position(self) -> int:
-        """Tokens that need not be read."""
-        return 0 if self.resume is None else self.resume.position
+        """Tokens of the prompt that need not be read."""
+        return 0 if self.resume is None else self.resume.position - self.num_before
 
     def apply(self, request: GenerationRequest) -> GenerationRequest:
         """`request`, which reads the whole prompt, as one that starts here."""
@@ -70,7 +72,7 @@ class Start:
             prompt_ids=self.ids[self.position :],
             resume=self.resume,
             keep_states_at=tuple(position - self.position for position in self.positions) if is_first else (),
-            keep_state=self.has_end and is_first,
+            keep_state=request.keep_state or (self.has_end and is_first),
         )
 
 

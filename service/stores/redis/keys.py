@@ -37,6 +37,25 @@ class SessionKeys:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StateKeys:
+    """The keys of a tenant's named states. `index`: in the scripts' order."""
+
+    tag: str
+
+    @property
+    def heads(self) -> str:
+        return f"{self.tag}:state-heads"
+
+    @property
+    def index(self) -> tuple[str, str, str]:
+        return self.heads, f"{self.tag}:state-versions", f"{self.tag}:state-additions"
+
+    def file(self, nonce: str) -> str:
+        """The bytes of one state."""
+        return f"{self.tag}:state:{nonce}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Keyspace:
     """`prefix` lets installations share a server."""
 
@@ -54,6 +73,10 @@ class Keyspace:
         """The tenant's index, in its scripts' order."""
         tag = f"{self.prefix}:{{{_tenant_hash(tenant)}}}"
         return tuple(f"{tag}:{name}" for name in ("index", "sizes", "expiry", "usage", "expired"))
+
+    def states(self, tenant: str) -> StateKeys:
+        """Of a tenant's named states: one hash tag for all."""
+        return StateKeys(f"{self.prefix}:{{{_tenant_hash(tenant)}}}")
 
     def record(self, tenant: str, kind: str, record_id: str) -> str:
         """A document's key: a hash tag for itself alone."""

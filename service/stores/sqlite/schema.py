@@ -175,8 +175,29 @@ BASELINE = """
     END;
 """
 
+# Version 2: start states that have a name and a version, and never change.
+NAMED_STATES = """
+    CREATE TABLE named_states (
+        tenant    TEXT    NOT NULL,
+        name      TEXT    NOT NULL,
+        version   INTEGER NOT NULL,
+        fields    TEXT    NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        file      BLOB    NOT NULL,
+        text      TEXT,
+        PRIMARY KEY (tenant, name, version)
+    );
+    -- A version is never given twice, also when its state was deleted.
+    CREATE TABLE named_state_versions (
+        tenant TEXT    NOT NULL,
+        name   TEXT    NOT NULL,
+        newest INTEGER NOT NULL,
+        PRIMARY KEY (tenant, name)
+    );
+"""
+
 # Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
-MIGRATIONS: tuple[str, ...] = (BASELINE,)
+MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};

@@ -42,23 +42,23 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 1"):
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 2"):
         await SqliteSessionStore(path).open()
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (version,)
 
 
-async def test_a_new_file_has_schema_version_1_and_the_application_id(path: Path) -> None:
+async def test_a_new_file_has_the_newest_schema_version_and_the_application_id(path: Path) -> None:
     async with opened(SqliteSessionStore(path)):
         pass
     with contextlib.closing(sqlite3.connect(path)) as other:
-        assert other.execute("PRAGMA user_version").fetchone() == (1,)
+        assert other.execute("PRAGMA user_version").fetchone() == (len(sqlite_schema.MIGRATIONS),)
         assert other.execute("PRAGMA application_id").fetchone() == (sqlite_schema.APPLICATION_ID,)
 
 

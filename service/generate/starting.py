@@ -1,0 +1,117 @@
+"""A stateless request that starts from a named or returned state, and the object of a state that is returned."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from nsm_core.engine.request import Finished
+from nsm_core.errors import InvalidRequest, NsmError
+from nsm_core.state.quantize import StateFormat
+from service.deps import Arrival, Services
+from service.named_states.making import end_file
+from service.named_states.start_state import StartState
+from service.prompts import Prompt
+from service.schemas.common import RequestSpec, SamplingFields
+from service.stores.prefixes.resume import Start
+from service.transfer.session_file import encode_file
+
+
+async def find_state(services: Services, tenant: str, spec: RequestSpec, arrival: Arrival) -> StartState | None:
+    """The state that the request names. Raises what `StateLibrary.start` raises."""
+    if spec.state is None:
+        return None
+    return await services.states.start(tenant, spec.state, deadline=arrival.time + spec.timeout_s)
+
+
+async def read_after(
+    services: Services, state: StartState | None, prompt: str | list[int], *, param: str = "prompt"
+) -> Prompt:
+    """The ids that a request reads after `state`; without one, those of a text of its own. Raises InvalidRequest."""
+    if state is None:
+        return await services.prompts.read(prompt, param=param)
+    if isinstance(prompt, str):
+        ids = await services.prompts.encode(prompt, param=param)
+    else:
+        services.prompts.check_ids(prompt, param=param)
+        ids = prompt
+    pending = state.pending_ids
+    if not pending and not ids:
+        raise InvalidRequest(f"{param} must not be empty: the state has no token that waits to be read", param=param)
+    return Prompt(ids=(*pending, *ids), num_start=len(pending))
+
+
+def start_after(state: StartState, prompt: Prompt) -> Start:
+    """Where the prompt starts. No prefix is looked up or kept: those are of whole texts."""
+    return Start(ids=prompt.ids, resume=state.resume, num_before=state.resume.position)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedState:
+    """Of the one choice of a request. `state`: what it started from; `seed`: it drew with."""
+
+    services: Services
+    tenant: str
+    start: Start
+    state: StartState | None
+    seed: int
+
+    async def object(self, finished: Finished) -> dict[str, Any]:
+        """The state at the end, as JSON."""
+        services, start, end = self.services, self.start, finished.end_state
+        if end is None:
+            raise NsmError("the engine ended a request without its state")
+        is_prefix = self.state is None and start.resume is not None
+        file = await end_file(
+            services.backend,
+            end,
+            before_ids=start.ids[: start.position] if self.state is None else self._state_ids(self.state),
+            num_prompt=len(start.ids) - start.position,
+            seed=self.seed,
+            start=self.state,
+            tenant=self.tenant,
+            state_format=services.state_format,
+            rounding=services.state_format if is_prefix else StateFormat.FP32,
+        )
+        raw = await asyncio.to_thread(lambda: services.states.seal.seal(encode_file(file)))
+        return {
+            "object": "state",
+            "position": end.position,
+            "num_tokens": len(file.log_ids),
+            "model_fingerprint": services.backend.model.fingerprint,
+            "num_bytes": len(raw),
+            "data": (await asyncio.to_thread(base64.b64encode, raw)).decode(),
+        }
+
+    @staticmethod
+    def _state_ids(state: StartState) -> tuple[int, ...]:
+        """What the state has read; a pending token is part of the request's own prompt."""
+        return state.file.log_ids[: state.resume.position]
+
+
+def returned_state(
+    services: Services, tenant: str, spec: RequestSpec, start: Start, state: StartState | None
+) -> ReturnedState | None:
+    """None for a request that asks for none."""
+    if not spec.return_state:
+        return None
+    return ReturnedState(services=services, tenant=tenant, start=start, state=state, seed=spec.sampling.seed)
+
+
+async def last_fields(
+    returned: ReturnedState | None,
+    body: SamplingFields,
+    ends: list[Finished],
+    usage_of: Callable[[list[Finished]], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Of the chunks without choices at the end of a stream: the state, then the usage, if they were asked for."""
+    fields: list[dict[str, Any]] = []
+    if returned is not None:
+        extra = {"usage": None} if body.has_usage_chunk else {}
+        fields.append({"state": await returned.object(ends[0]), **extra})
+    if body.has_usage_chunk:
+        fields.append({"usage": usage_of(ends)})
+    return fields

@@ -1,0 +1,103 @@
+"""POST /v1/states as a use case: a text, a chat, a session or a file becomes the next version of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import uuid
+from collections.abc import Sequence
+
+from nsm_core.chat_template import ChatMessage, ChatTemplate
+from nsm_core.errors import InvalidRequest
+from nsm_core.state.quantize import StateFormat
+from service.backends.base import InferenceBackend
+from service.named_states.library import StateLibrary
+from service.schemas.chat import core_messages
+from service.schemas.states import CreateStateBody
+from service.state.copies import read_copy
+from service.state.earlier import copy_at
+from service.state.log_location import LogLocation
+from service.stores.sessions.base import SessionStore
+from service.stores.sessions.key import SessionKey
+from service.stores.states.base import NamedState
+from service.transfer.session_file import SessionFile, read_file, write_file
+
+
+async def create_state(
+    library: StateLibrary,
+    sessions: SessionStore,
+    template: ChatTemplate,
+    tenant: str,
+    body: CreateStateBody,
+    *,
+    deadline: float,
+) -> NamedState:
+    """`deadline`: a `time.monotonic()` reading, for what is read. Raises InvalidRequest, NotFound, QuotaExceeded."""
+    text: str | None = None
+    if body.session is not None:
+        with library.tenants.enter(tenant):
+            file = await session_file(
+                library.backend,
+                sessions,
+                SessionKey(tenant, body.session.id),
+                body.session.location,
+                deadline=deadline,
+                state_format=library.state_format,
+            )
+    elif body.file is not None:
+        file = await library.read_file(await asyncio.to_thread(_decode_file, body.file))
+    else:
+        text = body.text if body.text is not None else border_text(template, core_messages(body.messages or []))
+        file = await _read(library, tenant, body, text, deadline)
+    return await library.add(tenant, body.name, file, source=body.source, text=text, metadata=body.metadata)
+
+
+def border_text(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str:
+    """What a chat with these messages has read before its next message. Raises InvalidRequest."""
+    rest = [ChatMessage("user", "")]
+    whole, end = template.render([*messages, *rest]), template.render(rest)
+    if template.has_own_system_message or not whole.endswith(end):
+        raise InvalidRequest(
+            "messages cannot be read as the beginning of a chat with this model's template: give their text",
+            param="messages",
+        )
+    return whole.removesuffix(end)
+
+
+async def _read(library: StateLibrary, tenant: str, body: CreateStateBody, text: str, deadline: float) -> SessionFile:
+    ids = (await library.prompts.fresh(text, param=body.source)).ids
+    with library.tenants.enter(tenant):
+        return await library.reader(deadline).file_of(ids, tenant=tenant, name=body.name)
+
+
+def _decode_file(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("file must be base64", param="file") from error
+
+
+async def session_file(
+    backend: InferenceBackend,
+    sessions: SessionStore,
+    key: SessionKey,
+    location: LogLocation | None,
+    *,
+    deadline: float,
+    state_format: StateFormat,
+) -> SessionFile:
+    """The session at its newest commit, or at an earlier location: its state is made as for a fork."""
+    copy = await read_copy(sessions, key)
+    if location is not None:
+        copy = await copy_at(
+            backend,
+            sessions,
+            copy,
+            location.num_log_tokens(copy.head, copy.marks),
+            request_id=f"state-{uuid.uuid4().hex}",
+            deadline=deadline,
+            state_format=state_format,
+        )
+    fingerprint = backend.tokenizer.fingerprint
+    return await asyncio.to_thread(lambda: read_file(write_file(copy, tokenizer_fingerprint=fingerprint)))

@@ -1,0 +1,200 @@
+"""A server's named states: added, found, deleted, and ready to start from.
+
+A reference is looked up among the tenant's own states first, then among those that the operator has published. A state
+of another model is made again: from its log where the tokenizer is the same, else from its text. The result stays in
+this process's memory, as do states in use: they never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
+from nsm_core.state.quantize import StateFormat
+from service.backends.base import InferenceBackend
+from service.named_states.making import Reader
+from service.named_states.reference import Reference, parse_state, state_not_found
+from service.named_states.signature import StateSeal
+from service.named_states.start_state import StartState, renamed, snapshot_of
+from service.prompts import PromptEncoder
+from service.stores.states.base import PUBLISHED, NamedState, NewState, StateStore, StoredState
+from service.stores.states.fields import num_bytes_of
+from service.tenants.tenants import Tenants
+from service.transfer.import_session import rebuild, require_fit, require_tokenizer
+from service.transfer.session_file import SessionFile, encode_file, read_file
+
+MAX_CACHED_BYTES = 128 * 2**20
+
+
+class StateLibrary:
+    """Of one application. `seal`: of states that clients carry."""
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: StateStore,
+        tenants: Tenants,
+        prompts: PromptEncoder,
+        *,
+        seal: StateSeal,
+        state_format: StateFormat,
+    ) -> None:
+        self.seal = seal
+        self.state_format = state_format
+        self.backend, self.tenants, self.prompts = backend, tenants, prompts
+        self._store = store
+        self._cached: OrderedDict[tuple[str, str, int, float], StartState] = OrderedDict()
+        self._num_cached_bytes = 0
+        self._loading: dict[tuple[str, str, int, float], asyncio.Lock] = {}
+
+    def reader(self, deadline: float) -> Reader:
+        """For ids that become a state before `deadline`, a `time.monotonic()` reading."""
+        return Reader(
+            backend=self.backend,
+            request_id=f"state-{uuid.uuid4().hex}",
+            deadline=deadline,
+            state_format=self.state_format,
+        )
+
+    async def add(
+        self,
+        tenant: str,
+        name: str,
+        file: SessionFile,
+        *,
+        source: str,
+        text: str | None = None,
+        metadata: Mapping[str, str],
+    ) -> NamedState:
+        """The next version of `name`. Raises QuotaExceeded, InvalidRequest for a file without a state."""
+        state = await asyncio.to_thread(new_state, tenant, name, file, source=source, text=text, metadata=metadata)
+        await self.tenants.check_stored_bytes(tenant, num_new_bytes=num_bytes_of(state))
+        return await self._store.add(tenant=tenant, name=name, state=state)
+
+    async def read_file(self, raw: bytes) -> SessionFile:
+        """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
+        file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw)))
+        if snapshot_of(file).header.model_fingerprint == self.backend.model.fingerprint:
+            require_tokenizer(file, self.backend)
+            await asyncio.to_thread(require_fit, snapshot_of(file), self.backend.model)
+        return file
+
+    async def list(self, tenant: str) -> tuple[NamedState, ...]:
+        """The tenant's own states, then the published ones."""
+        return (*await self._store.list(tenant=tenant), *await self._store.list(tenant=PUBLISHED))
+
+    async def find(self, tenant: str, reference: Reference, *, param: str | None = "state") -> NamedState:
+        """Raises NotFound."""
+        for owner in (tenant, PUBLISHED):
+            found = await self._store.get(tenant=owner, name=reference.name, version=reference.version)
+            if found is not None:
+                return found
+        raise state_not_found(reference, param=param)
+
+    async def load(self, head: NamedState, *, param: str | None = "state") -> StoredState:
+        """Raises NotFound."""
+        stored = await self._store.load(tenant=head.tenant, name=head.name, version=head.version)
+        if stored is None:
+            raise state_not_found(Reference(head.name, head.version), param=param)
+        return stored
+
+    async def delete(self, tenant: str, reference: Reference) -> int:
+        """Of the tenant's own. Raises NotFound when there is none."""
+        num = await self._store.delete(tenant=tenant, name=reference.name, version=reference.version)
+        if not num:
+            raise state_not_found(reference, param=None)
+        return num
+
+    async def start(self, tenant: str, value: str, *, deadline: float) -> StartState:
+        """The state that a request names or brings along, as one of the running model.
+
+        Raises InvalidRequest, NotFound or StateMismatch with the param `state`, and what the backend raises while it
+        makes a state again.
+        """
+        wanted = await asyncio.to_thread(parse_state, value)
+        try:
+            if isinstance(wanted, bytes):
+                file = await asyncio.to_thread(lambda: read_file(self.seal.open(wanted)))
+                return StartState(file=await self._own(tenant, file, None, deadline))
+            return await self._named(tenant, await self.find(tenant, wanted), deadline)
+        except InvalidRequest as error:
+            error.param = error.param or "state"
+            raise
+        except StateMismatch as error:
+            error.param = "state"
+            raise
+
+    async def _named(self, tenant: str, head: NamedState, deadline: float) -> StartState:
+        key = (head.tenant, head.name, head.version, head.created_at)
+        async with self._loading.setdefault(key, asyncio.Lock()):  # of many requests at once one loads it
+            start = self._cached.get(key)
+            if start is None:
+                stored = await self.load(head)
+                file = await asyncio.to_thread(_read_stored, stored)
+                own = await self._own(tenant, file, stored.text, deadline)
+                start = StartState(file=own, reference=head.reference)
+                self._cache(key, start)
+            else:
+                self._cached.move_to_end(key)
+            self._loading.pop(key, None)
+            return start
+
+    def _cache(self, key: tuple[str, str, int, float], start: StartState) -> None:
+        self._cached[key] = start
+        self._num_cached_bytes += len(start.snapshot.state)
+        while self._num_cached_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
+            _, dropped = self._cached.popitem(last=False)
+            self._num_cached_bytes -= len(dropped.snapshot.state)
+
+    async def _own(self, tenant: str, file: SessionFile, text: str | None, deadline: float) -> SessionFile:
+        """The file as one of the running model."""
+        backend, snapshot = self.backend, snapshot_of(file)
+        has_tokenizer = file.header.tokenizer_fingerprint == backend.tokenizer.fingerprint
+        if not has_tokenizer and text is not None:
+            ids = (await self.prompts.fresh(text, param="state")).ids
+            with self.tenants.enter(tenant):
+                return await self.reader(deadline).file_of(ids, tenant=tenant, name=file.header.session_id)
+        require_tokenizer(file, backend)
+        if file.header.model_fingerprint == backend.model.fingerprint:
+            await asyncio.to_thread(require_fit, snapshot, backend.model)
+            return file
+        reader = self.reader(deadline)
+        with self.tenants.enter(tenant):
+            made = await rebuild(
+                backend,
+                file,
+                snapshot,
+                request_id=reader.request_id,
+                deadline=max(deadline, time.monotonic()),
+                state_format=self.state_format,
+            )
+        header = dataclasses.replace(file.header, model_fingerprint=backend.model.fingerprint)
+        return dataclasses.replace(file, header=header, snapshot=made)
+
+
+def _read_stored(stored: StoredState) -> SessionFile:
+    """Raises SnapshotCorrupt: what the server itself has stored is no client's fault."""
+    try:
+        return read_file(stored.file)
+    except InvalidRequest as error:
+        raise SnapshotCorrupt(f"state {stored.head.reference!r} is damaged: {error}") from error
+
+
+def new_state(
+    tenant: str, name: str, file: SessionFile, *, source: str, text: str | None, metadata: Mapping[str, str]
+) -> NewState:
+    """What a store is given of a file. Raises InvalidRequest for one without a state."""
+    return NewState(
+        file=encode_file(renamed(file, tenant=tenant, session_id=name)),
+        model_fingerprint=file.header.model_fingerprint,
+        position=file.header.position,
+        num_tokens=len(file.log_ids),
+        source=source,
+        text=text,
+        metadata=metadata,
+    )

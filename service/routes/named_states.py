@@ -1,0 +1,105 @@
+"""/v1/states: start states with a name and versions: create, list, get, delete; files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.deps import ArrivalDep, Services, ServicesDep, TenantDep
+from service.named_states.create import create_state
+from service.named_states.reference import Reference, parse_reference
+from service.routes.sessions import FILE_BODY, FILE_RESPONSES, FILE_TYPE, require_file_type
+from service.schemas.answers import DeletedAnswer, NamedStateAnswer, NamedStatePage
+from service.schemas.states import CreateStateBody, check_state_name
+from service.stores.states.base import PUBLISHED, NamedState
+from service.web.json_body import JsonRoute, json_response
+from service.web.openapi import ERROR_RESPONSES, answers
+
+router = APIRouter(route_class=JsonRoute, tags=["states"], responses=ERROR_RESPONSES)
+
+
+async def get_reference(state: Annotated[str, Path(description="name, or name@version")]) -> Reference:
+    return parse_reference(state)
+
+
+ReferenceDep = Annotated[Reference, Depends(get_reference)]
+
+
+@router.post("/v1/states", response_class=Response, responses=answers(NamedStateAnswer))
+async def create(body: CreateStateBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep) -> Response:
+    """The next version of a name, from a text, messages, a session or a file. It never changes.
+
+    A text is read at once; the answer comes when its state is stored.
+    """
+    services.check_model(body.model)
+    deadline = arrival.time + services.settings.request_timeout_s
+    head = await create_state(
+        services.states, services.store, services.chat_template, tenant, body, deadline=deadline
+    )  # fmt: skip
+    return json_response(state_object(services, head))
+
+
+@router.get("/v1/states", response_class=Response, responses=answers(NamedStatePage))
+async def list_states(services: ServicesDep, tenant: TenantDep) -> Response:
+    """All versions by name, the newest first: the tenant's own, then those that the operator has published."""
+    found = await services.states.list(tenant)
+    return json_response({"object": "list", "data": [state_object(services, head) for head in found]})
+
+
+@router.get("/v1/states/{state}", response_class=Response, responses=answers(NamedStateAnswer))
+async def get(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """A version of a state; its newest one without a version."""
+    return json_response(state_object(services, await services.states.find(tenant, reference, param=None)))
+
+
+@router.delete("/v1/states/{state}", response_class=Response, responses=answers(DeletedAnswer))
+async def delete(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """A version, or all of them. What started from it goes on; its number is not given again."""
+    await services.states.delete(tenant, reference)
+    return json_response({"id": str(reference), "object": "state.deleted", "deleted": True})
+
+
+@router.get("/v1/states/{state}/export", response_class=Response, responses=FILE_RESPONSES)
+async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
+    """The state as a file, with its token log; signed if the server signs."""
+    head = await services.states.find(tenant, reference, param=None)
+    stored = await services.states.load(head, param=None)
+    headers = {"content-disposition": f'attachment; filename="{head.reference}.nsm-state"'}
+    return Response(services.states.seal.seal(stored.file), media_type=FILE_TYPE, headers=headers)
+
+
+@router.post("/v1/states/import", response_class=Response, openapi_extra=FILE_BODY, responses=answers(NamedStateAnswer))
+async def import_file(
+    request: Request,
+    services: ServicesDep,
+    tenant: TenantDep,
+    name: Annotated[str, Query(description="of the new version")],
+) -> Response:
+    """The next version of a name from a file (the body): of a state, or of a session."""
+    require_file_type(request.headers.get("content-type", ""))
+    file = await services.states.read_file(await request.body())
+    head = await services.states.add(tenant, check_state_name(name), file, source="file", metadata={})
+    return json_response(state_object(services, head))
+
+
+def state_object(services: Services, head: NamedState) -> dict[str, Any]:
+    """`model` is null for a state of a model that is not served here."""
+    is_served = head.model_fingerprint == services.backend.model.fingerprint
+    return {
+        "id": head.reference,
+        "object": "state",
+        "name": head.name,
+        "version": head.version,
+        "published": head.tenant == PUBLISHED,
+        "created_at": int(head.created_at),
+        "model": services.model_name if is_served else None,
+        "model_fingerprint": head.model_fingerprint,
+        "position": head.position,
+        "num_tokens": head.num_tokens,
+        "num_bytes": head.num_bytes,
+        "source": head.source,
+        "metadata": dict(head.metadata),
+    }

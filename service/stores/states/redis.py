@@ -1,0 +1,91 @@
+"""Named states in Redis, under the session store's prefix, through its connections.
+
+All of a tenant's share one hash tag: fields and sizes in one hash, the next version of each name in another, and each
+state's bytes under a key of their own, which no script reads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from service.stores.redis.client import Attempt
+from service.stores.redis.scripts import load_script
+from service.stores.sessions.redis import RedisSessionStore
+from service.stores.states.base import NamedState, NewState, StoredState
+from service.stores.states.fields import decode_fields, encode_fields
+
+STAGED_S = 600  # for bytes whose state was not added: its process has ended
+ADD = load_script("add", package="service.stores.states")
+DELETE = load_script("delete", package="service.stores.states")
+
+
+class RedisStateStore:
+    """The shared StateStore."""
+
+    def __init__(self, sessions: RedisSessionStore, *, clock: Callable[[], float] = time.time) -> None:
+        self._client = sessions.client
+        self._keys = sessions.keys
+        self._clock = clock
+
+    async def add(self, *, tenant: str, name: str, state: NewState) -> NamedState:
+        nonce = secrets.token_hex(12)
+        keys, fields = self._keys.states(tenant), encode_fields(state, created_at=self._clock())
+        staged, text = keys.file(nonce), "" if state.text is None else "t" + state.text
+        put = ("HSET", staged, "file", state.file, "text", text)
+        await self._client.call(lambda attempt: attempt.together(put, ("EXPIRE", staged, STAGED_S)))
+        version = await self._client.script(ADD, (*keys.index, staged), name, nonce, fields)
+        if not version:
+            raise StoreUnavailable("the session store took too long to add a state")
+        return decode_fields(tenant, name, int(version), fields)
+
+    async def get(self, *, tenant: str, name: str, version: int | None = None) -> NamedState | None:
+        versions = [state for state in await self.list(tenant=tenant) if state.name == name]
+        return next((state for state in versions if version in (None, state.version)), None)
+
+    async def load(self, *, tenant: str, name: str, version: int) -> StoredState | None:
+        keys = self._keys.states(tenant)
+        entry = await self._client.command("HGET", keys.heads, f"{name}@{version}")
+        if entry is None:
+            return None
+        nonce, fields = _parts(entry)
+
+        async def work(attempt: Attempt) -> list[bytes | None]:
+            found: list[bytes | None] = await attempt.command("HMGET", keys.file(nonce), "file", "text")
+            return found
+
+        file, text = await self._client.call(work)
+        if file is None or text is None:
+            raise SnapshotCorrupt(f"the bytes of state {name}@{version} are missing")
+        head = decode_fields(tenant, name, version, fields)
+        return StoredState(head=head, file=file, text=text[1:].decode() if text else None)
+
+    async def list(self, *, tenant: str) -> tuple[NamedState, ...]:
+        entries = await self._client.command("HGETALL", self._keys.states(tenant).heads)
+        found = [_head_of(tenant, key.decode(), entry) for key, entry in entries.items()]
+        return tuple(sorted(found, key=lambda state: (state.name, -state.version)))
+
+    async def delete(self, *, tenant: str, name: str, version: int | None = None) -> int:
+        keys, num_deleted = self._keys.states(tenant), 0
+        for key, entry in (await self._client.command("HGETALL", keys.heads)).items():
+            head, (nonce, _) = _head_of(tenant, key.decode(), entry), _parts(entry)
+            if head.name == name and version in (None, head.version):
+                await self._client.script(DELETE, (*keys.index, keys.file(nonce)), head.reference, nonce)
+                num_deleted += 1
+        return num_deleted
+
+    async def usage(self, *, tenant: str) -> int:
+        return sum(state.num_bytes for state in await self.list(tenant=tenant))
+
+
+def _head_of(tenant: str, key: str, entry: bytes) -> NamedState:
+    name, _, version = key.rpartition("@")
+    return decode_fields(tenant, name, int(version), _parts(entry)[1])
+
+
+def _parts(entry: bytes) -> tuple[str, bytes]:
+    """The nonce that names the bytes, and the fields."""
+    nonce, _, fields = entry.partition(b" ")
+    return nonce.decode(), fields

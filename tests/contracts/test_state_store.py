@@ -1,0 +1,106 @@
+"""What every StateStore keeps to, whatever it is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from service.stores.sessions.base import SessionStore
+from service.stores.states.base import PUBLISHED, NewState, StateStore
+from service.stores.states.factory import states_beside
+
+
+@pytest.fixture
+def states(store: SessionStore) -> StateStore:
+    return states_beside(store)
+
+
+def new_state(file: bytes = b"state", **changes: Any) -> NewState:
+    fields: dict[str, Any] = {"model_fingerprint": "m", "position": 3, "num_tokens": 4, "source": "text"}
+    return NewState(file=file, **{**fields, **changes})
+
+
+async def test_a_state_comes_back_as_it_was_added(states: StateStore) -> None:
+    file, text = bytes(range(256)) * 40, "é\u2028\"' @"
+    added = await states.add(
+        tenant="a", name="rules", state=new_state(file, text=text, metadata={"team": "ü"}, source="messages")
+    )
+    assert (added.reference, added.num_bytes, added.metadata) == (
+        "rules@1",
+        len(file) + len(text.encode()),
+        {"team": "ü"},
+    )
+    assert await states.get(tenant="a", name="rules") == added
+    stored = await states.load(tenant="a", name="rules", version=1)
+    assert stored is not None
+    assert (stored.head, stored.file, stored.text) == (added, file, text)
+    without = await states.add(tenant="a", name="rules", state=new_state())
+    stored = await states.load(tenant="a", name="rules", version=without.version)
+    assert stored is not None
+    assert stored.text is None
+
+
+async def test_versions_rise_and_are_never_given_twice(states: StateStore) -> None:
+    for number in range(1, 4):
+        assert (await states.add(tenant="a", name="x", state=new_state(bytes(number)))).version == number
+    newest = await states.get(tenant="a", name="x")
+    assert newest is not None
+    assert newest.version == 3
+    assert await states.delete(tenant="a", name="x", version=3) == 1
+    assert await states.delete(tenant="a", name="x", version=3) == 0
+    newest = await states.get(tenant="a", name="x")
+    assert newest is not None
+    assert newest.version == 2
+    assert await states.delete(tenant="a", name="x") == 2
+    assert await states.get(tenant="a", name="x") is None
+    assert (await states.add(tenant="a", name="x", state=new_state())).version == 4
+
+
+async def test_of_additions_at_once_each_has_a_version(states: StateStore) -> None:
+    added = await asyncio.gather(
+        *(states.add(tenant="a", name="x", state=new_state(bytes([number]))) for number in range(8))
+    )
+    assert sorted(state.version for state in added) == list(range(1, 9))
+    for number, state in enumerate(added):
+        stored = await states.load(tenant="a", name="x", version=state.version)
+        assert stored is not None
+        assert stored.file == bytes([number])
+
+
+async def test_what_differs_in_tenant_or_name_is_another_state(states: StateStore) -> None:
+    for tenant, name in (("a", "x"), ("b", "x"), (PUBLISHED, "x"), ("a", "x1")):
+        await states.add(tenant=tenant, name=name, state=new_state(f"{tenant}{name}".encode()))
+    assert [state.reference for state in await states.list(tenant="a")] == ["x@1", "x1@1"]
+    stored = await states.load(tenant=PUBLISHED, name="x", version=1)
+    assert stored is not None
+    assert stored.file == b"*x"
+    assert await states.delete(tenant="a", name="x") == 1
+    assert await states.get(tenant="b", name="x") is not None
+    assert await states.load(tenant="a", name="x", version=1) is None
+
+
+async def test_a_list_is_by_name_the_newest_version_first(states: StateStore) -> None:
+    assert await states.list(tenant="a") == ()
+    for name in ("b", "a", "b"):
+        await states.add(tenant="a", name=name, state=new_state())
+    assert [state.reference for state in await states.list(tenant="a")] == ["a@1", "b@2", "b@1"]
+
+
+async def test_what_states_take_is_counted_and_given_back(states: StateStore) -> None:
+    assert await states.usage(tenant="a") == 0
+    await states.add(tenant="a", name="x", state=new_state(b"12345", text="ü"))
+    await states.add(tenant="a", name="y", state=new_state(b"123"))
+    await states.add(tenant="b", name="y", state=new_state(b"1"))
+    assert await states.usage(tenant="a") == 10
+    await states.delete(tenant="a", name="x")
+    assert await states.usage(tenant="a") == 3
+
+
+async def test_a_state_that_is_not_there_is_none(states: StateStore) -> None:
+    await states.add(tenant="a", name="x", state=new_state())
+    assert await states.get(tenant="a", name="x", version=2) is None
+    assert await states.get(tenant="a", name="other") is None
+    assert await states.load(tenant="a", name="x", version=2) is None
+    assert await states.delete(tenant="a", name="x", version=7) == 0
