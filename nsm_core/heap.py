@@ -1,10 +1,14 @@
-"""Memory that was freed and that the process still has: glibc gives less of it back than it could."""
+"""Memory of a server: what glibc gives back, and how often Python looks for garbage."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 
 M_ARENA_MAX = -8  # of malloc.h
+# Objects, more than those that went, after which Python looks through the young ones. Python's own 700 come with every
+# few requests, and nearly all of them go without it.
+YOUNG_OBJECTS = 10_000
 
 
 def trim_heap() -> None:
@@ -23,3 +27,19 @@ def limit_arenas(number: int) -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_ARENA_MAX, number)
+
+
+def settle_objects() -> None:
+    """The server has started: what lives now lives to its end, and the collector never looks at it again.
+
+    A full collection would go through all modules and models, 0.1 s in which nothing else runs.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    gc.enable()
+
+
+def pause_collection() -> None:
+    """Until `settle_objects`: while a server starts, nearly everything that it makes stays."""
+    gc.disable()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import NsmError
-from nsm_core.heap import limit_arenas
+from nsm_core.heap import limit_arenas, pause_collection, settle_objects
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import ProcessBackend
 from service.server import NUM_ARENAS, run_gateway
@@ -32,6 +32,7 @@ def main() -> None:
     settings = Settings(**given["settings"])
     configure_logging(settings.log_level, settings.log_format)
     limit_arenas(NUM_ARENAS)
+    pause_collection()
     if sys.argv[1] == "engine":
         _run_engine(settings, given["engine_fd"])
     else:
@@ -75,6 +76,7 @@ def _run_engine(settings: Settings, fd: int) -> None:
             await backend.start()
             server = EngineServer(backend)
             await server.serve(sock)
+            settle_objects()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done() and backend.is_alive():
                 await asyncio.wait((ended,), timeout=1.0)
