@@ -61,6 +61,7 @@ class NoExecutor:
     savepoint = None
     prompt_unit = 1
     reads_ragged = False
+    decode_rounds = None
 
     def __init__(self, model: NoModel, *, num_rows: int, poison: bool, overlaps: bool = False) -> None:
         self.overlap = NoOverlap(self) if overlaps else None

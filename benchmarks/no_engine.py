@@ -35,6 +35,7 @@ class NoEngine:
         self._stats = EngineStats(max_slots=1024)
         self._running: dict[str, tuple[Any, Any, list[int]]] = {}
         self.grammars = grammars(tokenizer)
+        self.interrupt = threading.Event()  # which nothing waits for: steps here are short
 
     @property
     def has_work(self) -> bool:

@@ -29,7 +29,7 @@ def limit_arenas(number: int) -> None:
         set_option(M_ARENA_MAX, number)
 
 
-def settle_objects() -> None:
+def freeze_objects() -> None:
     """The server has started: what lives now lives to its end, and the collector never looks at it again.
 
     A full collection would go through all modules and models, 0.1 s in which nothing else runs.
@@ -41,5 +41,5 @@ def settle_objects() -> None:
 
 
 def pause_collection() -> None:
-    """Until `settle_objects`: while a server starts, nearly everything that it makes stays."""
+    """Until `freeze_objects`: while a server starts, nearly everything that it makes stays."""
     gc.disable()

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.execution.names import AUTO_DEVICE
-from nsm_core.heap import limit_arenas, pause_collection, settle_objects
+from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
 from service.addresses import is_loopback
 from service.app import create_app
 from service.backends.base import InferenceBackend
@@ -87,7 +87,7 @@ async def serve(app: FastAPI, config: uvicorn.Config, sock: socket.socket, *, is
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
         line = start_line(services, f"[{host}]" if ":" in host else host, port) if is_announced else None
-        settle_objects()
+        freeze_objects()
         try:
             await GracefulServer(config, services, line).serve(sockets=[sock])
         except OSError as error:  # another process began to listen after we had bound

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nsm_core.errors import NsmError
-from nsm_core.heap import limit_arenas, pause_collection, settle_objects
+from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
 from service.backends.base import InferenceBackend
 from service.backends.process.backend import ProcessBackend
 from service.server import NUM_ARENAS, run_gateway
@@ -76,7 +76,7 @@ def _run_engine(settings: Settings, fd: int) -> None:
             await backend.start()
             server = EngineServer(backend)
             await server.serve(sock)
-            settle_objects()
+            freeze_objects()
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done() and backend.is_alive():
                 await asyncio.wait((ended,), timeout=1.0)

@@ -6,6 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from nsm_core.engine.active_requests import ActiveRequests
 from nsm_core.engine.output import OutputStep, StopMatch
 from nsm_core.engine.overlap import InFlightStep, OverlapBlockers
@@ -71,6 +74,15 @@ class ResultApplier:
                 self._append_or_fail(slot, sampled, routing.get(slot), events)
         self._blockers.refresh(self._active.running)
 
+    def apply_slice(self, slots: Sequence[int], tokens: npt.NDArray[np.int64], events: Events) -> None:
+        """tokens [rounds, len(slots)] of a slice: all but those of the last round only add text."""
+        for slot, ids in zip(slots, tokens.T.tolist(), strict=True):
+            sequence = self._active.running[slot]
+            for token_id in ids:
+                if not self._append_plain(sequence, token_id, events):
+                    self._append_or_fail(slot, _sampled_of(sequence, token_id), None, events)
+        self._blockers.refresh(self._active.running)
+
     def apply_in_flight(
         self, step: InFlightStep, ids: Sequence[int], following: InFlightStep | None, events: Events
     ) -> None:
@@ -92,9 +104,7 @@ class ResultApplier:
 
     def _append_in_flight(self, slot: int, token_id: int, following: InFlightStep | None, events: Events) -> None:
         sequence = self._active.running[slot]
-        position = sequence.prompt_tokens + len(sequence.sampled)
-        sampled = not_finite(position) if token_id == NOT_FINITE else SampledToken(token_id)
-        self._append_or_fail(slot, sampled, None, events)
+        self._append_or_fail(slot, _sampled_of(sequence, token_id), None, events)
         if sequence.may_rewind and self._active.has(sequence):
             if following is not None and token_id in sequence.pausing_ids:
                 following.pause(slot, sequence)
@@ -229,6 +239,12 @@ class ResultApplier:
         if not sequence.request.keep_state or slot is None or reason in (FinishReason.ABORT, FinishReason.ERROR):
             return None
         return make_end_state(self._runner, sequence, slot, stop, self._tokenizer)
+
+
+def _sampled_of(sequence: RunningSequence, token_id: int) -> Sampled:
+    """The token that comes next in the sequence, or the error that stands for it."""
+    position = sequence.prompt_tokens + len(sequence.sampled)
+    return not_finite(position) if token_id == NOT_FINITE else SampledToken(token_id)
 
 
 def make_end_state(

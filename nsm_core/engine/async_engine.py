@@ -49,9 +49,10 @@ class _Cancel:
 
 
 class _Inbox:
-    """Commands for the engine's thread, in order."""
+    """Commands for the engine's thread, in order. `on_change`: called after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
         self._commands: list[_Submit | _Cancel] = []
         self._is_closed = False
         self._changed = threading.Condition()
@@ -60,11 +61,13 @@ class _Inbox:
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
+        self._on_change()
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        self._on_change()
 
     def take(self, *, wait_s: float) -> tuple[list[_Submit | _Cancel], bool]:
         """All commands, and whether the inbox was closed. Waits up to `wait_s` if there is neither."""
@@ -89,7 +92,7 @@ class AsyncEngine:
         self._after_step = after_step
         self._limit = engine.config.max_requests
         self._queue_limit = engine.config.queue_limit
-        self._inbox = _Inbox()
+        self._inbox = _Inbox(engine.interrupt.set)
         self._compiling = CompilePool(engine.grammars)
         self._handles: dict[str, GenerationHandle] = {}
         self._thread = threading.Thread(target=self._run, name="nsm-engine", daemon=True)
@@ -216,6 +219,7 @@ class AsyncEngine:
 
     def _turn(self) -> bool:
         """Takes commands, runs one step, posts its events. Once the inbox is closed, ends every request: False."""
+        self._engine.interrupt.clear()
         commands, is_closed = self._inbox.take(wait_s=0.0 if self._engine.has_work else IDLE_TURN_S)
         self._heartbeat = time.monotonic()
         events: Events = []

@@ -21,6 +21,7 @@ from nsm_core.engine.runner import Runner
 from nsm_core.engine.scheduler import Plan, Scheduler
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.shared_prompts import SharedPrompts
+from nsm_core.engine.slices import DecodeSlices
 from nsm_core.engine.slow_steps import SlowSteps
 from nsm_core.engine.speculation import Speculation
 from nsm_core.engine.step_stats import StepStats
@@ -84,8 +85,10 @@ class Engine:
         self._slow_steps = SlowSteps()
         self._routing = RoutingWatch(probe, clock=clock)
         self._speculation = Speculation(config, is_possible=made.savepoint is not None)
+        self._slices = DecodeSlices(is_possible=made.decode_rounds is not None)
+        self.interrupt = self._slices.interrupt  # set by whoever has something for the engine while it is in a step
         self._blockers = OverlapBlockers(made.overlap if made.savepoint is None else None)
-        self._active = ActiveRequests((self._runner, self._routing, self._speculation, self._blockers))
+        self._active = ActiveRequests((self._runner, self._routing, self._speculation, self._blockers, self._slices))
         self._in_flight: InFlightStep | None = None  # one of its requests is active
         counters = EngineStats(max_slots=config.max_slots, state_pool_bytes=self._runner.pool.num_bytes)
         self._stats = StepStats(counters, meter=meter, observer=observer)
@@ -256,11 +259,28 @@ class Engine:
         started = time.monotonic()
         routing = self._routing.capture(plan, self._active.running, self._runner.pool)
         drafts = self._speculation.propose(plan, self._active.running)
+        most_rounds = 0 if drafts else self._most_rounds(plan)
+        if most_rounds:
+            self._decode_slice(plan, most_rounds, started, events)
+            return
         result = self._runner.run(plan, self._active.running, drafts)
         self._stats.record(plan, self._active.running, time.monotonic() - started, result.num_read)
         self._shared.took_part(plan, self._active.running)
         self._scheduler.apply(plan)
         self._applier.apply(plan, result, routing, events, drafts)
+
+    def _most_rounds(self, plan: Plan) -> int:
+        """Tokens of each row that one call may decode; 0: none, it must be a plain step."""
+        if self._runner.has_unread_text:
+            return 0
+        return min(self._slices.most_rounds(plan, self._active.running), self._speculation.most_rounds(plan))
+
+    def _decode_slice(self, plan: Plan, most_rounds: int, started: float, events: Events) -> None:
+        running = self._active.running
+        tokens = self._runner.decode(plan.decode, self._slices.inputs(plan, running, most_rounds))
+        self._stats.record(plan, running, time.monotonic() - started, {}, num_rounds=len(tokens))
+        self._scheduler.apply(plan)
+        self._applier.apply_slice(plan.decode, tokens, events)
 
     def _start_admitted(self, plan: Plan) -> None:
         now = self._clock()

@@ -141,13 +141,19 @@ class OutputStream:
         self.end_ids = self._stop_ids.union(end_ids)
         # Tokens after which text may be held back, or that hold a whole stop string
         self.holding_ids = tokenizer.ids_with(self._stops.starts) if params.stop else NO_IDS
-        self._special_ids = _shared(self.end_ids | {NOT_FINITE})
+        # Tokens that may end the output or hold text back: all others only add text
+        self.special_ids = _shared(self.end_ids | self.holding_ids | {NOT_FINITE})
         self._node = 0
         self._num_tokens = 0
         self._num_bytes = 0  # of all tokens so far
         self._held = b""  # the last bytes, not yet visible
         self._held_tokens: deque[_HeldToken] = deque()  # the tokens of these bytes, oldest first
         self._is_finished = False
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back, so that the next token may end the output whatever it is."""
+        return self._node != ROOT
 
     def feed(self, token_id: int) -> OutputStep:
         """The next sampled token. Raises RuntimeError after the end."""
@@ -162,7 +168,7 @@ class OutputStream:
         """`feed` for a token that only adds text, as most do: the text. None, without any change, for tokens that may
         end the output or hold text back, and for NOT_FINITE.
         """
-        if token_id in self._special_ids or token_id in self.holding_ids or self._node != ROOT:
+        if token_id in self.special_ids or self._node != ROOT:
             return None
         self._num_tokens += 1
         if self._has_stops:

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from nsm_core.engine.scheduler import Chunk, Plan, group_by_length
 from nsm_core.engine.sequence import RunningSequence
 from nsm_core.engine.speculation import NO_DRAFTS, DraftRollback, Drafts
 from nsm_core.errors import GrammarFailed, NumericalError
-from nsm_core.execution.base import Executor
+from nsm_core.execution.base import DecodeInputs, Executor
 from nsm_core.sampling.device import PendingTokens
 from nsm_core.sampling.logprobs import prompt_logprobs
 from nsm_core.sampling.result import SampledToken, TokenLogprob
@@ -146,6 +148,18 @@ class Runner:
         else:
             self._sample(ready, hidden, sequences, result)
         return result
+
+    def decode(self, slots: Sequence[int], inputs: DecodeInputs) -> npt.NDArray[np.int64]:
+        """A slice: tokens [rounds, len(slots)], see `DecodeRounds`. No slot has more to read than its last token."""
+        if self._executor.decode_rounds is None:
+            raise RuntimeError("this executor decodes one token at a time")
+        self._rollback.begin_step()
+        return self._executor.decode_rounds(slots, inputs)
+
+    @property
+    def has_unread_text(self) -> bool:
+        """Whether a decoding slot has more to read than its last token, after a rollback of drafts."""
+        return self._rollback.has_pending
 
     @torch.inference_mode()
     def launch(self, plan: Plan, sequences: Mapping[int, RunningSequence], before: InFlightStep | None) -> InFlightStep:

@@ -34,6 +34,8 @@ GRAM_LENGTH = 4
 WINDOW_TOKENS = 2048
 
 MIN_DRAFTS, MAX_DRAFTS = 2, 8  # at a time
+LOOK_EVERY = 4  # tokens that may be decoded in one call before drafts are looked for again
+NO_LIMIT = 1 << 30
 INITIAL_ACCEPTANCE = 0.5  # assumed acceptance rate before the first draft
 NEWEST_WEIGHT = 0.25  # of the newest drafts in the running acceptance rate
 MIN_ACCEPTANCE = 0.3  # drafts below it cost more than they save; on a CPU one more token costs an eighth of a step
@@ -82,6 +84,13 @@ class Speculation:
                 room -= len(found)
         return drafts
 
+    def most_rounds(self, plan: Plan) -> int:
+        """Tokens that these slots may decode until drafts are looked for again."""
+        rows = [self._rows[slot] for slot in plan.decode if slot in self._rows]
+        if not rows or len(plan.decode) > MAX_ROWS:
+            return NO_LIMIT
+        return min(row.num_before_drafts() for row in rows)
+
     def record(self, slot: int, *, num_drafted: int, num_accepted: int) -> None:
         """The result of a slot's drafts, after its accepted tokens were appended."""
         row = self._rows.get(slot)
@@ -111,6 +120,10 @@ class _DraftedRequest:
         self._num_indexed = num_sampled
         drafts = self._drafter.propose(num_drafts)
         return drafts if sequence.matcher is None else drafts[: sequence.matcher.num_valid(drafts)]
+
+    def num_before_drafts(self) -> int:
+        """Tokens until drafts are looked for."""
+        return max(LOOK_EVERY, self._pace.num_paused(len(self._sequence.sampled)))
 
     def record(self, *, num_drafted: int, num_accepted: int) -> None:
         self._pace.record(num_drafted=num_drafted, num_accepted=num_accepted, num_sampled=len(self._sequence.sampled))
@@ -165,6 +178,10 @@ class DraftPace:
     def num_drafts(self, num_sampled: int) -> int:
         """For a text of `num_sampled` tokens; 0 in a pause."""
         return 0 if num_sampled < self._paused_until else self._num_drafts
+
+    def num_paused(self, num_sampled: int) -> int:
+        """Tokens until the pause ends; 0 outside of one."""
+        return max(0, self._paused_until - num_sampled)
 
     def record(self, *, num_drafted: int, num_accepted: int, num_sampled: int) -> None:
         """The result of the last drafts; the text has `num_sampled` tokens now."""

@@ -52,14 +52,20 @@ class StepStats:
             self._sample(self._observer, plan, running, pool)
 
     def record(
-        self, plan: Plan, running: Mapping[int, RunningSequence], seconds: float, num_read: Mapping[int, int]
+        self,
+        plan: Plan,
+        running: Mapping[int, RunningSequence],
+        seconds: float,
+        num_read: Mapping[int, int],
+        *,
+        num_rounds: int = 1,
     ) -> None:
         """After a step of `seconds`, before any of its requests ends. `num_read`: tokens read by each decoding slot
-        that read more than one.
+        that read more than one. `num_rounds`: of a slice, which counts as so many steps.
         """
-        self.counters.num_steps += 1
-        self.counters.step_rows += len(plan.decode) + len(plan.prefill)
-        self.counters.step_tokens += plan.num_tokens + sum(num_read.values()) - len(num_read)
+        self.counters.num_steps += num_rounds
+        self.counters.step_rows += num_rounds * (len(plan.decode) + len(plan.prefill))
+        self.counters.step_tokens += num_rounds * plan.num_tokens + sum(num_read.values()) - len(num_read)
         self.counters.tokens_computed += sum(chunk.length for chunk in plan.prefill)
         if self._ledger is not None:
             tokens = {running[slot].request.request_id: num_read.get(slot, 1) for slot in plan.decode}

@@ -46,6 +46,32 @@ class NextInputs:
     sampled: Tensor | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """What R rows decode: row i reads ids[i] [R] int32, then each token that it draws.
+
+    `choices` [R, 7] int64: `pack_sampling_params` of each row, with the position of its first token. `end_ids`: of each
+    row; `most_rounds`: at least one; `seconds`: of the whole call; `interrupt` [1] int32: another thread's wish to end.
+    """
+
+    ids: npt.NDArray[np.int32]
+    choices: npt.NDArray[np.int64]
+    end_ids: Sequence[frozenset[int]]
+    most_rounds: int
+    seconds: float
+    interrupt: npt.NDArray[np.int32]
+
+
+class DecodeRounds(Protocol):
+    def __call__(self, rows: Sequence[int], inputs: DecodeInputs, /) -> npt.NDArray[np.int64]:
+        """Several steps and draws in one call: tokens [rounds, R], NOT_FINITE for a row whose logits are not finite.
+
+        The tokens and states of plain steps, to the bit. The last round is the first in which a row draws one of its
+        end ids or is not finite, after which `interrupt` is set, or whose successor would end after `seconds`.
+        """
+        ...
+
+
 class Overlap(Protocol):
     """Launches steps without waiting for the ones before. The device computes them in the order of the calls."""
 
@@ -128,6 +154,11 @@ class Executor(Protocol):
         An executor with savepoints computes hidden vectors, logits and states with the same bits however a text is cut
         into calls. So accepted drafts leave the bits of single steps.
         """
+        ...
+
+    @property
+    def decode_rounds(self) -> DecodeRounds | None:
+        """Decodes plain rows several tokens at a time; None: Python is asked for every token."""
         ...
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import Overlap, SequenceModel, TakeSavepoint
+from nsm_core.execution.base import DecodeRounds, Overlap, SequenceModel, TakeSavepoint
 from nsm_core.sampling.masks import mask_reference
 from nsm_core.sampling.sampler import draw_reference
 from nsm_core.state.pool import StatePool
@@ -29,6 +29,7 @@ class EagerExecutor:
     prompt_unit = 1  # products of other shapes round differently
     reads_ragged = False
     savepoint: TakeSavepoint | None = None  # for the same reason
+    decode_rounds: DecodeRounds | None = None
     overlap: Overlap | None = None  # the CPU computes in the calling thread
 
     @torch.inference_mode()

@@ -91,11 +91,14 @@ def to_device(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def pack_rows(rows: Sequence[PackedRow]) -> npt.NDArray[np.int64]:
+    """[B, 7]: `pack_sampling_params` of each row, with its position."""
+    params = np.frombuffer(b"".join([row.packed_params for row in rows]), np.int64).reshape(len(rows), -1).copy()
+    params[:, _POSITION] = [row.position for row in rows]
+    return params
+
+
 def _packed_rows(rows: Sequence[PackedRow]) -> npt.NDArray[np.int64] | None:
     """See `choose_tokens`."""
     packed = np.frombuffer(b"".join([row.packed_params for row in rows]), np.int64).reshape(len(rows), -1)
-    if not packed[:, _TEMPERATURE].any():
-        return None
-    params = packed.copy()
-    params[:, _POSITION] = [row.position for row in rows]
-    return params
+    return pack_rows(rows) if packed[:, _TEMPERATURE].any() else None

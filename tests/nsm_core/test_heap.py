@@ -49,21 +49,21 @@ def test_threads_share_as_many_arenas_as_they_are_told() -> None:
     assert num_arenas("2") == 2
 
 
-SETTLE = """
+FREEZE = """
 import gc
-from nsm_core.heap import pause_collection, settle_objects
+from nsm_core.heap import pause_collection, freeze_objects
 
 pause_collection()
 kept = [[number] for number in range(1000)]
 assert not gc.isenabled()
-settle_objects()
+freeze_objects()
 assert gc.isenabled()
 print(gc.get_freeze_count(), len(gc.get_objects()), gc.get_threshold()[0])
 """
 
 
 def test_after_the_start_nothing_old_is_looked_through() -> None:
-    done = subprocess.run([sys.executable, "-c", SETTLE], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", FREEZE], capture_output=True, text=True, timeout=60, check=True)
     frozen, young, threshold = map(int, done.stdout.split())
     assert frozen > 1000
     assert young < 1000 < threshold

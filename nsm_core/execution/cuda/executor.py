@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsm_core.execution.base import TakeSavepoint
+from nsm_core.execution.base import DecodeRounds, TakeSavepoint
 from nsm_core.execution.cuda.decode import NO_ROW, DecodeStep
 from nsm_core.execution.cuda.kernels.linear import run_linear
 from nsm_core.execution.cuda.options import CudaOptions
@@ -67,6 +67,7 @@ class CudaExecutor:
     mask = staticmethod(mask_reference)  # for the same
     prompt_unit = PROMPT_UNIT
     reads_ragged = False
+    decode_rounds: DecodeRounds | None = None  # one graph for each step
     savepoint: TakeSavepoint | None = None  # prompts and single tokens have kernels of their own
 
     @torch.inference_mode()

@@ -27,6 +27,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx51
 # The options of each source; those with an instruction set of their own are empty on other processors
 UNITS = {
     "api.cpp": ("-O2",),
+    "decode.cpp": ("-O3",),
     "draw.cpp": ("-O2",),
     "model.cpp": ("-O2",),
     "rwkv7_api.cpp": ("-O2",),

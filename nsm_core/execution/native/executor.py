@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nsm_core.execution.base import DecodeInputs
+from nsm_core.execution.native.decode import NativeDecoder
 from nsm_core.execution.native.library import require_library
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows, as_ints
@@ -48,9 +52,14 @@ class NativeExecutor(NativeRows):
         self._width, self._library = config.d_model, require_library()
         runner = self._new_runner(config.num_layers, num_threads)
         self._runner = self._own_runner(self._library, runner, self._library.nsm_runner_free)
+        self._decode = NativeDecoder(self._library, self._runner, width=self._width, vocab_size=config.vocab_size)
 
     def _multiply_head(self, hidden: Tensor, out: Tensor) -> None:
         self._library.nsm_logits(self._runner, hidden.data_ptr(), len(hidden), out.data_ptr())
+
+    def decode_rounds(self, rows: Sequence[int], inputs: DecodeInputs, /) -> npt.NDArray[np.int64]:
+        self.pool.check_leased(rows)
+        return self._decode(rows, inputs)
 
     def _run(self, rows: Ints, counts: Ints, ids: Sequence[int]) -> Tensor:
         numbers, hidden = as_ints(ids), torch.empty(len(ids), self._width)

@@ -64,6 +64,19 @@ class Shape(ctypes.Structure):
 
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+class Slice(ctypes.Structure):
+    """`Slice` in decode.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("rows", "ids", "choices", "end_ids", "num_end_ids")),
+        *((name, _INT) for name in ("num_rows", "most_rounds")),
+        ("seconds", ctypes.c_double),
+        *((name, _POINTER) for name in ("interrupt", "hidden", "logits", "tokens")),
+    )
+
+
 # name: (result, arguments)
 Functions = Mapping[str, tuple[type | None, tuple[type, ...]]]
 _FUNCTIONS: Functions = {
@@ -81,6 +94,7 @@ _FUNCTIONS: Functions = {
     "nsm_prefer_huge_pages": (None, (_POINTER, ctypes.c_int64)),
     "nsm_run": (_INT, (_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "nsm_logits": (None, (_POINTER, _POINTER, _INT, _POINTER)),
+    "nsm_decode": (_INT, (_POINTER, ctypes.POINTER(Slice))),
     "nsm_mask": (None, (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT)),
     "nsm_draw": (_INT, (ctypes.c_char_p, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER)),
     "nsm_runner_free": (None, (_POINTER,)),

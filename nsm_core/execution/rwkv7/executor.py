@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsm_core.execution.base import DecodeRounds
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.rows import PIECE_TOKENS, Ints, NativeRows
 from nsm_core.execution.rwkv7.library import load_rwkv7_library
@@ -24,6 +25,8 @@ def numerics(precision: Precision) -> str:
 
 class Rwkv7Executor(NativeRows):
     """`weights`: packed for the kernels."""
+
+    decode_rounds: DecodeRounds | None = None
 
     def __init__(
         self,

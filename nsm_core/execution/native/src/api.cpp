@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 
+#include "decode.h"
 #include "draw.h"
 #include "model.h"
 
@@ -153,6 +154,18 @@ int nsm_run(void* runner, int vocab_size, const int32_t* rows, const int32_t* co
 // hidden [tokens, d] -> out [tokens, vocabulary].
 void nsm_logits(void* runner, const float* hidden, int tokens, float* out) {
   static_cast<Runner*>(runner)->logits(hidden, tokens, out);
+}
+
+// See decode.h. Rounds made; 0: an id that the vocabulary does not have, nothing was read; -1: no memory.
+int nsm_decode(void* runner, const nsm::Slice* slice) {
+  Runner& machine = *static_cast<Runner*>(runner);
+  for (int i = 0; i < slice->num_rows; ++i)
+    if (slice->ids[i] < 0 || slice->ids[i] >= machine.vocab_size()) return 0;
+  try {
+    return nsm::decode(machine, *slice);
+  } catch (const std::exception&) {
+    return -1;
+  }
 }
 
 // Draws a token of each of the rows indices [num_rows] of logits [..., n]; wholes and parts [num_rows]: see draw.h.

@@ -161,6 +161,13 @@ class Runner {
   // Row rows[i] reads counts[i] tokens; hidden [sum of counts, d].
   void run(const int32_t* rows, const int32_t* counts, int num_rows, const int32_t* ids, float* hidden);
   void logits(const float* hidden, int tokens, float* out);
+  // Calls task(index, thread) for each index in [0, count), on all threads.
+  template <typename Task>
+  void share(int count, const Task& task) {
+    team_.run(count, task);
+  }
+  int vocab_size() const { return model_.shape.vocab_size; }
+  const Kernels& kernels() const { return model_.kernels; }
 
  private:
   void run_piece(const std::vector<Span>& spans, const int32_t* ids, int tokens, float* hidden);
