@@ -34,7 +34,7 @@ GRAM_LENGTH = 4
 WINDOW_TOKENS = 2048
 
 MIN_DRAFTS, MAX_DRAFTS = 2, 8  # at a time
-LOOK_EVERY = 4  # tokens that may be decoded in one call before drafts are looked for again
+DRAFT_EVERY = 4  # tokens that may be decoded in one call before drafts are looked for again
 NO_LIMIT = 1 << 30
 INITIAL_ACCEPTANCE = 0.5  # assumed acceptance rate before the first draft
 NEWEST_WEIGHT = 0.25  # of the newest drafts in the running acceptance rate
@@ -123,7 +123,7 @@ class _DraftedRequest:
 
     def num_before_drafts(self) -> int:
         """Tokens until drafts are looked for."""
-        return max(LOOK_EVERY, self._pace.num_paused(len(self._sequence.sampled)))
+        return max(DRAFT_EVERY, self._pace.num_paused(len(self._sequence.sampled)))
 
     def record(self, *, num_drafted: int, num_accepted: int) -> None:
         self._pace.record(num_drafted=num_drafted, num_accepted=num_accepted, num_sampled=len(self._sequence.sampled))
