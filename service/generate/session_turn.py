@@ -230,7 +230,7 @@ async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -
 
     Whether nothing at all may be read is known only with the session: an empty input passes here.
     """
-    given, version = body.input, body.expected_version
+    version = body.expected_version
     if body.messages is not None:
         head = await services.store.get(key)
         is_first = head.num_log_tokens == 0
@@ -238,6 +238,11 @@ async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -
         ids = tuple(await services.prompts.encode(text, param="messages"))
         # a chat's first words differ from its later ones: these must not be read after another client's turn
         return ids, head.version if is_first and version is None else version
+    return await read_input(services, body.input), version
+
+
+async def read_input(services: Services, given: str | list[int]) -> tuple[int, ...]:
+    """The ids of an input, which may be empty. Raises InvalidRequest."""
     if isinstance(given, str):
-        return tuple(await services.prompts.encode(given, param="input")), version
-    return (services.prompts.verbatim(given, param="input").ids if given else ()), version
+        return tuple(await services.prompts.encode(given, param="input"))
+    return services.prompts.verbatim(given, param="input").ids if given else ()

@@ -17,11 +17,13 @@ from starlette.responses import Response
 
 from nsm_core.sampling.params import SEED_BITS
 from service.deps import Arrival, ArrivalDep, Services, ServicesDep, TenantDep
-from service.generate.session_turn import open_session_turn, send_turn
+from service.generate.session_turn import open_session_turn, read_input, send_turn
 from service.named_states.start_state import session_from
 from service.schemas.answers import CompletionAnswer, DeletedAnswer, SessionAnswer, SessionPage
 from service.schemas.sessions import (
     SESSION_ID,
+    AppendBody,
+    ClearBody,
     CreateSessionBody,
     ForkBody,
     GenerateBody,
@@ -37,6 +39,7 @@ from service.stores.sessions.errors import not_found
 from service.stores.sessions.key import SessionKey
 from service.transfer.import_session import ImportRequest, import_session
 from service.transfer.session_file import read_file, write_file
+from service.turns.append import AppendRequest, append_to_session
 from service.turns.rewind import RewindRequest, rewind_session
 from service.web.json_body import JsonRoute, json_response
 from service.web.openapi import ERROR_RESPONSES, answers, generation_responses
@@ -141,6 +144,42 @@ async def generate(
     services.log_prompt(arrival, body.input if body.messages is None else [one.text for one in body.messages])
     turn = await open_session_turn(services, key, body, arrival, idempotency_key=idempotency_key)
     return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
+
+
+@router.post("/v1/sessions/{session_id}/append", response_class=Response, responses=answers(SessionAnswer))
+async def append(key: SessionKeyDep, body: AppendBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+    """Reads `input` after all that the session has read, and commits it; nothing is sampled.
+
+    The next turn begins where it ends. `mark` is the version before, for `clear`. With `expected_version`
+    a retry of a committed append is 409 and reads nothing twice.
+    """
+    services.log_prompt(arrival, body.input)
+    request = AppendRequest(
+        request_id=f"append-{uuid.uuid4().hex}",
+        key=key,
+        input_ids=await read_input(services, body.input),
+        is_verbatim=isinstance(body.input, list),
+        expected_version=body.expected_version,
+        arrival=arrival.time,
+        deadline=arrival.time + services.settings.request_timeout_s,
+    )
+    done = await append_to_session(services.turns, services.backend, services.store, services.tenants, request)
+    extra = {"mark": done.mark, "num_appended": done.num_tokens}
+    return json_response({**session_object(services, done.head), **extra})
+
+
+@router.post("/v1/sessions/{session_id}/clear", response_class=Response, responses=answers(SessionAnswer))
+async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+    """Back to a mark: what was appended or answered since is deleted. It is a new version itself."""
+    request = RewindRequest(
+        request_id=f"clear-{uuid.uuid4().hex}",
+        key=key,
+        location=LogLocation(version=body.mark, position=None, field="mark"),
+        expected_version=body.expected_version,
+        deadline=arrival.time + services.settings.request_timeout_s,
+    )
+    head = await rewind_session(services.turns, services.backend, services.store, request)
+    return json_response(session_object(services, head))
 
 
 @router.post("/v1/sessions/{session_id}/cancel", response_class=Response, responses=answers(SessionAnswer))

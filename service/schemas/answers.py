@@ -187,7 +187,8 @@ class ConversationAnswer(BaseModel):
 class SessionAnswer(BaseModel):
     """A session at its newest commit; `model` is null for a session of a model that is not served here.
 
-    `cancelled`: after a cancel, whether there was a turn. `rebuilt`: after an import, why its log was read.
+    `cancelled`: after a cancel, whether there was a turn. `rebuilt`: after an import, why its log was read. `mark` and
+    `num_appended`: after an append, the version before it and the tokens that were read.
     """
 
     id: str
@@ -206,6 +207,8 @@ class SessionAnswer(BaseModel):
     forked_from: str | None
     cancelled: bool | None = None
     rebuilt: str | None = None
+    mark: int | None = None
+    num_appended: int | None = None
 
 
 class NamedStateAnswer(BaseModel):

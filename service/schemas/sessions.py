@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
@@ -82,6 +82,19 @@ Ttl = Annotated[
         description="seconds from the last commit or change until the session is deleted; null: never",
     ),
 ]
+
+
+def _check_input(value: Any) -> Any:
+    """A text or token ids. Raises InvalidRequest."""
+    if isinstance(value, list) and len(value) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"input must have at most {MAX_TOKEN_IDS} token ids, got {len(value)}", param="input")
+    is_ids = isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
+    if not (isinstance(value, str) or is_ids):
+        raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
+    return value
+
+
+Input = Annotated[Any, AfterValidator(_check_input), WithJsonSchema(INPUT_SCHEMA)]
 
 
 class CreateSessionBody(RequestBody):
@@ -160,6 +173,24 @@ class RewindBody(RequestBody):
         return self
 
 
+class AppendBody(RequestBody):
+    """What a session reads without an answer."""
+
+    input: Input = ""
+    expected_version: int | None = Field(
+        default=None, ge=0, le=MAX_COUNT, description="409 when the session is at another version"
+    )
+
+
+class ClearBody(RequestBody):
+    """Where to return to."""
+
+    mark: int = Field(ge=0, le=MAX_COUNT, description="`mark` of an append: the session's version before it")
+    expected_version: int | None = Field(
+        default=None, ge=0, le=MAX_COUNT, description="409 when the session is at another version"
+    )
+
+
 class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields):
     """One turn: read `input`, or `messages` in the words of the chat template, then sample."""
 
@@ -170,7 +201,7 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
     }  # fmt: skip
 
     model: str | None = None
-    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = ""
+    input: Input = ""
     messages: list[Message] | None = Field(
         default=None,
         min_length=1,
@@ -186,17 +217,6 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
         le=MAX_COUNT,
         description="the version this turn continues; 409 when the session is at another",
     )
-
-    @field_validator("input", mode="after")
-    @classmethod
-    def _input_kind(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MAX_TOKEN_IDS:
-            message = f"input must have at most {MAX_TOKEN_IDS} token ids, got {len(value)}"
-            raise InvalidRequest(message, param="input")
-        is_ids = isinstance(value, list) and all(type(item) is int for item in value)  # true is no token id
-        if not (isinstance(value, str) or is_ids):
-            raise InvalidRequest(f"input must be a string or a list of token ids, got {shown(value)}", param="input")
-        return value
 
     @model_validator(mode="after")
     def _one_input(self) -> GenerateBody:

@@ -15,12 +15,13 @@ MAX_SHOWN_VERSIONS = 20
 class LogLocation:
     """The end of the turn that made `version` (0: the log's start), or after `position` tokens: one of them is None.
 
-    `prefix`: of the two fields in the client's body.
+    `prefix`: of the two fields in the client's body; `field`: the name of the one that is there, if it is another.
     """
 
     version: int | None
     position: int | None
     prefix: str = ""
+    field: str | None = None
 
     def num_log_tokens(self, head: SessionHead, marks: Sequence[LogMark]) -> int:
         """How many tokens of the log lie before it. Raises InvalidRequest."""
@@ -28,7 +29,7 @@ class LogLocation:
             return self._checked_position(head, self.position)
         ends = {0: 0} | {mark.version: mark.num_log_tokens for mark in marks}
         if self.version not in ends:
-            name = f"{self.prefix}version"
+            name = self.field or f"{self.prefix}version"
             last = ", ".join(str(version) for version in list(ends)[-MAX_SHOWN_VERSIONS:])
             raise InvalidRequest(
                 f"{name} must be a version that the session's log still has (the last are {last}), got {self.version}",

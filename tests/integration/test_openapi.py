@@ -93,6 +93,8 @@ GOOD: dict[tuple[str, str], list[tuple[Any, dict[str, Any]]]] = {
         ({"input": "Hi", "logprobs": 1, **DETAILS}, {}),
         ({"input": "Hi", "max_tokens": 2, "stream": True}, {}),
     ],
+    ("POST", f"{SESSION}/append"): [({"input": "Hi"}, {})],
+    ("POST", f"{SESSION}/clear"): [({"mark": 1}, {})],
     ("POST", f"{SESSION}/cancel"): [(None, {})],
     ("POST", f"{SESSION}/fork"): [(None, {}), ({"metadata": {"a": "b"}}, {})],
     ("POST", f"{SESSION}/rewind"): [({"to_position": 1}, {})],

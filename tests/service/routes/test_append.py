@@ -1,0 +1,124 @@
+"""Live input: text that a session reads before anybody asks, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nsm_core.state.snapshot import Snapshot
+from service.stores.sessions.key import SessionKey
+from tests.support.backends import MakeBackend
+from tests.support.fakes import FakeBackend, state_after, tiny_tokenizer
+from tests.support.gateway import Gateway, error_of, gateway
+
+KEY = SessionKey("default", "s1")
+EOT = 0
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Gateway]:
+    async with gateway(FakeBackend(), retained_snapshots=4) as made:
+        await ask(made, "/v1/sessions", id="s1")
+        yield made
+
+
+async def post(server: Gateway, path: str, **body: Any) -> httpx.Response:
+    return await server.client.post(path, json=body)
+
+
+async def ask(server: Gateway, path: str, **body: Any) -> dict[str, Any]:
+    response = await post(server, path, **body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def append(server: Gateway, given: Any, **body: Any) -> dict[str, Any]:
+    return await ask(server, "/v1/sessions/s1/append", input=given, **body)
+
+
+async def state_of(server: Gateway) -> bytes:
+    stored = await server.services.store.load(KEY)
+    assert stored.snapshot is not None
+    return Snapshot.decode(stored.snapshot).state
+
+
+async def test_appended_text_is_read_and_committed_without_a_sampled_token(server: Gateway) -> None:
+    first = await append(server, "It was ")
+    num_tokens = 1 + len(tiny_tokenizer().encode("It was "))
+    assert (first["version"], first["position"], first["mark"], first["num_appended"]) == (1, num_tokens, 0, num_tokens)
+    second = await append(server, [5, 6, 7])
+    assert (second["version"], second["mark"], second["num_appended"]) == (2, 1, 3)
+    log = await server.services.store.read_log(KEY)
+    assert log == (EOT, *tiny_tokenizer().encode("It was "), 5, 6, 7)
+    assert await state_of(server) == state_after(log)
+    assert [mark.num_sampled for mark in await server.services.store.log_marks(KEY)] == [0, 0]
+
+
+async def test_a_turn_after_appends_reads_only_its_own_input(server: Gateway) -> None:
+    appended = await append(server, [5, 6, 7])
+    turn = await ask(server, "/v1/sessions/s1/generate", input=[8], max_tokens=3)
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == appended["position"]
+    after = await append(server, [9])
+    assert after["num_appended"] == 1  # the pending token of the turn is read with it, and was in the log
+    log = await server.services.store.read_log(KEY)
+    assert await state_of(server) == state_after(log)
+
+
+async def test_an_empty_append_reads_a_token_that_waits(server: Gateway) -> None:
+    refused = await post(server, "/v1/sessions/s1/append", input="")
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "input")
+    await ask(server, "/v1/sessions/s1/generate", input=[5], max_tokens=3)
+    warmed = await append(server, "")
+    assert (warmed["num_appended"], warmed["position"]) == (0, len(await server.services.store.read_log(KEY)))
+    again = await post(server, "/v1/sessions/s1/append", input="")
+    assert (again.status_code, error_of(again)["param"]) == (400, "input")
+
+
+async def test_clear_returns_to_a_mark(server: Gateway) -> None:
+    await append(server, [5, 6, 7])
+    mark = (await append(server, [8, 9]))["mark"]
+    await append(server, [10])
+    cleared = await ask(server, "/v1/sessions/s1/clear", mark=mark)
+    assert cleared["version"] == 4
+    assert await server.services.store.read_log(KEY) == (5, 6, 7)
+    await append(server, [11])
+    assert await state_of(server) == state_after((5, 6, 7, 11))
+    missing = await post(server, "/v1/sessions/s1/clear", mark=99)
+    assert (missing.status_code, error_of(missing)["param"]) == (400, "mark")
+    everything = await ask(server, "/v1/sessions/s1/clear", mark=0)
+    assert everything["position"] == 0
+
+
+async def test_a_retry_with_the_expected_version_reads_nothing_twice(server: Gateway) -> None:
+    await append(server, [5], expected_version=0)
+    again = await post(server, "/v1/sessions/s1/append", input=[5], expected_version=0)
+    assert (again.status_code, error_of(again)["code"]) == (409, "version_conflict")
+    assert await server.services.store.read_log(KEY) == (5,)
+
+
+async def test_penalties_do_not_count_what_was_appended(server: Gateway) -> None:
+    await append(server, [5, 6])
+    await ask(server, "/v1/sessions/s1/generate", input=[7], max_tokens=3)
+    stored = await server.services.store.load(KEY)
+    assert stored.snapshot is not None
+    counts = Snapshot.decode(stored.snapshot).header.sampler.generated_counts
+    await append(server, [8, 9])
+    stored = await server.services.store.load(KEY)
+    assert stored.snapshot is not None
+    assert Snapshot.decode(stored.snapshot).header.sampler.generated_counts == counts
+
+
+async def test_appends_in_pieces_give_the_answer_of_one_input(make_backend: MakeBackend) -> None:
+    async with gateway(make_backend()) as server:
+        answers = []
+        for name, pieces in (("whole", []), ("pieces", [[0, 5, 6], [7], [8, 9, 10, 11]])):
+            await ask(server, "/v1/sessions", id=name)
+            for piece in pieces:
+                await ask(server, f"/v1/sessions/{name}/append", input=piece)
+            rest = [0, 5, 6, 7, 8, 9, 10, 11, 12][sum(map(len, pieces)) :]
+            turn = await ask(server, f"/v1/sessions/{name}/generate", input=rest, max_tokens=8, seed=3)
+            answers.append(turn["choices"][0]["text"])
+        assert answers[0] == answers[1]
