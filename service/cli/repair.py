@@ -38,6 +38,7 @@ VERIFIED: dict[str, str] = {
     "other_model": "of another model",
     "other_tokenizer": "of another tokenizer",
     "empty": "empty",
+    "no_state": "without a state to compare",
     "busy": "busy",
     "gone": "deleted meanwhile",
 }
@@ -129,7 +130,7 @@ class Report:
             self._compared[form] += 1
         if verified.verdict == "same" and form is not None:
             self._differences[form] = max(self._differences.get(form, 0.0), verified.difference)
-        elif verified.verdict != "empty":
+        elif verified.verdict not in ("empty", "no_state"):
             self._odd.append(verified)
 
     def show(self) -> None:

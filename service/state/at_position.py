@@ -17,7 +17,7 @@ from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import Generation, InferenceBackend
 from service.state.prefill import read_again
-from service.stores.sessions.base import LogMark, SessionStore
+from service.stores.sessions.base import LogMark, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot
 
@@ -60,6 +60,12 @@ async def read_up_to(
         return Reading(finished, rounding)
     finished = await read_again(backend, ids, request_id=request_id, deadline=deadline, on_start=on_start, resume=start)
     return Reading(finished, rounding)
+
+
+def with_newest(retained: Iterable[RetainedSnapshot], head: SessionHead) -> tuple[RetainedSnapshot, ...]:
+    """All stored snapshots of a session: a position may lie between the newest and the head."""
+    newest = head.newest_snapshot
+    return tuple(retained) if newest is None else (*retained, newest)
 
 
 async def _nearest(

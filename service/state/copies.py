@@ -8,21 +8,28 @@ from collections.abc import Mapping
 
 from nsm_core.errors import SnapshotCorrupt
 from nsm_core.state.snapshot import Snapshot
-from service.stores.sessions.base import LogMark, NewSession, SessionHead, SessionStore
+from service.stores.sessions.base import LogMark, LogTail, NewSession, SessionHead, SessionStore
 from service.stores.sessions.errors import log_corrupt, session_busy
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.transitions import SnapshotMark
 
 MAX_TRIES = 5  # each was disturbed by a rewind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCopy:
-    """All parts of a session at one version. `snapshot` is encoded, None for an empty log."""
+    """All parts of a session at one version. `snapshot`: the newest stored one, encoded, or None."""
 
     head: SessionHead
     snapshot: bytes | None
     log_ids: tuple[int, ...]
     marks: tuple[LogMark, ...]
+
+    @property
+    def tail(self) -> LogTail:
+        """The log after the snapshot."""
+        marks = tuple(mark for mark in self.marks if mark.version > self.head.snapshot_version)
+        return LogTail(self.log_ids[self.head.snapshot_position :], marks)
 
 
 async def read_copy(store: SessionStore, key: SessionKey) -> SessionCopy:
@@ -75,8 +82,12 @@ async def create_copy(
         version=copy.head.version,
         position=copy.head.position,
         snapshot=snapshot,
+        snapshot_mark=SnapshotMark(copy.head.snapshot_version, copy.head.snapshot_position),
         log_ids=copy.log_ids,
         marks=copy.marks,
+        tokenizer_fingerprint=copy.head.tokenizer_fingerprint,
+        numerics=copy.head.numerics,
+        energy_joules=copy.head.energy_joules,
     )
     return await store.create(new)
 
@@ -85,7 +96,7 @@ def _readdress(raw: bytes, head: SessionHead, key: SessionKey) -> bytes:
     """The same state under another session's name."""
     snapshot = Snapshot.decode(raw)
     found = (snapshot.header.tenant, snapshot.header.session_id, snapshot.header.version, snapshot.header.position)
-    if found != (head.tenant, head.session_id, head.version, head.position):
+    if found != (head.tenant, head.session_id, head.snapshot_version, head.snapshot_position):
         raise SnapshotCorrupt(f"the state stored for session {head.session_id!r} is not its own; it is not copied")
     header = dataclasses.replace(snapshot.header, tenant=key.tenant, session_id=key.session_id)
     return Snapshot(header, snapshot.state).encode()

@@ -11,7 +11,7 @@ from nsm_core.engine.request import EndState
 from nsm_core.errors import NsmError
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.state.at_position import read_up_to
+from service.state.at_position import read_up_to, with_newest
 from service.state.copies import SessionCopy
 from service.state.log_location import marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
@@ -40,18 +40,27 @@ async def copy_at(
         return copy
     model, tokenizer = backend.model, backend.tokenizer
     # refuses what this model must not read; the state itself is not used
-    stored = StoredSession(head=copy.head, snapshot=copy.snapshot)
+    stored = StoredSession(head=copy.head, snapshot=copy.snapshot, tail=copy.tail)
     await asyncio.to_thread(resume, stored, model=model, tokenizer=tokenizer)
     marks = marks_up_to(copy.marks, num_log_tokens)
     if not marks:
-        head = dataclasses.replace(copy.head, version=0, position=0, num_log_tokens=0, snapshot_bytes=0)
+        head = dataclasses.replace(
+            copy.head,
+            version=0,
+            position=0,
+            num_log_tokens=0,
+            snapshot_version=0,
+            snapshot_position=0,
+            snapshot_bytes=0,
+            energy_joules=0.0,
+        )
         return SessionCopy(head=head, snapshot=None, log_ids=(), marks=())
     log_ids = copy.log_ids[:num_log_tokens]
     end, rounding = await _state_after(
         backend, store, copy.head, marks, log_ids, request_id=request_id, deadline=deadline
     )
     end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
-    before = dataclasses.replace(copy.head, version=marks[-1].version - 1)
+    before = dataclasses.replace(copy.head, version=marks[-1].version - 1, energy_joules=0.0)
     start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
     snapshot = await start.encode_next(end, seed=seed_of(marks), created_at=time.time(), state_format=state_format)
     head = dataclasses.replace(
@@ -59,8 +68,13 @@ async def copy_at(
         version=marks[-1].version,
         position=end.position,
         num_log_tokens=num_log_tokens,
+        snapshot_version=marks[-1].version,
+        snapshot_position=end.position,
         snapshot_bytes=len(snapshot),
         model_fingerprint=model.fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        numerics=model.numerics,
+        energy_joules=0.0,
     )
     return SessionCopy(head=head, snapshot=snapshot, log_ids=log_ids, marks=marks)
 
@@ -77,7 +91,8 @@ async def _state_after(
 ) -> tuple[EndState, StateFormat]:
     """The state at the last of `marks`, whose log is `log_ids`, and its `rounding`."""
     version = marks[-1].version
-    retained = [one for one in await store.list_retained(head.key) if one.version <= version]
+    stored = with_newest(await store.list_retained(head.key), head)
+    retained = [one for one in stored if one.version <= version]
     if (await store.get(head.key)).created_at != head.created_at:
         raise not_found(head.session_id)
     is_retained = any((one.version, one.position) == (version, len(log_ids)) for one in retained)

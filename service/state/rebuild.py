@@ -52,11 +52,15 @@ async def read_replay(store: SessionStore, lost: LostState, head: SessionHead) -
     return make_replay(lost, head, log_ids=log_ids, marks=marks)
 
 
-def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark]) -> dict[int, int]:
-    """How often each token of `log_ids` was sampled rather than read. `marks` may go on after the end of `log_ids`."""
+def sampled_counts(log_ids: Sequence[int], marks: Sequence[LogMark], *, start: int = 0) -> dict[int, int]:
+    """How often each token of `log_ids` was sampled rather than read. `marks` may go on after the end of `log_ids`.
+
+    `start`: tokens of the log before `log_ids`; the turns of `marks` began after them.
+    """
     counts: Counter[int] = Counter()
     for mark in marks:
-        counts.update(log_ids[mark.num_log_tokens - mark.num_sampled : mark.num_log_tokens])
+        end = mark.num_log_tokens - start
+        counts.update(log_ids[end - mark.num_sampled : end])
     return dict(counts)
 
 

@@ -8,7 +8,7 @@ import uuid
 
 from nsm_core.errors import NsmError
 from service.backends.base import InferenceBackend
-from service.state.at_position import read_up_to
+from service.state.at_position import read_up_to, with_newest
 from service.stores.sessions.base import SessionHead, SessionStore
 
 
@@ -37,7 +37,7 @@ async def recent_text(
         store,
         head.key,
         ids[:split],
-        retained=await store.list_retained(head.key),
+        retained=with_newest(await store.list_retained(head.key), head),
         marks=await store.log_marks(head.key),
         request_id=f"states-{uuid.uuid4().hex}",
         deadline=time.monotonic() + timeout_s,

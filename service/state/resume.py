@@ -1,14 +1,16 @@
 """A session's state before and after a turn: head and snapshot, checked against each other.
 
-A state is used only if it is the right one: of this tenant and session, at the head's version and position, made by the
-model that runs. One that is missing, damaged or another model's is made again from the token log, by a model with the
-same tokenizer. Anything else is an error that says so; a session never goes on from an empty state by accident.
+A state is used only if it is the right one: of this tenant and session, at the version and position that the head
+names, made by the model that runs. The log after it is read again, which gives the state of the head. A state that is
+missing, damaged or another model's is made again from the whole log, by a model with the same tokenizer. Anything else
+is an error that says so; a session never goes on from an empty state by accident.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +22,10 @@ from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat, coarsest
 from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from nsm_core.tokenizer import Tokenizer
-from service.state.rebuild import LostState, RebuildReason, Replay
-from service.stores.sessions.base import SessionHead, StoredSession
+from service.state.rebuild import LostState, RebuildReason, Replay, sampled_counts
+from service.stores.sessions.base import LogTail, SessionHead, StoredSession
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.transitions import EMPTY_TAIL
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,9 @@ class TurnRequest:
 class ResumedSession:
     """A session at the start of a turn. Built by `resume`, which checks.
 
-    `snapshot` is None when the session has had none, or when `replay` stands in for it. `rounding`: the coarsest format
-    that the state, or one that it was computed from, has been stored in.
+    `snapshot` is None when there is none, or when `replay` stands in for it. `tail`: the log from there, which the turn
+    reads before its own input. `rounding`: the coarsest format that the state, or one that it was computed from, has
+    been stored in.
     """
 
     head: SessionHead
@@ -68,7 +72,23 @@ class ResumedSession:
     model: ModelInfo
     tokenizer: Tokenizer
     replay: Replay | None = None
+    tail: LogTail = EMPTY_TAIL
     rounding: StateFormat = StateFormat.FP32
+
+    @property
+    def position(self) -> int:
+        """The tokens that the snapshot covers."""
+        return self.snapshot.header.position if self.snapshot else 0
+
+    @property
+    def num_replayed(self) -> int:
+        """The tokens that the session has read before, and that the turn reads again."""
+        return self.head.position - self.position
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the session has a log and nothing of it is stored as a state."""
+        return self.snapshot is None and self.replay is None and self.head.position > 0
 
     @property
     def rebuilt(self) -> RebuildReason | None:
@@ -78,28 +98,26 @@ class ResumedSession:
     @property
     def pending_id(self) -> int | None:
         """The token sampled last and not fed yet."""
-        if self.replay is not None:
-            return self.replay.log_ids[-1] if self.head.num_log_tokens > self.head.position else None
-        return self.snapshot.header.pending_id if self.snapshot else None
+        has_pending = self.head.num_log_tokens > self.head.position
+        return self._known_ids[-1] if has_pending and self._known_ids else None
 
     @property
     def _known_ids(self) -> tuple[int, ...]:
-        """Tokens of the log that the engine reads again."""
-        if self.replay is not None:
-            return self.replay.log_ids
-        return () if self.pending_id is None else (self.pending_id,)
+        """Tokens of the log that the turn reads: again, or the pending one for the first time."""
+        return self.tail.ids if self.replay is None else self.replay.log_ids
 
     @property
     def other_numerics(self) -> str | None:
-        """The numerics class that made the state, if not the one that runs: bits may differ from an unbroken run."""
-        if self.snapshot is None or self.snapshot.header.numerics == self.model.numerics:
-            return None
-        return self.snapshot.header.numerics
+        """The numerics class of the newest version, if not the one that runs: bits may differ from an unbroken run."""
+        numerics = self.head.numerics or (self.snapshot.header.numerics if self.snapshot else "")
+        return None if self.replay is not None or numerics in ("", self.model.numerics) else numerics
 
     @property
     def energy_joules(self) -> float:
-        """Of all turns before this one, as far as it is known: a state that is made again from the log has none."""
-        return self.snapshot.header.energy_joules if self.snapshot else 0.0
+        """Of all turns before this one, as far as it is known."""
+        if self.head.energy_joules:
+            return self.head.energy_joules
+        return self.snapshot.header.energy_joules if self.snapshot else 0.0  # the head's, of before it was kept there
 
     def generation_request(self, turn: TurnRequest) -> GenerationRequest:
         """The engine's request for `turn`; raises InvalidRequest when there is nothing to read."""
@@ -110,7 +128,7 @@ class ResumedSession:
             resume=self._resume(),
             keep_state=True,
             deadline=turn.deadline,
-            generated_counts={} if self.replay is None else self.replay.generated_counts,
+            generated_counts=self._generated_counts if self.snapshot is None else {},
             include_routing=turn.include_routing,
             owner=turn.key.tenant,
         )
@@ -125,12 +143,30 @@ class ResumedSession:
         return (*self._known_ids, *turn.input_ids)
 
     def _sampling(self, turn: TurnRequest) -> SamplingParams:
-        seed = self.replay.seed if self.replay is not None else None
-        if self.snapshot is not None:
-            seed = self.snapshot.header.sampler.seed
+        seed = self._seed
         if seed is None or turn.has_own_seed:
             return turn.sampling
         return dataclasses.replace(turn.sampling, seed=seed)
+
+    @property
+    def _seed(self) -> int | None:
+        """The newest one; None for a session that has none."""
+        if self.replay is not None:
+            return self.replay.seed
+        in_tail = (mark.seed for mark in reversed(self.tail.marks) if mark.seed is not None)
+        return next(in_tail, None if self.snapshot is None else self.snapshot.header.sampler.seed)
+
+    @property
+    def _generated_counts(self) -> Mapping[int, int]:
+        """How often the session sampled each token."""
+        if self.replay is not None:
+            return self.replay.generated_counts
+        before = {} if self.snapshot is None else self.snapshot.header.sampler.generated_counts
+        if not self.tail.marks:
+            return before
+        counts = Counter(before)
+        counts.update(sampled_counts(self.tail.ids, self.tail.marks, start=self.position))
+        return dict(counts)
 
     def _resume(self) -> Resume | None:
         if self.snapshot is None:
@@ -140,7 +176,7 @@ class ResumedSession:
             state=self.snapshot.state,
             position=header.position,
             fingerprint=header.model_fingerprint,
-            generated_counts=header.sampler.generated_counts,
+            generated_counts=self._generated_counts,
         )
 
     def new_log_ids(self, end: EndState) -> tuple[int, ...]:
@@ -182,6 +218,20 @@ class ResumedSession:
         return Snapshot(header, end.state)
 
 
+def resume_known(
+    stored: StoredSession, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer
+) -> ResumedSession:
+    """The session at its head, whose state `snapshot` the caller has kept since it was computed here."""
+    return ResumedSession(
+        head=stored.head,
+        snapshot=snapshot,
+        model=model,
+        tokenizer=tokenizer,
+        tail=_pending_tail(snapshot.header),
+        rounding=snapshot.header.rounding,
+    )
+
+
 def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession | LostState:
     """Decodes and checks what the store gave; LostState when it is to be made again from the log.
 
@@ -198,23 +248,52 @@ def resume(stored: StoredSession, *, model: ModelInfo, tokenizer: Tokenizer) -> 
             )
         return LostState(reason=stored.damage)
     if stored.snapshot is None:
-        _require_log(head, head.num_log_tokens, 0, None)
-        return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer)
+        return _resume_log(stored, model, tokenizer)
     try:
         snapshot = Snapshot.decode(stored.snapshot, is_verified=True)  # by the store, when it loaded it
     except SnapshotCorrupt:  # in spite of its checksum: bytes that this build does not understand
         return resume(dataclasses.replace(stored, snapshot=None, damage="corrupt"), model=model, tokenizer=tokenizer)
     header = snapshot.header
     _require_owner(header, head)
-    _require_log(head, head.num_log_tokens, header.position, header.pending_id)
-    _require_tokenizer(header, model, tokenizer)
+    tail = _tail_after(header, stored)
+    _require_tokenizer(head, header.tokenizer_fingerprint, model, tokenizer)
+    sampler = header.sampler if head.has_snapshot_at_head else None
     if header.model_fingerprint != model.fingerprint:
-        return LostState(reason="fingerprint_mismatch", sampler=header.sampler)
+        return LostState(reason="fingerprint_mismatch", sampler=sampler)
     if header.layout != model.state_layout:
         raise SnapshotCorrupt(f"the state of session {head.session_id!r} has another layout than its model's")
     if implausible_tensor(header.layout, snapshot.state) is not None:  # the log is as good as ever
-        return LostState(reason="corrupt", sampler=header.sampler)
-    return ResumedSession(head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, rounding=header.rounding)
+        return LostState(reason="corrupt", sampler=sampler)
+    return ResumedSession(
+        head=head, snapshot=snapshot, model=model, tokenizer=tokenizer, tail=tail, rounding=header.rounding
+    )
+
+
+def _resume_log(stored: StoredSession, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession | LostState:
+    """A session that has no snapshot, and none is missing."""
+    head, tail = stored.head, stored.tail or EMPTY_TAIL
+    if len(tail.ids) != head.num_log_tokens or head.num_log_tokens - head.position not in (0, 1):
+        raise _log_mismatch(head, len(tail.ids), head.position)
+    if head.num_log_tokens:
+        _require_tokenizer(head, head.tokenizer_fingerprint, model, tokenizer)
+        if head.model_fingerprint != model.fingerprint:
+            return LostState(reason="fingerprint_mismatch")
+    return ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, tail=tail)
+
+
+def _tail_after(header: SnapshotHeader, stored: StoredSession) -> LogTail:
+    """Raises SnapshotCorrupt when the log does not lead from the snapshot to the head."""
+    head = stored.head
+    if head.has_snapshot_at_head or stored.tail is None:
+        _require_log(head, head.num_log_tokens, header.position, header.pending_id)
+        return _pending_tail(header)
+    if header.position + len(stored.tail.ids) != head.num_log_tokens:
+        raise _log_mismatch(head, head.num_log_tokens, header.position + len(stored.tail.ids))
+    return stored.tail
+
+
+def _pending_tail(header: SnapshotHeader) -> LogTail:
+    return LogTail(ids=() if header.pending_id is None else (header.pending_id,))
 
 
 def require_version(head: SessionHead, expected_version: int | None) -> None:
@@ -230,8 +309,9 @@ def version_conflict(head: SessionHead, expected_version: int | None) -> Version
 
 
 def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:
+    names = {"version": "snapshot_version", "position": "snapshot_position"}
     for name in ("tenant", "session_id", "version", "position", "model_fingerprint"):
-        found, expected = getattr(header, name), getattr(head, name)
+        found, expected = getattr(header, name), getattr(head, names.get(name, name))
         if found != expected:
             # neither value of a tenant or id is shown: the stored one may be somebody else's
             raise SnapshotCorrupt(
@@ -239,11 +319,11 @@ def _require_owner(header: SnapshotHeader, head: SessionHead) -> None:
             )
 
 
-def _require_tokenizer(header: SnapshotHeader, model: ModelInfo, tokenizer: Tokenizer) -> None:
-    """The ids of a log mean nothing to a model with another tokenizer."""
-    if header.tokenizer_fingerprint != tokenizer.fingerprint:
+def _require_tokenizer(head: SessionHead, fingerprint: str, model: ModelInfo, tokenizer: Tokenizer) -> None:
+    """The ids of a log mean nothing to a model with another tokenizer than `fingerprint`'s."""
+    if fingerprint != tokenizer.fingerprint:
         raise StateMismatch(
-            f"session {header.session_id!r} was made by model {header.model_fingerprint[:12]} with another tokenizer "
+            f"session {head.session_id!r} was made by model {head.model_fingerprint[:12]} with another tokenizer "
             f"than that of model {model.fingerprint[:12]}, the one that runs"
         )
 
@@ -252,6 +332,10 @@ def _require_log(head: SessionHead, num_log_tokens: int, position: int, pending_
     """The log holds everything fed and the pending token: otherwise a token was lost or read twice."""
     expected = position + (pending_id is not None)
     if num_log_tokens != expected:
-        raise SnapshotCorrupt(
-            f"the token log of session {head.session_id!r} has {num_log_tokens} tokens where the state says {expected}"
-        )
+        raise _log_mismatch(head, num_log_tokens, expected)
+
+
+def _log_mismatch(head: SessionHead, num_log_tokens: int, expected: int) -> SnapshotCorrupt:
+    return SnapshotCorrupt(
+        f"the token log of session {head.session_id!r} has {num_log_tokens} tokens where the state says {expected}"
+    )

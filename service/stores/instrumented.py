@@ -15,13 +15,13 @@ from service.stores.records.base import RecordStore
 from service.stores.sessions.base import LeasedSession, SessionStore, StoredSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
-from service.stores.sessions.transitions import TOKEN_BYTES, Commit, NewSession, Rewind
+from service.stores.sessions.transitions import TOKEN_BYTES, Commit, LateSnapshot, NewSession, Rewind
 from service.stores.states.base import StateStore
 from service.telemetry.metrics.sessions import DamagedPart, SessionMetrics
 
 # Methods of SessionStore that carry a request; the rest is the server's own upkeep.
 OPERATIONS = (
-    *("acquire", "renew", "release", "commit", "rewind", "create", "update", "delete", "get", "load"),
+    *("acquire", "renew", "release", "commit", "rewind", "put_snapshot", "create", "update", "delete", "get", "load"),
     *("begin_turn", "append_turn", "end_turn", "forget_turn", "get_turn", "cancel_turn"),
     *("read_log", "log_marks", "list", "list_retained", "load_retained"),
 )
@@ -189,5 +189,5 @@ def _num_read(result: object) -> int:
 
 
 def _num_written(args: Sequence[object], fields: dict[str, Any]) -> int:
-    written = sum(value.num_bytes for value in args if isinstance(value, Commit | NewSession | Rewind))
+    written = sum(value.num_bytes for value in args if isinstance(value, Commit | LateSnapshot | NewSession | Rewind))
     return written + len(fields.get("chunk") or b"")

@@ -187,6 +187,11 @@ def _copy_of(fields: dict[str, Any], raw: bytes) -> SessionCopy:
         ttl_s=header.ttl_s,
         expires_at=None,
         forked_from=header.forked_from,
+        snapshot_version=header.snapshot_version,
+        snapshot_position=header.snapshot_position,
+        tokenizer_fingerprint=header.tokenizer_fingerprint if file.log_ids else "",
+        numerics=header.numerics,
+        energy_joules=header.energy_joules,
     )
     return SessionCopy(head=head, snapshot=snapshot, log_ids=file.log_ids, marks=header.marks)
 

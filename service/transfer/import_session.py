@@ -12,11 +12,13 @@ from nsm_core.model_info import ModelInfo
 from nsm_core.state.layout import StateLayout
 from nsm_core.state.plausible import implausible_tensor
 from nsm_core.state.quantize import StateFormat
-from nsm_core.state.snapshot import Snapshot
+from nsm_core.state.snapshot import SamplerState, Snapshot, SnapshotHeader
 from service.backends.base import InferenceBackend
 from service.state.prefill import read_again
-from service.stores.sessions.base import NewSession, SessionHead, SessionStore
+from service.state.rebuild import sampled_counts, seed_of
+from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
+from service.stores.sessions.transitions import SnapshotMark
 from service.transfer.session_file import SessionFile
 from service.turns.turn import stopping
 
@@ -55,7 +57,7 @@ async def import_session(
     snapshot = file.snapshot
     if snapshot is not None and is_own:
         await asyncio.to_thread(require_fit, snapshot, model)
-    elif snapshot is not None:
+    elif file.log_ids:
         snapshot = await rebuild(
             backend,
             file,
@@ -76,8 +78,12 @@ async def import_session(
         version=file.header.version,
         position=file.header.position,
         snapshot=None if snapshot is None else await asyncio.to_thread(snapshot.encode),
+        snapshot_mark=None if snapshot is None else SnapshotMark(snapshot.header.version, snapshot.header.position),
         log_ids=file.log_ids,
         marks=file.header.marks,
+        tokenizer_fingerprint=backend.tokenizer.fingerprint if file.log_ids else "",
+        numerics=file.header.numerics if is_own else model.numerics,
+        energy_joules=file.header.energy_joules,
     )
     head = await store.create(new)
     return head, not is_own and snapshot is not None
@@ -123,26 +129,38 @@ def require_fit(snapshot: Snapshot, model: ModelInfo) -> None:
 async def rebuild(
     backend: InferenceBackend,
     file: SessionFile,
-    snapshot: Snapshot,
+    snapshot: Snapshot | None,
     *,
     request_id: str,
     deadline: float,
     state_format: StateFormat,
 ) -> Snapshot:
     """The state after the same tokens under the running model; seed and penalty counts are the file's."""
-    fed = file.log_ids[: file.header.position]
+    header, marks = file.header, file.header.marks
+    fed, pending = file.log_ids[: header.position], file.log_ids[header.position :]
     finished = await read_again(backend, fed, request_id=request_id, deadline=deadline)
     if finished.end_state is None:
         is_aborted = finished.reason is FinishReason.ABORT
         raise stopping() if is_aborted else finished.error or NsmError("the engine failed on this request")
     model = backend.model
-    header = dataclasses.replace(
-        snapshot.header,
+    sampler = SamplerState(seed=seed_of(marks), generated_counts=sampled_counts(file.log_ids, marks))
+    if snapshot is not None and snapshot.header.version == header.version:
+        sampler = snapshot.header.sampler
+    rebuilt = SnapshotHeader(
         model_fingerprint=model.fingerprint,
         numerics=model.numerics,
+        tokenizer_fingerprint=backend.tokenizer.fingerprint,
         layout=model.state_layout,
         stored_dtype=state_format.dtype,
         rounded_to=state_format.dtype,
+        position=header.position,
+        pending_id=pending[0] if pending else None,
+        sampler=sampler,
+        tenant=DEFAULT_TENANT if snapshot is None else snapshot.header.tenant,
+        session_id=header.session_id,
+        version=header.version,
+        parent=header.version - 1,
         created_at=time.time(),
+        energy_joules=header.energy_joules,
     )
-    return Snapshot(header, finished.end_state.state)
+    return Snapshot(rebuilt, finished.end_state.state)

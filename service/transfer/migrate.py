@@ -188,5 +188,8 @@ class Migrator:
             new_ids=(),
             num_sampled=0,
             seed=replay.seed,
+            tokenizer_fingerprint=backend.tokenizer.fingerprint,
+            numerics=backend.model.numerics,
+            energy_joules=head.energy_joules,
         )
         await held.commit(commit)

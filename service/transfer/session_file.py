@@ -1,13 +1,13 @@
 """A session as one file that another installation can read.
 
-Byte format 1, all integers little endian:
+All integers little endian:
 
     offset            bytes  what
     0                 8      magic "NSMSESS" and a zero byte
-    8                 4      format version
+    8                 4      format version: 1, or 2 where the snapshot is not the state of the newest version
     12                4      H, length of the header
     16                8      L, length of the token log
-    24                8      S, length of the snapshot; 0 for an empty session
+    24                8      S, length of the snapshot; 0 for none
     32                H      header: JSON, ASCII, sorted keys, no blanks; see FileHeader
     32 + H            L      token log: 4 bytes an id
     32 + H + L        S      snapshot, in its own format (nsm_core/state/snapshot.py)
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -31,9 +32,10 @@ from service.stores.sessions.base import LogMark
 from service.stores.sessions.codec import decode_ids, encode_ids
 
 MAGIC = b"NSMSESS\0"
-FORMAT_VERSION = 1
+FORMAT_VERSION, LOG_FORMAT_VERSION = 1, 2
 
 _PREFIX = struct.Struct("<8sIIQQ")
+_LOG_FIELDS = ("snapshot_version", "snapshot_position", "numerics", "energy_joules")
 _MARK_FIELDS = ("version", "num_log_tokens", "num_sampled", "seed")
 _ORIGIN = re.compile(r"[A-Za-z0-9_-]{1,64}@[0-9]{1,19}")
 _MAX_COUNT = 2**63 - 1
@@ -44,7 +46,8 @@ _MAX_SEED = 2**64 - 1
 class FileHeader:
     """The session's position when it was written, and the models that may read it. Fields as in SessionHead.
 
-    Metadata and TTL are only known to be JSON: whoever makes a session of them checks them like a client's.
+    Metadata and TTL are only known to be JSON: whoever makes a session of them checks them like a client's. The last
+    four are in files of format 2 alone.
     """
 
     session_id: str
@@ -56,11 +59,15 @@ class FileHeader:
     ttl_s: float | None
     forked_from: str | None
     marks: tuple[LogMark, ...]
+    snapshot_version: int = 0
+    snapshot_position: int = 0
+    numerics: str = ""
+    energy_joules: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFile:
-    """A file's content, all of it checked against each other. `snapshot` is None for an empty session."""
+    """A file's content, all of it checked against each other. `snapshot`: the session's newest, None without one."""
 
     header: FileHeader
     log_ids: tuple[int, ...]
@@ -68,8 +75,9 @@ class SessionFile:
 
 
 def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
-    """`tokenizer_fingerprint` is used where there is no snapshot that tells it. Raises SnapshotCorrupt."""
+    """`tokenizer_fingerprint` is used where nothing in the session tells it. Raises SnapshotCorrupt."""
     head, snapshot = copy.head, copy.snapshot or b""
+    tokenizer_fingerprint = head.tokenizer_fingerprint or tokenizer_fingerprint
     if snapshot:
         tokenizer_fingerprint = Snapshot.decode(snapshot).header.tokenizer_fingerprint
     header = FileHeader(
@@ -82,29 +90,39 @@ def write_file(copy: SessionCopy, *, tokenizer_fingerprint: str) -> bytes:
         ttl_s=head.ttl_s,
         forked_from=head.forked_from,
         marks=copy.marks,
+        snapshot_version=head.snapshot_version,
+        snapshot_position=head.snapshot_position,
+        numerics=head.numerics,
+        energy_joules=head.energy_joules,
     )
-    return _assemble(header, copy.log_ids, snapshot)
+    return _assemble(header, copy.log_ids, snapshot, is_at_head=head.has_snapshot_at_head)
 
 
 def encode_file(file: SessionFile) -> bytes:
     """The inverse of `read_file`."""
-    return _assemble(file.header, file.log_ids, b"" if file.snapshot is None else file.snapshot.encode())
+    snapshot, version = file.snapshot, file.header.version
+    if snapshot is None:
+        return _assemble(file.header, file.log_ids, b"", is_at_head=version == 0)
+    return _assemble(file.header, file.log_ids, snapshot.encode(), is_at_head=snapshot.header.version == version)
 
 
-def _assemble(header: FileHeader, log_ids: tuple[int, ...], snapshot: bytes) -> bytes:
+def _assemble(header: FileHeader, log_ids: tuple[int, ...], snapshot: bytes, *, is_at_head: bool) -> bytes:
+    version = FORMAT_VERSION if is_at_head or not log_ids else LOG_FORMAT_VERSION
     fields = {field.name: getattr(header, field.name) for field in dataclasses.fields(header)}
+    if version == FORMAT_VERSION:
+        fields = {name: value for name, value in fields.items() if name not in _LOG_FIELDS}
     fields["metadata"] = dict(header.metadata)
     fields["marks"] = [[getattr(mark, name) for name in _MARK_FIELDS] for mark in header.marks]
     raw = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     log = encode_ids(log_ids)
-    body = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(raw), len(log), len(snapshot)) + raw + log + snapshot
+    body = _PREFIX.pack(MAGIC, version, len(raw), len(log), len(snapshot)) + raw + log + snapshot
     return body + checksum(body)
 
 
 def read_file(raw: bytes) -> SessionFile:
     """Raises InvalidRequest, with the reason, for anything that `write_file` would not have written."""
-    log_start, snapshot_start = _measure(raw)
-    header = _parse_header(raw[_PREFIX.size : log_start])
+    version, log_start, snapshot_start = _measure(raw)
+    header = _parse_header(raw[_PREFIX.size : log_start], has_log_fields=version == LOG_FORMAT_VERSION)
     snapshot_bytes = raw[snapshot_start:-CHECKSUM_BYTES]
     try:
         log_ids = decode_ids(raw[log_start:snapshot_start])
@@ -114,8 +132,24 @@ def read_file(raw: bytes) -> SessionFile:
     except SnapshotCorrupt as error:
         raise _refusal(str(error)) from error
     _require_log(header, log_ids)
+    if version == LOG_FORMAT_VERSION:
+        _require_older_snapshot(header, snapshot, log_ids)
+        return SessionFile(header=header, log_ids=log_ids, snapshot=snapshot)
     _require_snapshot(header, snapshot, num_log_tokens=len(log_ids))
-    return SessionFile(header=header, log_ids=log_ids, snapshot=snapshot)
+    return SessionFile(header=_with_snapshot(header, snapshot), log_ids=log_ids, snapshot=snapshot)
+
+
+def _with_snapshot(header: FileHeader, snapshot: Snapshot | None) -> FileHeader:
+    """A header of format 1 with what its snapshot, which is the newest version's, tells."""
+    if snapshot is None:
+        return header
+    return dataclasses.replace(
+        header,
+        snapshot_version=snapshot.header.version,
+        snapshot_position=snapshot.header.position,
+        numerics=snapshot.header.numerics,
+        energy_joules=snapshot.header.energy_joules,
+    )
 
 
 def _refusal(reason: str) -> InvalidRequest:
@@ -127,30 +161,35 @@ def _require(condition: bool, reason: str) -> None:
         raise _refusal(reason)
 
 
-def _measure(raw: bytes) -> tuple[int, int]:
-    """Where the log and where the snapshot begins, after the checks of prefix, length and checksum."""
+def _measure(raw: bytes) -> tuple[int, int, int]:
+    """The format version, where the log and where the snapshot begins. Checks prefix, length and checksum."""
     _require(len(raw) >= _PREFIX.size + CHECKSUM_BYTES, f"{len(raw)} bytes are too few")
     magic, version, header_bytes, log_bytes, snapshot_bytes = _PREFIX.unpack_from(raw)
     _require(magic == MAGIC, "it does not begin with the magic bytes")
-    _require(version == FORMAT_VERSION, f"format version {version}, this build reads version {FORMAT_VERSION}")
+    is_known = version in (FORMAT_VERSION, LOG_FORMAT_VERSION)
+    _require(is_known, f"format version {version}, this build reads versions 1 and {LOG_FORMAT_VERSION}")
     want = _PREFIX.size + header_bytes + log_bytes + snapshot_bytes + CHECKSUM_BYTES
     _require(len(raw) == want, f"{want} bytes expected, got {len(raw)}")
     _require(checksum(memoryview(raw)[:-CHECKSUM_BYTES]) == raw[-CHECKSUM_BYTES:], "the checksum does not match")
     log_start = _PREFIX.size + header_bytes
-    return log_start, log_start + log_bytes
+    return version, log_start, log_start + log_bytes
 
 
-def _parse_header(raw: bytes) -> FileHeader:
+def _parse_header(raw: bytes, *, has_log_fields: bool) -> FileHeader:
     try:
         fields = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _refusal("the header is not JSON") from error
-    names = {field.name for field in dataclasses.fields(FileHeader)}
+    names = {field.name for field in dataclasses.fields(FileHeader)} - (set() if has_log_fields else {*_LOG_FIELDS})
     _require(isinstance(fields, dict) and set(fields) == names, "the header does not have the fields of its format")
     for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint"):
         _require(isinstance(fields[name], str) and bool(fields[name]), f"{name} is no text")
-    for name in ("version", "position"):
+    for name in ("version", "position", *(_LOG_FIELDS[:2] if has_log_fields else ())):
         _require(_is_count(fields[name]), f"{name} is no count")
+    if has_log_fields:
+        _require(isinstance(fields["numerics"], str), "numerics is no text")
+        joules = fields["energy_joules"]
+        _require(isinstance(joules, float) and 0 <= joules < math.inf, "energy_joules is no amount")
     _require(_is_origin(fields["forked_from"]), "forked_from is not <session id>@<position>")
     _require(isinstance(fields["marks"], list), "marks is no list")
     return FileHeader(**{**fields, "marks": tuple(_parse_mark(mark) for mark in fields["marks"])})
@@ -195,3 +234,20 @@ def _require_snapshot(header: FileHeader, snapshot: Snapshot | None, *, num_log_
         _require(getattr(snapshot.header, name) == getattr(header, name), f"the snapshot has another {name}")
     num_known = header.position + (snapshot.header.pending_id is not None)
     _require(num_known == num_log_tokens, "the snapshot's pending token is not the log's")
+
+
+def _require_older_snapshot(header: FileHeader, snapshot: Snapshot | None, log_ids: tuple[int, ...]) -> None:
+    """It is the state of an earlier turn of this log."""
+    if snapshot is None:
+        _require((header.snapshot_version, header.snapshot_position) == (0, 0), "the snapshot is missing")
+        return
+    found = snapshot.header
+    for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint"):
+        _require(getattr(found, name) == getattr(header, name), f"the snapshot has another {name}")
+    place = (header.snapshot_version, header.snapshot_position)
+    _require((found.version, found.position) == place, "the snapshot is of another version or position")
+    ends = {mark.version: mark.num_log_tokens for mark in header.marks}
+    num_known = found.position + (found.pending_id is not None)
+    _require(ends.get(found.version) == num_known, "the snapshot is at no turn's end")
+    is_logged = found.pending_id in (None, log_ids[num_known - 1])
+    _require(is_logged, "the snapshot's pending token is not the log's")

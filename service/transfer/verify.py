@@ -33,7 +33,7 @@ TOLERANCES = {StateFormat.FP32: 1e-3, StateFormat.FP16: 5e-2, StateFormat.INT8: 
 _SMALLEST = 1e-9  # of a length to divide by: a tensor of zeros is compared as it is
 
 FloatArray = NDArray[np.float64]
-Verdict = Literal["same", "empty", "diverged", "damaged", "other_model", "other_tokenizer", "busy", "gone"]
+Verdict = Literal["same", "empty", "no_state", "diverged", "damaged", "other_model", "other_tokenizer", "busy", "gone"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The findings of one session.
+    """The findings of one session. `no_state`: it has a log and no snapshot that could be compared with it.
 
     `num_log_tokens`: how many were read again. `rounding`: the coarsest format that the state, or one before it, was
     stored in; None where it was not compared. `difference`: the largest of any tensor, see `compare_states`.
@@ -94,7 +94,7 @@ async def _verify_copy(
 ) -> Verified:
     """Raises SnapshotCorrupt for bytes that are no snapshot, NumericalError for a log that the model cannot read."""
     if copy.snapshot is None:
-        return Verified(name=name, verdict="empty")
+        return Verified(name=name, verdict="no_state" if copy.log_ids else "empty")
     snapshot = await asyncio.to_thread(Snapshot.decode, copy.snapshot)
     divergences, difference, rounding = _fields_that_differ(copy, snapshot), 0.0, None
     foreign = _model_of(snapshot, backend)
@@ -129,20 +129,23 @@ def _model_of(snapshot: Snapshot, backend: InferenceBackend) -> Literal["other_m
 
 def _fields_that_differ(copy: SessionCopy, snapshot: Snapshot) -> list[Divergence]:
     """All but the tensors: head, header, log and marks against each other."""
-    head, header, log_ids = copy.head, snapshot.header, copy.log_ids
+    head, header = copy.head, snapshot.header
+    marks = [mark for mark in copy.marks if mark.version <= head.snapshot_version]
+    log_ids = copy.log_ids[: marks[-1].num_log_tokens if marks else 0]  # as far as the snapshot's turn
     found = []
     for field in ("tenant", "session_id"):  # stored values may be another tenant's: they are not shown
         if getattr(header, field) != getattr(head, field):
             found.append(Divergence(field, "the snapshot is another session's"))
-    for field in ("version", "position", "model_fingerprint"):
-        found += _differing(field, getattr(header, field), getattr(head, field))
+    found += _differing("version", header.version, head.snapshot_version)
+    found += _differing("position", header.position, head.snapshot_position)
+    found += _differing("model_fingerprint", header.model_fingerprint, head.model_fingerprint)
     has_pending = header.pending_id is not None
     found += _differing("log_length", len(log_ids), header.position + has_pending)
     in_log = log_ids[header.position] if has_pending and header.position < len(log_ids) else header.pending_id
     found += _differing("pending_token", header.pending_id, in_log)
     found += _marks_out_of_order(copy.marks)
-    found += _differing("seed", header.sampler.seed, seed_of(copy.marks))
-    counts = sampled_counts(log_ids, copy.marks)
+    found += _differing("seed", header.sampler.seed, seed_of(marks))
+    counts = sampled_counts(log_ids, marks)
     if dict(header.sampler.generated_counts) != counts:
         stored = sum(header.sampler.generated_counts.values())
         found.append(Divergence("penalty_counts", f"of {stored} tokens, the log has {sum(counts.values())}"))

@@ -146,6 +146,9 @@ class TurnExecution:
                 num_sampled=len(end.new_ids) - len(self.request.prompt_ids),
                 seed=seed,
                 turn=ended,
+                tokenizer_fingerprint=start.tokenizer.fingerprint,
+                numerics=start.model.numerics,
+                energy_joules=self._session_joules(finished),
             )
             head = await self.held.commit(commit)
         except VersionConflict:

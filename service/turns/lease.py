@@ -15,7 +15,7 @@ from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
 from service.stores.sessions.base import Commit, Lease, LeasedSession, Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import NO_RETENTION, RetainedSnapshot, Retention, plan_retention
+from service.stores.sessions.retention import NO_RETENTION, Retention, plan_retention
 from service.stores.sessions.turn_records import EndedTurn, TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
 
@@ -60,8 +60,10 @@ class HeldLease:
 
     async def commit(self, commit: Commit) -> SessionHead:
         """`SessionStore.commit` under this lease, which is over if it succeeds. Older snapshots are kept by plan."""
-        retention = self._retention(commit.position, commit.model_fingerprint)
-        return await self._write(self._store.commit, dataclasses.replace(commit, retention=retention))
+        if commit.snapshot is not None:
+            retention = self._retention(commit.position, commit.model_fingerprint)
+            commit = dataclasses.replace(commit, retention=retention)
+        return await self._write(self._store.commit, commit)
 
     async def rewind(self, rewind: Rewind) -> SessionHead:
         """`SessionStore.rewind` under this lease, which is over if it succeeds."""
@@ -114,17 +116,12 @@ class HeldLease:
 
     def _retention(self, position: int, model_fingerprint: str) -> Retention:
         """The newest snapshot until now may become a retained one."""
-        head, raw = self.stored.head, self.stored.snapshot
+        head = self.stored.head
         if head.model_fingerprint != model_fingerprint:
             return NO_RETENTION  # no other model goes on from them
-        newest = (
-            None if raw is None else RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-        )
-        versions = plan_retention(self.retained, newest, position=position, max_retained=self._max_retained)
-        stay = tuple(version for version in versions if version != head.version)
-        if raw is None or head.version not in versions:
-            return Retention(keep=stay)
-        return Retention(keep=stay, add=newest, snapshot=raw)
+        newest = None if self.stored.damage else head.newest_snapshot
+        keep = plan_retention(self.retained, newest, position=position, max_retained=self._max_retained)
+        return Retention(keep=keep)
 
     async def _stop_renewing(self) -> None:
         self._is_stopping = True

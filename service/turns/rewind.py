@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nsm_core.engine.request import EndState
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
-from service.state.at_position import read_up_to
+from service.state.at_position import read_up_to, with_newest
 from service.state.log_location import LogLocation, marks_up_to
 from service.state.rebuild import sampled_counts, seed_of
 from service.state.resume import ResumedSession, require_version, resume
@@ -60,7 +60,8 @@ async def rewind_session(
             end, rounding = await _state_after(backend, store, log_ids, marks, request, turn, held)
             end = dataclasses.replace(end, generated_counts=sampled_counts(log_ids, marks))
             seed, position = seed_of(staying), end.position
-            start = ResumedSession(head=head, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
+            before = dataclasses.replace(head, energy_joules=0.0)  # that of the turns that are cut off is not known
+            start = ResumedSession(head=before, snapshot=None, model=model, tokenizer=tokenizer, rounding=rounding)
             snapshot = await start.encode_next(end, seed=seed, created_at=time.time(), state_format=held.state_format)
         rewind = Rewind(
             expected_version=head.version,
@@ -70,6 +71,8 @@ async def rewind_session(
             num_log_tokens=num_log_tokens,
             num_sampled=staying[-1].num_sampled if is_turn_cut else 0,
             seed=seed,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            numerics=model.numerics,
         )
         return await held.rewind(rewind)
 
@@ -90,7 +93,7 @@ async def _state_after(
         store,
         request.key,
         fed,
-        retained=held.retained,
+        retained=with_newest(held.retained, held.stored.head),
         marks=marks,
         request_id=request.request_id,
         deadline=request.deadline,

@@ -9,7 +9,7 @@ import pytest
 from nsm_core.errors import LeaseLost, NotFound
 from service.stores.sessions.base import Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
+from service.stores.sessions.retention import MAX_RETAINED, Retention
 from tests.support.redis_servers import RedisClock
 from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import Clock, acquire, commit, commit_under, create
@@ -22,9 +22,8 @@ def raw_of(head: SessionHead) -> bytes:
 
 
 def joining(head: SessionHead, *stay: int) -> Retention:
-    raw = raw_of(head)
-    retained = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-    return Retention(keep=stay, add=retained, snapshot=raw)
+    """The newest snapshot becomes one of those that `stay`."""
+    return Retention(keep=(*stay, head.version))
 
 
 async def turns(store: SessionStore, num_turns: int, *, session_id: str = "s1", **fields: Any) -> SessionHead:
@@ -121,7 +120,7 @@ async def test_they_go_with_the_session(store: SessionStore) -> None:
             await call
     await commit(store, await create(store))
     assert await versions(store) == []
-    assert await store.load_retained(KEY, version=1) is None
+    assert await store.load_retained(KEY, version=2) is None
 
 
 async def test_they_live_as_long_as_the_session(store: SessionStore, clock: Clock | RedisClock) -> None:
@@ -145,16 +144,15 @@ async def test_L6_nobody_elses(store: SessionStore) -> None:
     await turns(store, 3)
     await commit(store, await create(store, tenant="b"))
     assert await store.list_retained(SessionKey("b", "s1")) == ()
-    assert await store.load_retained(SessionKey("b", "s1"), version=1) is None
+    assert await store.load_retained(SessionKey("b", "s1"), version=2) is None
     await turns(store, 2, session_id="s2")
     assert await versions(store) == [(1, 3), (2, 6)]
 
 
 async def test_R3_a_damaged_one_is_not_there(store: SessionStore) -> None:
-    head = await commit(store, await create(store))
-    raw = raw_of(head)
+    raw = make_snapshot(version=1).encode()
     broken = raw[:-1] + bytes((raw[-1] ^ 1,))
-    retained = RetainedSnapshot(version=1, position=3, num_bytes=len(broken))
-    await commit(store, head, retention=Retention(add=retained, snapshot=broken))
+    head = await commit(store, await create(store), snapshot=broken)
+    await commit(store, head, retention=joining(head))
     assert await versions(store) == [(1, 3)]
     assert await store.load_retained(KEY, version=1) is None

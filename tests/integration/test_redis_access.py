@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import subprocess
@@ -12,11 +13,11 @@ import pytest
 
 from nsm_core.errors import ConfigError
 from service.stores.redis.keys import Keyspace
-from service.stores.sessions.base import Rewind
+from service.stores.sessions.base import LogTail, Rewind
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.support.redis_servers import Topology, own_prefix, start_single
-from tests.support.stored_sessions import acquire, commit, create, opened_redis
+from tests.support.stored_sessions import acquire, commit, commit_log, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = SessionKey("a", "s1")
@@ -51,10 +52,30 @@ async def test_a_server_without_append_only_file_is_warned_of(
 
 async def test_sessions_of_a_newer_build_are_refused(redis_single: Topology, prefix: str) -> None:
     with redis_single.servers[0].client() as client:
-        client.set(Keyspace(prefix).layout_version, 2)
-    with pytest.raises(ConfigError, match="layout version 2, this build knows version 1"):
+        client.set(Keyspace(prefix).layout_version, 3)
+    with pytest.raises(ConfigError, match="layout version 3, this build knows version 2"):
         async with opened_redis(redis_single.url_with(prefix=prefix)):
             pass
+
+
+async def test_sessions_of_key_layout_1_are_read_and_go_on(redis_single: Topology, prefix: str) -> None:
+    new_fields = ("snapshot_version", "snapshot_position", "tokenizer_fingerprint", "numerics", "energy_joules")
+    url, key = redis_single.url_with(prefix=prefix), SessionKey("a", "s1")
+    async with opened_redis(url) as store:
+        head = await commit(store, await create(store))
+        await create(store, "empty")
+    with redis_single.servers[0].client() as client:
+        client.set(Keyspace(prefix).layout_version, 1)
+        for session_id in ("s1", "empty"):
+            client.hdel(Keyspace(prefix).session(SessionKey("a", session_id)).head, *new_fields)
+    async with opened_redis(url) as store:
+        stored = await store.load(key)
+        assert stored.head == dataclasses.replace(head, tokenizer_fingerprint="", numerics="")
+        assert (stored.tail, (await store.get(SessionKey("a", "empty"))).snapshot_version) == (LogTail(), 0)
+        newest = await commit_log(store, stored.head)
+        assert (newest.snapshot_version, newest.snapshot_position) == (1, 3)
+    with redis_single.servers[0].client() as client:
+        assert client.get(Keyspace(prefix).layout_version) == b"2"
 
 
 def documented_acl_rules() -> list[str]:

@@ -15,14 +15,14 @@ from service.stores.records.factory import records_beside
 from service.stores.redis.client import Attempt
 from service.stores.redis.keys import Keyspace, SessionKeys
 from service.stores.redis.scripts import REWIND
-from service.stores.sessions.base import LogMark, Rewind, SessionHead
+from service.stores.sessions.base import LateSnapshot, LogMark, Rewind, SessionHead
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.support.counts import scaled
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_servers import RedisClock, RedisServer, Topology, own_prefix
 from tests.support.snapshots import make_snapshot
-from tests.support.stored_sessions import acquire, commit, commit_under, create, opened_redis
+from tests.support.stored_sessions import acquire, commit, commit_log, commit_under, create, opened_redis
 
 pytestmark = pytest.mark.redis
 KEY = SessionKey("a", "s1")
@@ -107,9 +107,9 @@ async def lossy(redis_single: Topology, prefix: str) -> AsyncIterator[tuple[Redi
 async def test_D7_a_call_whose_answer_was_lost_is_done_once(lossy: tuple[RedisSessionStore, LossyProxy]) -> None:
     store, proxy = lossy
 
-    async def losing(work: Callable[[], Awaitable[Any]], command: bytes = b"EVALSHA") -> Any:
+    async def losing(work: Callable[[], Awaitable[Any]]) -> Any:
         num_lost = proxy.num_lost
-        proxy.lose_answer_to(command)
+        proxy.lose_answer_to(b"EVALSHA")
         result = await work()
         assert proxy.num_lost == num_lost + 1
         return result
@@ -126,7 +126,12 @@ async def test_D7_a_call_whose_answer_was_lost_is_done_once(lossy: tuple[RedisSe
     assert committed == await store.get(KEY)
     assert (committed.version, await store.read_log(KEY)) == (1, (1, 2, 3))
     assert len(await store.log_marks(KEY)) == 1
-    assert (await losing(lambda: store.load(KEY), b"HGETALL")).head == committed
+    assert (await losing(lambda: store.load(KEY))).head == committed
+    logged = await commit_log(store, committed)
+    raw = make_snapshot(version=2).encode()
+    late = LateSnapshot(created_at=logged.created_at, version=2, position=6, snapshot=raw)
+    put = await losing(lambda: store.put_snapshot(KEY, late))
+    assert (put, put.snapshot_version) == (await store.get(KEY), 2)
     assert (await losing(lambda: store.update(KEY, metadata={}))).metadata == {}
     await losing(lambda: store.delete(KEY))
     with pytest.raises(NotFound):

@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from service.stores.redis.url import parse_redis_url
-from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession, SessionHead, SessionStore
+from service.stores.sessions.base import (
+    Commit,
+    KnownVersion,
+    Lease,
+    LeasedSession,
+    NewSession,
+    SessionHead,
+    SessionStore,
+)
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis import RedisSessionStore
 from tests.support.snapshots import make_snapshot
@@ -64,10 +72,15 @@ async def create(store: SessionStore, session_id: str = "s1", *, tenant: str = "
 
 
 async def acquire(
-    store: SessionStore, session_id: str = "s1", *, tenant: str = "a", holder: str | None = None
+    store: SessionStore,
+    session_id: str = "s1",
+    *,
+    tenant: str = "a",
+    holder: str | None = None,
+    known: KnownVersion | None = None,
 ) -> LeasedSession:
     holder = holder or uuid.uuid4().hex
-    return await store.acquire(SessionKey(tenant, session_id), holder=holder, lease_s=LEASE_S)
+    return await store.acquire(SessionKey(tenant, session_id), holder=holder, lease_s=LEASE_S, known=known)
 
 
 async def commit_under(
@@ -78,18 +91,21 @@ async def commit_under(
     snapshot: bytes | None = None,
     new_ids: tuple[int, ...] = (1, 2, 3),
     num_floats: int = 16,
+    num_fed: int | None = None,
+    is_log_alone: bool = False,
     **fields: Any,
 ) -> SessionHead:
-    """Commits what follows `head`."""
+    """Commits what follows `head`. `num_fed`: of the new tokens, None for all; `is_log_alone`: without a snapshot."""
     version = head.version + 1
     made = make_snapshot(session_id=head.session_id, version=version, num_floats=num_floats)
-    fields = {"model_fingerprint": "m1", "num_sampled": 1, "seed": 7, **fields}
+    origin = {"model_fingerprint": "m1", "tokenizer_fingerprint": "t1", "numerics": "cpu"}
+    fields = {**origin, "num_sampled": 1, "seed": 7, **fields}
     return await store.commit(
         lease,
         Commit(
             expected_version=head.version,
-            snapshot=snapshot or made.encode(),
-            position=head.position + len(new_ids),
+            snapshot=None if is_log_alone else snapshot or made.encode(),
+            position=head.position + (len(new_ids) if num_fed is None else num_fed),
             new_ids=new_ids,
             **fields,
         ),
@@ -98,8 +114,13 @@ async def commit_under(
 
 async def commit(store: SessionStore, head: SessionHead, **fields: Any) -> SessionHead:
     """A whole turn that follows `head`: takes the lease, commits; gives the lease back when that fails."""
-    lease = (await acquire(store, head.session_id, tenant=head.tenant)).lease
+    lease = fields.pop("lease", None) or (await acquire(store, head.session_id, tenant=head.tenant)).lease
     try:
         return await commit_under(store, lease, head, **fields)
     finally:
         await store.release(lease)
+
+
+async def commit_log(store: SessionStore, head: SessionHead, **fields: Any) -> SessionHead:
+    """A whole turn that stores no snapshot. `lease`: None to take it."""
+    return await commit(store, head, is_log_alone=True, **fields)

@@ -15,7 +15,8 @@ from service.stores.sessions.base import StoreRoom
 logger = logging.getLogger("nsm.store")
 
 OLDEST_SERVER = (7, 0)  # scripts declare their behaviour on a full server
-LAYOUT_VERSION = 1  # of the keys and their values
+LAYOUT_VERSION = 2  # of the keys and their values
+OLDEST_LAYOUT = 1  # heads do not name their snapshots: all are read, and written as those of the newest layout
 
 
 async def check_server(client: RedisClient, keys: Keyspace) -> Mapping[str, Mapping[str, Any]]:
@@ -89,7 +90,10 @@ async def least_room(client: RedisClient) -> StoreRoom | None:
 async def _check_layout(attempt: Attempt, keys: Keyspace) -> None:
     await attempt.command("SET", keys.layout_version, LAYOUT_VERSION, "NX")
     found = (await attempt.command("GET", keys.layout_version)).decode(errors="replace")
-    if found != str(LAYOUT_VERSION):
+    if found == str(OLDEST_LAYOUT):
+        # From now on a build that knows only the old layout does not start here
+        await attempt.command("SET", keys.layout_version, LAYOUT_VERSION)
+    elif found != str(LAYOUT_VERSION):
         raise ConfigError(
             f"the sessions in Redis have key layout version {found}, this build knows version {LAYOUT_VERSION}"
         )

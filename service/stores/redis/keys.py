@@ -27,13 +27,10 @@ class SessionKeys:
 
     def all(self, nonce: str) -> tuple[str, ...]:
         first = (self.head, self.log, self.marks, self.snapshot, self.staged(nonce), self.turns, self.tail)
-        return (*first, self.staged_retained(nonce), *self.retained)
+        return (*first, *self.retained)
 
     def staged(self, nonce: str) -> str:
         return f"{self.stage}:{nonce}"
-
-    def staged_retained(self, nonce: str) -> str:
-        return f"{self.stage}:{nonce}:retained"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

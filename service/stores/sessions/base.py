@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from service.stores.sessions.key import SessionKey as SessionKey
 from service.stores.sessions.lease import Lease as Lease
 from service.stores.sessions.retention import RetainedSnapshot
 from service.stores.sessions.transitions import Commit as Commit
+from service.stores.sessions.transitions import LateSnapshot as LateSnapshot
 from service.stores.sessions.transitions import LogMark as LogMark
+from service.stores.sessions.transitions import LogTail as LogTail
 from service.stores.sessions.transitions import NewSession as NewSession
 from service.stores.sessions.transitions import Rewind as Rewind
 from service.stores.sessions.turn_records import TurnStore
@@ -44,6 +46,11 @@ class SessionHead:
     deleted and made again under its old id, it is another one. `ttl_s`: None, or how long the session is kept after its
     last commit or `update`; `expires_at` is when that ends. `forked_from`: "<session id>@<position>" of where it was
     copied from, or None.
+
+    `snapshot_version`, `snapshot_position`, `snapshot_bytes`: of the newest stored snapshot, which may be behind the
+    head; zeros without one. `tokenizer_fingerprint`, `numerics`: of what computed the newest version, "" where it is
+    not known: of an empty session, or from before these were kept. `energy_joules`: of all its turns, as far as it was
+    measured.
     """
 
     tenant: str
@@ -59,6 +66,25 @@ class SessionHead:
     ttl_s: float | None
     expires_at: float | None
     forked_from: str | None
+    snapshot_version: int = 0
+    snapshot_position: int = 0
+    tokenizer_fingerprint: str = ""
+    numerics: str = ""
+    energy_joules: float = 0.0
+
+    @property
+    def has_snapshot_at_head(self) -> bool:
+        """Whether the newest snapshot is the state of the newest version."""
+        return self.snapshot_version == self.version
+
+    @property
+    def newest_snapshot(self) -> RetainedSnapshot | None:
+        """The newest stored snapshot, None where there is none."""
+        if not self.snapshot_version:
+            return None
+        return RetainedSnapshot(
+            version=self.snapshot_version, position=self.snapshot_position, num_bytes=self.snapshot_bytes
+        )
 
     @property
     def key(self) -> SessionKey:
@@ -67,24 +93,37 @@ class SessionHead:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A head with the encoded snapshot of its newest version (None for a session whose log is empty).
+    """A head with its newest encoded snapshot, None for a session that has none, and the log from there.
 
     `damage`: why a snapshot that should be there is None: not found, or damaged. Only `acquire` answers so,
-    because its caller can rebuild the state from the log.
+    because its caller can rebuild the state from the log. `tail`: None of a snapshot at the head that was not read from
+    a store.
     """
 
     head: SessionHead
     snapshot: bytes | None
     damage: Damage | None = None
+    tail: LogTail | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSession:
-    """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`."""
+    """The result of `acquire`: the lease, and the session under it. `retained`: see `SessionStore.list_retained`.
+
+    `is_known`: the head is the one that the caller knows, and its snapshot was not read.
+    """
 
     lease: Lease
     stored: StoredSession
     retained: tuple[RetainedSnapshot, ...] = ()
+    is_known: bool = False
+
+
+class KnownVersion(NamedTuple):
+    """A version of a session's incarnation: no two states have one."""
+
+    created_at: float
+    version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,19 +190,24 @@ class SessionStore(TurnStore, Protocol):
     async def get(self, key: SessionKey) -> SessionHead: ...
 
     async def load(self, key: SessionKey) -> StoredSession:
-        """Head and snapshot in one consistent read, without a lease.
+        """Head, newest snapshot and the log from there in one consistent read, without a lease.
 
-        Raises SnapshotCorrupt when the bytes are not there or fail their checksum.
+        Raises SnapshotCorrupt when the snapshot is not there or fails its checksum, LogCorrupt when that part of the
+        log is damaged.
         """
         ...
 
-    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
-        """Take the lease and load head and snapshot, in one round trip. `holder` names one turn, not a process.
+    async def acquire(
+        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+    ) -> LeasedSession:
+        """Take the lease and load as `load` does, in one round trip. `holder` names one turn, not a process.
+
+        `known`: the version whose state the caller has. If it is the head's, no snapshot is read.
 
         Raises NotFound, or SessionBusy while another lease lives, also one of the same holder; its `retry_after_s` is
         what remains of that lease, at most 1 s. Raises LogCorrupt, and gives no lease, when number or length of the
-        log's parts are not the head's. The fence rises by one. A damaged snapshot is no error: see
-        `StoredSession.damage`.
+        log's parts are not the head's, or the part after the snapshot is damaged. The fence rises by one. A damaged
+        snapshot is no error: see `StoredSession.damage`.
         """
         ...
 
@@ -179,12 +223,19 @@ class SessionStore(TurnStore, Protocol):
         ...
 
     async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
-        """Atomically: append the new ids to the token log with a mark, store the snapshot, apply the retention, move
-        the head to the commit's version, end the record of its turn as committed, release the lease.
+        """Atomically: append the new ids to the token log with a mark, store the snapshot and apply the retention if it
+        has one, move the head to the commit's version, end the record of its turn as committed, release the lease.
 
         Durable when it returns (survives kill -9). Raises NotFound when the session is gone, LeaseLost when the lease
         is not the newest one or was released, or the session is another incarnation, VersionConflict when the head is
         not at the expected version; then nothing changed. A lease that only expired is good enough.
+        """
+        ...
+
+    async def put_snapshot(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:
+        """Store the state of a version that was committed without it, and apply the retention. Needs no lease, and
+        leaves version, log and times alone. The head as it is then; None, and nothing changed, when the session is
+        gone or another incarnation, its log does not have that version any more, or a snapshot as new is stored.
         """
         ...
 
@@ -216,7 +267,9 @@ class SessionStore(TurnStore, Protocol):
         ...
 
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
-        """One of them, encoded; None when it is not there (any more), or its checksum does not fit."""
+        """One of them, or the newest snapshot, encoded; None when it is not there (any more), or its checksum does not
+        fit.
+        """
         ...
 
     async def delete(self, key: SessionKey) -> None:

@@ -14,11 +14,12 @@ from nsm_core.state.snapshot import verify
 from service.messages import quoted
 from service.stores.sessions.base import SessionHead, StoredSession
 from service.stores.sessions.transitions import TOKEN_BYTES as TOKEN_BYTES
-from service.stores.sessions.transitions import NewSession
+from service.stores.sessions.transitions import LogTail, NewSession
 
 
 def new_head(new: NewSession, now: float) -> SessionHead:
     """The head of a session that is made at `now`."""
+    mark = new.newest_mark
     return SessionHead(
         tenant=new.key.tenant,
         session_id=new.key.session_id,
@@ -33,6 +34,11 @@ def new_head(new: NewSession, now: float) -> SessionHead:
         ttl_s=new.ttl_s,
         expires_at=expiry(now, new.ttl_s),
         forked_from=new.forked_from,
+        snapshot_version=mark.version,
+        snapshot_position=mark.position,
+        tokenizer_fingerprint=new.tokenizer_fingerprint,
+        numerics=new.numerics,
+        energy_joules=new.energy_joules,
     )
 
 
@@ -41,15 +47,15 @@ def expiry(now: float, ttl_s: float | None) -> float | None:
     return None if ttl_s is None else now + ttl_s
 
 
-def checked(head: SessionHead, raw: bytes | None) -> StoredSession:
+def checked(head: SessionHead, raw: bytes | None, tail: LogTail) -> StoredSession:
     """The answer of `acquire`: damage is reported, not raised."""
     if raw is None:
-        return StoredSession(head=head, snapshot=None, damage="missing" if head.num_log_tokens else None)
+        return StoredSession(head=head, snapshot=None, damage="missing" if head.snapshot_version else None, tail=tail)
     try:
         verify(raw)
     except SnapshotCorrupt:
-        return StoredSession(head=head, snapshot=None, damage="corrupt")
-    return StoredSession(head=head, snapshot=raw)
+        return StoredSession(head=head, snapshot=None, damage="corrupt", tail=tail)
+    return StoredSession(head=head, snapshot=raw, tail=tail)
 
 
 def sound(raw: bytes | None) -> bytes | None:
@@ -80,14 +86,14 @@ def naming(session_id: str) -> Iterator[None]:
         raise type(error)(f"session {session_id!r}: {error}") from error
 
 
-def require_sound(head: SessionHead, raw: bytes | None) -> StoredSession:
+def require_sound(head: SessionHead, raw: bytes | None, tail: LogTail) -> StoredSession:
     """The answer of `load`; raises SnapshotCorrupt."""
     if raw is not None:
         with naming(head.session_id):
             verify(raw)
-    elif head.num_log_tokens:
-        raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.version}")
-    return StoredSession(head=head, snapshot=raw)
+    elif head.snapshot_version:
+        raise SnapshotCorrupt(f"session {head.session_id!r} has no snapshot of its version {head.snapshot_version}")
+    return StoredSession(head=head, snapshot=raw, tail=tail)
 
 
 def encode_cursor(head: SessionHead) -> str:

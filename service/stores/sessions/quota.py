@@ -26,7 +26,7 @@ class QuotaStore:
         self.open, self.close = store.open, store.close
         self.get, self.load, self.update, self.delete = store.get, store.load, store.update, store.delete
         self.acquire, self.renew, self.release = store.acquire, store.renew, store.release
-        self.commit, self.rewind = store.commit, store.rewind
+        self.commit, self.rewind, self.put_snapshot = store.commit, store.rewind, store.put_snapshot
         self.begin_turn, self.append_turn, self.end_turn = store.begin_turn, store.append_turn, store.end_turn
         self.forget_turn, self.get_turn, self.cancel_turn = store.forget_turn, store.get_turn, store.cancel_turn
         self.read_log, self.log_marks, self.list = store.read_log, store.log_marks, store.list

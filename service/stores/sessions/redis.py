@@ -8,6 +8,7 @@ script that moves the head renames it into its place.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -20,14 +21,29 @@ from service.messages import quoted
 from service.stores.redis.checks import check_server, least_room, require_room, warn_of_losses
 from service.stores.redis.client import COMMIT_PATIENCE_S, PATIENCE_S, Attempt, RedisClient
 from service.stores.redis.keys import Keyspace
-from service.stores.redis.scripts import ACQUIRE, COMMIT, CREATE, DELETE, RELEASE, RENEW, REWIND, UPDATE, Script
+from service.stores.redis.scripts import (
+    ACQUIRE,
+    COMMIT,
+    CREATE,
+    DELETE,
+    LOAD,
+    PUT_SNAPSHOT,
+    RELEASE,
+    RENEW,
+    REWIND,
+    UPDATE,
+    Script,
+)
 from service.stores.redis.url import RedisAddress
 from service.stores.sessions.base import (
     UNSET,
     Commit,
+    KnownVersion,
+    LateSnapshot,
     Lease,
     LeasedSession,
     LogMark,
+    LogTail,
     NewSession,
     Rewind,
     SessionHead,
@@ -63,12 +79,14 @@ from service.stores.sessions.redis_fields import (
     decode_chunk,
     decode_head,
     decode_mark,
+    decode_tail,
     encode_mark,
     encode_metadata,
     lease_fields,
     lease_of,
     optional_us,
-    retention_fields,
+    origin_fields,
+    retention_field,
     to_us,
 )
 from service.stores.sessions.redis_index import IndexEntry, TenantIndex
@@ -120,8 +138,9 @@ class RedisSessionStore:
         nonce = _nonce()
         first = (*new.key, nonce, created_us, new.model_fingerprint, encode_metadata(new.metadata))
         second = (optional_us(new.ttl_s), new.forked_from or "", new.version, new.position)
+        third = (*origin_fields(new), *dataclasses.astuple(new.newest_mark), *_snapshot_fields(new.snapshot))
         log = (encode_ids(new.log_ids), "\n".join(map(encode_mark, new.marks)))
-        args = (*first, *second, *_snapshot_fields(new.snapshot), *log)
+        args = (*first, *second, *third, *log)
         status, answer = await self._transition(CREATE, new.key, args, nonce=nonce, snapshot=new.snapshot)
         stored = _require_head(answer, new.key)
         await self._index.put(stored)
@@ -151,39 +170,48 @@ class RedisSessionStore:
 
     async def load(self, key: SessionKey) -> StoredSession:
         async with self._knowing_expiry(key):
-            head, raw = await self.client.call(lambda attempt: self._read_snapshot(attempt, key))
-        if raw is not None and checksum_field(raw) != head.snapshot_checksum:
+            stored, tail, raw = await self.client.call(lambda attempt: self._read(attempt, key))
+        if raw is not None and checksum_field(raw) != stored.snapshot_checksum:
             raise SnapshotCorrupt(f"the snapshot of session {key.session_id!r} is not the one that was stored")
-        return require_sound(head.head, raw)
+        return require_sound(stored.head, raw, tail)
 
-    async def _read_snapshot(self, attempt: Attempt, key: SessionKey) -> tuple[StoredHead, bytes | None]:
+    async def _read(self, attempt: Attempt, key: SessionKey) -> tuple[StoredHead, LogTail, bytes | None]:
+        """Head, tail and snapshot, which may be damaged. Raises NotFound or LogCorrupt."""
         keys = self.keys.session(key)
 
-        async def read() -> tuple[StoredHead, bytes | None]:
-            answer, raw = await attempt.together(("HGETALL", keys.head), ("GET", keys.snapshot))
-            return _require_head(answer, key), raw
+        async def read() -> tuple[StoredHead, LogTail, bytes | None]:
+            answer, raw = await attempt.script_and_get(LOAD, keys.all(""), key=keys.snapshot)
+            return (*_read_tail(answer, key), raw)
 
-        return await _consistent(read, lambda result: checksum_field(result[1]) == result[0].snapshot_checksum)
+        return await _consistent(read, lambda result: checksum_field(result[2]) == result[0].snapshot_checksum)
 
-    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
+    async def acquire(
+        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+    ) -> LeasedSession:
         keys, nonce = self.keys.session(key), _nonce()
         values = (holder, nonce, to_us(lease_s))
 
         async def work(attempt: Attempt) -> tuple[Any, bytes | None]:
+            if known is not None:
+                return await attempt.script(ACQUIRE, keys.all(nonce), *values), None
             return await attempt.script_and_get(ACQUIRE, keys.all(nonce), *values, key=keys.snapshot)
 
         async with self._knowing_expiry(key):
-            (status, *rest), raw = await self.client.call(work)
-            stored = None if status == b"busy" else _require_head(rest[0] if rest else {}, key)
-        if stored is None:
-            raise session_busy(key.session_id, int(rest[0]) / MICROSECONDS)
-        if status == b"log_corrupt":
-            raise log_corrupt(stored.head, rest[1].decode())
-        session = checked(stored.head, raw)
+            answer, raw = await self.client.call(work)
+            if answer[0] == b"busy":
+                raise session_busy(key.session_id, int(answer[1]) / MICROSECONDS)
+            stored, tail = _read_tail(answer, key)
+        lease, retained = lease_of(stored, holder), tuple(slot.snapshot for slot in stored.retained)
+        if known == (stored.head.created_at, stored.head.version):
+            session = StoredSession(head=stored.head, snapshot=None, tail=tail)
+            return LeasedSession(lease=lease, stored=session, retained=retained, is_known=True)
+        if checksum_field(raw) != stored.snapshot_checksum:
+            # not read yet, replaced in between the script and the reading, or damaged
+            stored, tail, raw = await self.client.call(lambda attempt: self._read(attempt, key))
+        session = checked(stored.head, raw, tail)
         if session.snapshot is not None and checksum_field(raw) != stored.snapshot_checksum:
-            session = StoredSession(head=stored.head, snapshot=None, damage="corrupt")
-        retained = tuple(slot.snapshot for slot in stored.retained)
-        return LeasedSession(lease=lease_of(stored, holder), stored=session, retained=retained)
+            session = StoredSession(head=stored.head, snapshot=None, damage="corrupt", tail=tail)
+        return LeasedSession(lease=lease, stored=session, retained=retained)
 
     async def renew(self, lease: Lease, *, lease_s: float) -> Lease:
         status, answer = await self._transition(RENEW, lease.key, (*lease_fields(lease), to_us(lease_s)))
@@ -195,17 +223,27 @@ class RedisSessionStore:
         await self._transition(RELEASE, lease.key, lease_fields(lease))
 
     async def commit(self, lease: Lease, commit: Commit) -> SessionHead:
-        turn, retention = commit.turn, commit.retention
+        turn = commit.turn
         record = ("", "", 0) if turn is None else (turn.turn_id, turn.result, to_us(turn.ttl_s))
-        log = (encode_ids(commit.new_ids), *record)
-        args = (*_change_fields(commit), *log, *retention_fields(retention))
-        return await self._move(COMMIT, lease, commit, args, retention.snapshot)
+        args = (*_change_fields(commit), encode_ids(commit.new_ids), *record, retention_field(commit.retention))
+        return await self._move(COMMIT, lease, commit, args)
+
+    async def put_snapshot(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:
+        nonce = _nonce()
+        mark = (to_us(late.created_at), late.version, late.position)
+        args = (*mark, *_snapshot_fields(late.snapshot), retention_field(late.retention))
+        status, answer = await self._transition(PUT_SNAPSHOT, key, args, nonce=nonce, snapshot=late.snapshot)
+        if status == "refused":
+            return None
+        stored = _require_head(answer, key)
+        await self._index.put(stored)
+        return stored.head
 
     async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
         return await self._move(REWIND, lease, rewind, (*_change_fields(rewind), rewind.num_log_tokens))
 
     async def _move(
-        self, script: Script, lease: Lease, change: Commit | Rewind, values: tuple[object, ...], retained: bytes = b""
+        self, script: Script, lease: Lease, change: Commit | Rewind, values: tuple[object, ...]
     ) -> SessionHead:
         nonce = _nonce()
         mark = (change.num_sampled, "" if change.seed is None else change.seed)
@@ -216,7 +254,6 @@ class RedisSessionStore:
             args,
             nonce=nonce,
             snapshot=change.snapshot,
-            retained=retained,
             patience_s=COMMIT_PATIENCE_S,
         )
         stored = _require_head(answer, lease.key)
@@ -299,12 +336,14 @@ class RedisSessionStore:
 
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         """Between the two reads a slot may be given to another snapshot: its header, which readers check, tells."""
-        keys = self.keys.session(key).retained
+        keys = self.keys.session(key)
 
         async def work(attempt: Attempt) -> Any:
-            head = await self._read_head(attempt, key)
-            slots = [slot.slot for slot in head.retained if slot.snapshot.version == version]
-            return await attempt.command("GET", keys[slots[0] - 1]) if slots else None
+            stored = await self._read_head(attempt, key)
+            if version == stored.head.snapshot_version:
+                return await attempt.command("GET", keys.snapshot)
+            slots = [slot.slot for slot in stored.retained if slot.snapshot.version == version]
+            return await attempt.command("GET", keys.retained[slots[0] - 1]) if slots else None
 
         async with self._knowing_expiry(key):
             return sound(await self.client.call(work))
@@ -358,7 +397,6 @@ class RedisSessionStore:
         *,
         nonce: str = "",
         snapshot: bytes | None = None,
-        retained: bytes = b"",
         patience_s: float = PATIENCE_S,
     ) -> tuple[str, Any]:
         """A script's status and the head as it left it. Raises NotFound."""
@@ -368,8 +406,6 @@ class RedisSessionStore:
         async def work(attempt: Attempt) -> tuple[str, Any]:
             if snapshot is not None:
                 await attempt.command("SET", keys.staged(nonce), snapshot, "EX", STAGED_S)
-            if retained:
-                await attempt.command("SET", keys.staged_retained(nonce), retained, "EX", STAGED_S)
             status, *answer = await attempt.script(script, keys.all(nonce), *args)
             if status == b"unstaged":  # lost with a server that failed in between
                 raise TryAgainError("the staged snapshot is gone")
@@ -397,11 +433,20 @@ def _nonce() -> str:
 
 def _change_fields(change: Commit | Rewind) -> tuple[object, ...]:
     """The arguments that a commit and a rewind have in common."""
-    return change.position, change.model_fingerprint, *_snapshot_fields(change.snapshot)
+    return change.position, change.model_fingerprint, *origin_fields(change), *_snapshot_fields(change.snapshot)
 
 
 def _snapshot_fields(snapshot: bytes | None) -> tuple[int, str]:
     return len(snapshot or b""), checksum_field(snapshot)
+
+
+def _read_tail(answer: Any, key: SessionKey) -> tuple[StoredHead, LogTail]:
+    """The answer of the scripts that give the log after the snapshot. Raises NotFound or LogCorrupt."""
+    status, *rest = answer
+    stored = _require_head(rest[0] if rest else {}, key)
+    if status == b"log_corrupt":
+        raise log_corrupt(stored.head, rest[1].decode())
+    return stored, decode_tail(rest[1], rest[2])
 
 
 def _require_head(answer: Any, key: SessionKey) -> StoredHead:

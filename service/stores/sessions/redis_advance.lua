@@ -4,7 +4,7 @@
 local function open_move()
   local head = read_head()
   if not head then
-    redis.call('UNLINK', staged_key, staged_retained_key)
+    redis.call('UNLINK', staged_key)
     return nil, {'not_found'}
   end
   local refusal
@@ -16,7 +16,7 @@ local function open_move()
     refusal = 'conflict'
   end
   if not refusal then return head, nil end
-  redis.call('UNLINK', staged_key, staged_retained_key)
+  redis.call('UNLINK', staged_key)
   return nil, answer(refusal)
 end
 

@@ -1,6 +1,6 @@
 -- Put before every script of a session. KEYS: head (hash), log (list of chunks: 8 letters of their SHA-1, then
 -- 4 bytes an id), marks (list of "version:num_log_tokens:num_sampled:seed"), snapshot (string), staged snapshot (string
--- under a short expiry), turns and tail (see redis_turns.lua), staged older snapshot, and the slots of older snapshots.
+-- under a short expiry), turns and tail (see redis_turns.lua), and the slots of older snapshots.
 -- The head has the contents of the slots: "slot:version:position:bytes", joined by commas, oldest first.
 local head_key, log_key, marks_key, snapshot_key, staged_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
@@ -47,10 +47,52 @@ local function log_damage(head)
   return nil
 end
 
-local staged_retained_key = KEYS[8]
-
 local function retained_key(slot)
-  return KEYS[8 + slot]
+  return KEYS[7 + slot]
+end
+
+-- Of the newest snapshot. Heads of key layout 1 do not have these: their snapshot is the head's.
+local function snapshot_version(head)
+  if head.snapshot_version then return head.snapshot_version end
+  return head.snapshot_bytes == '0' and '0' or head.version
+end
+
+local function snapshot_position(head)
+  if head.snapshot_position then return head.snapshot_position end
+  return head.snapshot_bytes == '0' and '0' or head.position
+end
+
+-- The ids of the log from the newest snapshot's position on; or nil and the reason.
+local function read_tail(head)
+  local left, index, parts = tonumber(head.num_log_tokens) - tonumber(snapshot_position(head)), -1, {}
+  while left > 0 do
+    local chunk = redis.call('LINDEX', log_key, index)
+    if not chunk then return nil, left .. ' tokens after its newest snapshot are missing' end
+    local ids = string.sub(chunk, SEAL_BYTES + 1)
+    if sealed(ids) ~= chunk then return nil, 'a part of it fails its checksum' end
+    local num_ids = #ids / 4
+    parts[#parts + 1] = left < num_ids and string.sub(ids, (num_ids - left) * 4 + 1) or ids
+    left, index = left - num_ids, index - 1
+  end
+  for i = 1, math.floor(#parts / 2) do parts[i], parts[#parts + 1 - i] = parts[#parts + 1 - i], parts[i] end
+  return table.concat(parts)
+end
+
+-- Those after the newest snapshot's version, newest first.
+local function read_tail_marks(head)
+  local marks, index, last = {}, -1, tonumber(snapshot_version(head))
+  while true do
+    local mark = redis.call('LINDEX', marks_key, index)
+    if not mark or tonumber(string.match(mark, '^%d+')) <= last then return marks end
+    marks[#marks + 1], index = mark, index - 1
+  end
+end
+
+-- `answer` with the log from the newest snapshot on.
+local function with_tail(head, status)
+  local ids, damage = read_tail(head)
+  if not ids then return {'log_corrupt', redis.call('HGETALL', head_key), damage} end
+  return {status, redis.call('HGETALL', head_key), ids, read_tail_marks(head)}
 end
 
 local function read_retained(head)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from nsm_core.errors import LogCorrupt, SnapshotCorrupt, StoreUnavailable
 from nsm_core.hashing import CHECKSUM_BYTES
-from service.stores.sessions.base import Lease, LogMark, SessionHead
-from service.stores.sessions.codec import TOKEN_BYTES, decoding
+from service.stores.sessions.base import Commit, Lease, LogMark, LogTail, NewSession, Rewind, SessionHead
+from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, decoding
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import RetainedSnapshot, Retention
 
@@ -109,6 +109,7 @@ def decode_head(answer: Any, key: SessionKey) -> StoredHead | None:
 
 
 def _stored_head(fields: Mapping[str, str]) -> StoredHead:
+    has_snapshot = fields["snapshot_bytes"] != "0"
     head = SessionHead(
         tenant=fields["tenant"],
         session_id=fields["session_id"],
@@ -123,6 +124,12 @@ def _stored_head(fields: Mapping[str, str]) -> StoredHead:
         ttl_s=_optional_seconds(fields["ttl_us"]),
         expires_at=_optional_seconds(fields["expires_us"]),
         forked_from=fields["forked_from"] or None,
+        # key layout 1 has none of the rest
+        snapshot_version=int(fields.get("snapshot_version", fields["version"] if has_snapshot else 0)),
+        snapshot_position=int(fields.get("snapshot_position", fields["position"] if has_snapshot else 0)),
+        tokenizer_fingerprint=fields.get("tokenizer_fingerprint", ""),
+        numerics=fields.get("numerics", ""),
+        energy_joules=float(fields.get("energy_joules", 0.0)),
     )
     return StoredHead(
         head,
@@ -144,11 +151,19 @@ def _retained_slot(entry: str) -> RetainedSlot:
     return RetainedSlot(slot, RetainedSnapshot(version=version, position=position, num_bytes=num_bytes))
 
 
-def retention_fields(retention: Retention) -> tuple[str, str]:
-    """The arguments of a commit."""
-    joins = retention.add
-    joining = "" if joins is None else f"{joins.version}:{joins.position}:{joins.num_bytes}"
-    return ",".join(map(str, retention.keep)), joining
+def retention_field(retention: Retention) -> str:
+    """The argument of scripts."""
+    return ",".join(map(str, retention.keep))
+
+
+def origin_fields(change: NewSession | Commit | Rewind) -> tuple[str, str, str]:
+    """What computed a version, as arguments of scripts."""
+    return change.tokenizer_fingerprint, change.numerics, repr(change.energy_joules)
+
+
+def decode_tail(raw_ids: bytes, raw_marks: Sequence[bytes]) -> LogTail:
+    """The log after the newest snapshot, as scripts give it: ids whose seals were checked, marks newest first."""
+    return LogTail(ids=decode_ids(raw_ids), marks=tuple(map(decode_mark, reversed(raw_marks))))
 
 
 def lease_of(stored: StoredHead, holder: str) -> Lease:

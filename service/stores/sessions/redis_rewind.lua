@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- ARGV after those of redis_advance.lua: position, model_fingerprint, snapshot_bytes, snapshot_checksum,
--- num_log_tokens.
+-- ARGV after those of redis_advance.lua: position, model_fingerprint, tokenizer_fingerprint, numerics, energy_joules,
+-- snapshot_bytes, snapshot_checksum, num_log_tokens.
 local function cut(chunk, num_ids)
   local ids = string.sub(chunk, SEAL_BYTES + 1)
   local left = string.sub(ids, 1, num_ids * 4)
@@ -10,7 +10,7 @@ end
 
 local head, refusal = open_move()
 if refusal then return refusal end
-local snapshot_bytes, num_kept = tonumber(ARGV[10]), tonumber(ARGV[12])
+local snapshot_bytes, num_kept = tonumber(ARGV[13]), tonumber(ARGV[15])
 local num_tokens = tonumber(head.num_log_tokens)
 if num_kept > num_tokens then return answer('too_long') end
 end_running(head)
@@ -43,6 +43,9 @@ drop_results(head, last and tonumber(string.match(last, '^%d+')) or 0)
 local retained_end = ARGV[9] == head.model_fingerprint and num_kept or 0
 return move_head(head, {
   retained = thin_retained(head, function(one) return tonumber(one.position) <= retained_end end),
-  position = ARGV[8], model_fingerprint = ARGV[9], snapshot_bytes = ARGV[10], snapshot_checksum = ARGV[11],
+  position = ARGV[8], model_fingerprint = ARGV[9], tokenizer_fingerprint = ARGV[10], numerics = ARGV[11],
+  energy_joules = ARGV[12], snapshot_bytes = ARGV[13], snapshot_checksum = ARGV[14],
+  snapshot_version = snapshot_bytes > 0 and whole(head.version + 1) or '0',
+  snapshot_position = snapshot_bytes > 0 and ARGV[8] or '0',
   num_log_tokens = whole(num_kept), log_chunks = whole(log_chunks), log_marks = log_marks,
 })

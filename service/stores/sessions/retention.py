@@ -24,14 +24,12 @@ class RetainedSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """The fate of older snapshots at a commit: it keeps those of the versions `keep`, drops all others, adds `add`.
+    """The fate of older snapshots when a newer one is stored: those of the versions `keep` stay, all others go.
 
-    `snapshot`: the bytes of `add`, encoded. All are of this session's own log and below the new head.
+    The newest until now is one of them.
     """
 
     keep: tuple[int, ...] = ()
-    add: RetainedSnapshot | None = None
-    snapshot: bytes = b""
 
 
 NO_RETENTION = Retention()

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nsm_core.errors import NotFound
 from service.stores.sessions.base import (
     UNSET,
     Commit,
+    KnownVersion,
+    LateSnapshot,
     Lease,
     LeasedSession,
     LogMark,
@@ -47,10 +50,13 @@ from service.stores.sessions.sqlite_statements import (
     get_marks,
     get_retained,
     get_snapshot,
+    get_tail,
+    has_version,
     head_of,
     insert_head,
     missing,
     move_head,
+    note_snapshot,
     remember_expired,
     renewed,
     replace_snapshot,
@@ -59,7 +65,8 @@ from service.stores.sessions.sqlite_statements import (
     writable_head,
 )
 from service.stores.sessions.sqlite_turns import SqliteTurns, drop_results, end_running, remove_expired_turns
-from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction
+from service.stores.sessions.transitions import SnapshotMark
+from service.stores.sqlite.connection import empty_write_ahead_log, reading, transaction, unsynced_transaction
 from service.stores.sqlite.database import Database, FileDatabase, MemoryDatabase
 
 
@@ -104,7 +111,7 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> SessionHead:
             with transaction(connection):
                 insert_head(connection, head)
-                self._replace_snapshot(connection, head, version=new.version, snapshot=new.snapshot)
+                self._replace_snapshot(connection, head, version=head.snapshot_version, snapshot=new.snapshot)
                 append_log(connection, head, new.log_ids, new.marks)
                 return head
 
@@ -138,12 +145,15 @@ class SqliteSessionStore:
         def work(connection: sqlite3.Connection) -> StoredSession:
             with reading(connection):
                 head = get_head(connection, key, self._clock())
-                raw = get_snapshot(connection, key, head.version, table="snapshots")
-            return require_sound(head, raw)
+                tail = get_tail(connection, head)
+                raw = get_snapshot(connection, key, head.snapshot_version, table="snapshots")
+            return require_sound(head, raw, tail)
 
         return await self.database.read(work)
 
-    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
+    async def acquire(
+        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+    ) -> LeasedSession:
         processes = self.database.processes
 
         def work(connection: sqlite3.Connection) -> LeasedSession:
@@ -151,10 +161,14 @@ class SqliteSessionStore:
                 now = self._clock()
                 head = get_head(connection, key, now)
                 require_log(connection, head)
+                tail = get_tail(connection, head)
                 lease = take(connection, head, holder=holder, now=now, lease_s=lease_s, processes=processes)
-                raw = get_snapshot(connection, key, head.version, table="snapshots")
                 retained = get_retained(connection, head)
-            return LeasedSession(lease=lease, stored=checked(head, raw), retained=retained)
+                if known == (head.created_at, head.version):
+                    stored = StoredSession(head=head, snapshot=None, tail=tail)
+                    return LeasedSession(lease=lease, stored=stored, retained=retained, is_known=True)
+                raw = get_snapshot(connection, key, head.snapshot_version, table="snapshots")
+            return LeasedSession(lease=lease, stored=checked(head, raw, tail), retained=retained)
 
         return await self.database.write(work)
 
@@ -179,15 +193,41 @@ class SqliteSessionStore:
                 head = writable_head(connection, lease, commit.expected_version, now)
                 end_running(connection, head, commit.turn, now)
                 append_chunk(connection, head, commit.new_ids, commit)
-                apply_retention(connection, head, retention)
-                self._replace_snapshot(connection, head, version=commit.version, snapshot=commit.snapshot)
+                if commit.snapshot is not None:
+                    mark = SnapshotMark(commit.version, commit.position)
+                    head = self._store_snapshot(connection, head, mark, commit.snapshot, retention)
                 num_log_tokens = head.num_log_tokens + len(commit.new_ids)
                 return move_head(connection, head, commit, num_log_tokens=num_log_tokens, now=now)
 
         def without_another_snapshot(connection: sqlite3.Connection) -> SessionHead:
-            return work(connection, Retention(keep=commit.retention.keep))
+            head = get_head(connection, lease.key, self._clock())
+            keep = tuple(version for version in commit.retention.keep if version != head.snapshot_version)
+            return work(connection, Retention(keep=keep))
 
         return await self.database.write(work, when_full=without_another_snapshot)
+
+    async def put_snapshot(self, key: SessionKey, late: LateSnapshot) -> SessionHead | None:
+        def work(connection: sqlite3.Connection) -> SessionHead | None:
+            with unsynced_transaction(connection):
+                try:
+                    head = get_head(connection, key, self._clock())
+                except NotFound:
+                    return None
+                is_newer = head.created_at == late.created_at and head.snapshot_version < late.version
+                if not is_newer or not has_version(connection, head, version=late.version, position=late.position):
+                    return None
+                mark = SnapshotMark(late.version, late.position)
+                return self._store_snapshot(connection, head, mark, late.snapshot, late.retention)
+
+        return await self.database.write(work)
+
+    def _store_snapshot(
+        self, connection: sqlite3.Connection, head: SessionHead, mark: SnapshotMark, raw: bytes, retention: Retention
+    ) -> SessionHead:
+        """The newest snapshot from now on. Inside a transaction."""
+        apply_retention(connection, head, retention)
+        self._replace_snapshot(connection, head, version=mark.version, snapshot=raw)
+        return note_snapshot(connection, head, version=mark.version, position=mark.position, num_bytes=len(raw))
 
     async def rewind(self, lease: Lease, rewind: Rewind) -> SessionHead:
         def work(connection: sqlite3.Connection) -> SessionHead:
@@ -199,6 +239,10 @@ class SqliteSessionStore:
                 drop_results(connection, head, last_version)
                 cut_retained(connection, head, rewind)
                 self._replace_snapshot(connection, head, version=rewind.version, snapshot=rewind.snapshot)
+                mark = SnapshotMark(0, 0) if rewind.snapshot is None else SnapshotMark(rewind.version, rewind.position)
+                head = note_snapshot(
+                    connection, head, version=mark.version, position=mark.position, num_bytes=rewind.num_bytes
+                )
                 rewound = move_head(connection, head, rewind, num_log_tokens=rewind.num_log_tokens, now=now)
             empty_write_ahead_log(connection)  # the cut tokens are deleted
             return rewound
@@ -258,8 +302,9 @@ class SqliteSessionStore:
     async def load_retained(self, key: SessionKey, *, version: int) -> bytes | None:
         def work(connection: sqlite3.Connection) -> bytes | None:
             with reading(connection):
-                get_head(connection, key, self._clock())
-                raw = get_snapshot(connection, key, version, table="retained_snapshots")
+                head = get_head(connection, key, self._clock())
+                table = "snapshots" if version == head.snapshot_version else "retained_snapshots"
+                raw = get_snapshot(connection, key, version, table=table)
             return sound(raw)
 
         return await self.database.read(work)

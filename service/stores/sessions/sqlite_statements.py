@@ -15,7 +15,7 @@ from typing import Any
 
 from nsm_core.errors import LogCorrupt, NotFound
 from nsm_core.hashing import checksum
-from service.stores.sessions.base import Commit, Lease, LogMark, Rewind, SessionHead
+from service.stores.sessions.base import Commit, Lease, LogMark, LogTail, Rewind, SessionHead
 from service.stores.sessions.codec import TOKEN_BYTES, decode_ids, decoding, encode_ids, expiry
 from service.stores.sessions.errors import (
     already_exists,
@@ -33,7 +33,8 @@ from service.stores.sqlite.process_lock import Processes
 
 HEAD_COLUMNS = (
     "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata, num_log_tokens, "
-    "snapshot_bytes, ttl_s, expires_at, forked_from"
+    "snapshot_bytes, ttl_s, expires_at, forked_from, snapshot_version, snapshot_position, tokenizer_fingerprint, "
+    "numerics, energy_joules"
 )
 REMEMBERED_S = 30 * 86_400.0  # how long the id of an expired session is known as such
 CHILDREN = ("snapshots", "log_chunks", "retained_snapshots", "turns")
@@ -154,13 +155,7 @@ def get_marks(connection: sqlite3.Connection, head: SessionHead) -> tuple[LogMar
     query = f"SELECT version, length(ids), num_sampled, seed FROM log_chunks WHERE {ONE} ORDER BY version"
     rows = connection.execute(query, head.key).fetchall()
     ends = itertools.accumulate(num_bytes // TOKEN_BYTES for _, num_bytes, _, _ in rows)
-    with decoding(f"the token log of session {head.session_id!r}", error=LogCorrupt):
-        return tuple(
-            LogMark(
-                version=row[0], num_log_tokens=end, num_sampled=row[2], seed=None if row[3] is None else int(row[3])
-            )
-            for row, end in zip(rows, ends, strict=True)
-        )
+    return tuple(_mark(head, (row[0], row[2], row[3]), end) for row, end in zip(rows, ends, strict=True))
 
 
 def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...]:
@@ -173,6 +168,43 @@ def get_log(connection: sqlite3.Connection, head: SessionHead) -> tuple[int, ...
     if len(raw) != TOKEN_BYTES * head.num_log_tokens:
         raise log_corrupt(head, f"it has {len(raw)} bytes for {head.num_log_tokens} tokens")
     return decode_ids(raw)
+
+
+def get_tail(connection: sqlite3.Connection, head: SessionHead) -> LogTail:
+    """Raises LogCorrupt when this part of the log is damaged."""
+    num_left, end = head.num_log_tokens - head.snapshot_position, head.num_log_tokens
+    query = f"SELECT version, ids, num_sampled, seed, checksum FROM log_chunks WHERE {ONE} ORDER BY version DESC"
+    parts: list[bytes] = []
+    marks: list[LogMark] = []
+    for version, raw, num_sampled, seed, stored in connection.execute(query, head.key):
+        if num_left <= 0 and version <= head.snapshot_version:
+            break
+        if checksum(raw) != stored:
+            raise log_corrupt(head, "a part of it fails its checksum")
+        if version > head.snapshot_version:
+            marks.append(_mark(head, (version, num_sampled, seed), end))
+        parts.append(raw)
+        num_left -= len(raw) // TOKEN_BYTES
+        end -= len(raw) // TOKEN_BYTES
+    if num_left > 0:
+        raise log_corrupt(head, f"{num_left} tokens after its newest snapshot are missing")
+    ids = decode_ids(b"".join(reversed(parts)))
+    return LogTail(ids=ids[-num_left:] if num_left else ids, marks=tuple(reversed(marks)))
+
+
+def _mark(head: SessionHead, row: tuple[int, int, str | None], end: int) -> LogMark:
+    version, num_sampled, seed = row
+    with decoding(f"the token log of session {head.session_id!r}", error=LogCorrupt):
+        return LogMark(
+            version=version, num_log_tokens=end, num_sampled=num_sampled, seed=None if seed is None else int(seed)
+        )
+
+
+def has_version(connection: sqlite3.Connection, head: SessionHead, *, version: int, position: int) -> bool:
+    """Whether a turn of the log ended as this version, with all `position` tokens fed or one less."""
+    query = f"SELECT coalesce(sum(length(ids)), 0), max(version) FROM log_chunks WHERE {ONE} AND version <= ?"
+    num_bytes, newest = connection.execute(query, (*head.key, version)).fetchone()
+    return bool(newest == version and num_bytes // TOKEN_BYTES - position in (0, 1))
 
 
 def require_log(connection: sqlite3.Connection, head: SessionHead) -> None:
@@ -286,16 +318,29 @@ def move_head(
         updated_at=now,
         model_fingerprint=change.model_fingerprint,
         num_log_tokens=num_log_tokens,
-        snapshot_bytes=len(change.snapshot or b""),
         expires_at=expiry(now, head.ttl_s),
+        tokenizer_fingerprint=change.tokenizer_fingerprint,
+        numerics=change.numerics,
+        energy_joules=change.energy_joules,
     )
     connection.execute(
         "UPDATE sessions SET version = ?, position = ?, updated_at = ?, model_fingerprint = ?, num_log_tokens = ?, "
-        f"snapshot_bytes = ?, expires_at = ?, {_FREE} WHERE {ONE}",
-        (new.version, new.position, now, new.model_fingerprint, num_log_tokens, new.snapshot_bytes,
-         new.expires_at, *head.key),
+        f"expires_at = ?, tokenizer_fingerprint = ?, numerics = ?, energy_joules = ?, {_FREE} WHERE {ONE}",
+        (new.version, new.position, now, new.model_fingerprint, num_log_tokens, new.expires_at,
+         new.tokenizer_fingerprint, new.numerics, new.energy_joules, *head.key),
     )  # fmt: skip
     return new
+
+
+def note_snapshot(
+    connection: sqlite3.Connection, head: SessionHead, *, version: int, position: int, num_bytes: int
+) -> SessionHead:
+    """The head names its newest snapshot."""
+    connection.execute(
+        f"UPDATE sessions SET snapshot_version = ?, snapshot_position = ?, snapshot_bytes = ? WHERE {ONE}",
+        (version, position, num_bytes, *head.key),
+    )
+    return dataclasses.replace(head, snapshot_version=version, snapshot_position=position, snapshot_bytes=num_bytes)
 
 
 def _names(lease: Lease) -> tuple[str, str, float, str, int]:
@@ -313,13 +358,17 @@ def get_retained(connection: sqlite3.Connection, head: SessionHead) -> tuple[Ret
 
 
 def apply_retention(connection: sqlite3.Connection, head: SessionHead, retention: Retention) -> None:
+    """Before a newer snapshot is stored."""
     key = head.key
     for snapshot in get_retained(connection, head):
         if snapshot.version not in retention.keep:
             connection.execute(f"DELETE FROM retained_snapshots WHERE {ONE} AND version = ?", (*key, snapshot.version))
-    if retention.add is not None:
-        row = (*key, retention.add.version, retention.add.position)
-        _put_snapshot(connection, "retained_snapshots", row, retention.snapshot)
+    if head.snapshot_version in retention.keep:
+        connection.execute(
+            "INSERT INTO retained_snapshots SELECT tenant, session_id, version, ?, snapshot FROM snapshots "
+            f"WHERE {ONE} AND version = ?",
+            (head.snapshot_position, *key, head.snapshot_version),
+        )
 
 
 def cut_retained(connection: sqlite3.Connection, head: SessionHead, rewind: Rewind) -> None:

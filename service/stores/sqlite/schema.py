@@ -196,8 +196,18 @@ NAMED_STATES = """
     );
 """
 
+# Version 3: a commit need not bring a snapshot: the head names the newest one, and keeps what only snapshots had before.
+LOG_COMMITS = """
+    ALTER TABLE sessions ADD COLUMN snapshot_version INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE sessions ADD COLUMN snapshot_position INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE sessions ADD COLUMN tokenizer_fingerprint TEXT NOT NULL DEFAULT '';
+    ALTER TABLE sessions ADD COLUMN numerics TEXT NOT NULL DEFAULT '';
+    ALTER TABLE sessions ADD COLUMN energy_joules REAL NOT NULL DEFAULT 0;
+    UPDATE sessions SET snapshot_version = version, snapshot_position = position WHERE num_log_tokens > 0;
+"""
+
 # Entry i brings a file from version i to version i + 1. A released entry never changes: files were made with it.
-MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES)
+MIGRATIONS: tuple[str, ...] = (BASELINE, NAMED_STATES, LOG_COMMITS)
 
 PRAGMAS = f"""
     PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES};

@@ -23,7 +23,7 @@ from tests.support.gateway import gateway
 from tests.support.redis_servers import Topology, own_prefix
 from tests.support.responses import counts_of, get, respond
 from tests.support.snapshots import make_snapshot
-from tests.support.stored_sessions import Clock, acquire, commit, create
+from tests.support.stored_sessions import Clock, acquire, commit, commit_log, create
 
 KINDS = ["memory", "sqlite", pytest.param("redis_single", marks=pytest.mark.redis)]
 
@@ -54,16 +54,19 @@ def make_store(request: pytest.FixtureRequest, path: Path) -> SessionStore:
 
 
 async def fill(store: SessionStore) -> None:
-    """Sessions of two tenants: of several turns, rewound, with a TTL, empty."""
+    """Sessions of two tenants: of several turns, with newer turns than their snapshot, rewound, with a TTL, empty."""
     for tenant in ("a", "b"):
         head = await create(store, "s1", tenant=tenant)
         for _ in range(3):
             head = await turn(store, head)
+    await commit_log(store, head)
     head = await turn(store, await create(store, "s2", metadata={"é": "ö"}, ttl_s=5_000.0))
     lease = (await acquire(store, "s2")).lease
     state: dict[str, Any] = {
         "snapshot": own_snapshot(head, version=2, position=2),
         "model_fingerprint": "m1",
+        "tokenizer_fingerprint": "t1",
+        "numerics": "cpu",
         "position": 2,
     }
     await store.rewind(lease, Rewind(expected_version=1, **state, num_log_tokens=2, num_sampled=0, seed=7))
@@ -137,6 +140,16 @@ async def test_one_tenants_sessions_alone(tmp_path: Path) -> None:
     assert await outcomes_of(restore(target, io.BytesIO(raw), tenant="b")) == [("b", "s1", "written")]
     assert await target.list_tenants() == ("b",)
     assert [name.session_id for name in await all_sessions(source, tenant="a")] == ["s1", "s2", "s3"]
+
+
+async def test_a_session_without_any_snapshot_is_backed_up_with_its_log_alone(tmp_path: Path) -> None:
+    source, target = SqliteSessionStore(None, clock=Clock()), SqliteSessionStore(None, clock=Clock())
+    head = await commit_log(source, await create(source, "s1"), energy_joules=1.5)
+    await commit_log(source, head, num_fed=2, energy_joules=2.5)
+    raw = await write_backup(source, tmp_path / "b")
+    assert await outcomes_of(restore(target, io.BytesIO(raw))) == [("a", "s1", "written")]
+    assert await contents(target) == await contents(source)
+    assert (await target.get(head.key)).energy_joules == 2.5
 
 
 async def test_P13_wherever_a_backup_is_damaged_only_what_was_whole_before_is_restored(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from nsm_core.errors import ConfigError, StoreUnavailable
+from nsm_core.hashing import checksum
 from service.stores.sessions.base import SessionHead
+from service.stores.sessions.codec import encode_ids
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite import schema as sqlite_schema
 from tests.support import stored_sessions
+from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import acquire, commit, opened
 
 BESIDE = {"sessions.db", *(f"sessions.db-{name}" for name in ("wal", "shm", "ballast", "stamp"))}
@@ -42,13 +45,13 @@ async def test_the_files_belong_to_their_owner_alone(path: Path) -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("version", [0, 3, 99])
+@pytest.mark.parametrize("version", [0, 4, 99])
 async def test_a_file_of_an_unknown_schema_version_is_refused(path: Path, version: int) -> None:
     async with opened(SqliteSessionStore(path)) as store:
         await create(store)
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 2"):
+    with pytest.raises(ConfigError, match=f"has schema version {version}, this build knows versions 1 to 3"):
         await SqliteSessionStore(path).open()
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (version,)
@@ -60,6 +63,27 @@ async def test_a_new_file_has_the_newest_schema_version_and_the_application_id(p
     with contextlib.closing(sqlite3.connect(path)) as other:
         assert other.execute("PRAGMA user_version").fetchone() == (len(sqlite_schema.MIGRATIONS),)
         assert other.execute("PRAGMA application_id").fetchone() == (sqlite_schema.APPLICATION_ID,)
+
+
+async def test_a_session_of_schema_1_has_its_snapshot_at_its_head(path: Path) -> None:
+    raw, ids = make_snapshot(version=1).encode(), encode_ids((1, 2, 3))
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        old.executescript(sqlite_schema.BASELINE)
+        old.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+        old.execute("PRAGMA user_version = 1")
+        columns = "tenant, session_id, version, position, created_at, updated_at, model_fingerprint, metadata"
+        statement = f"INSERT INTO sessions ({columns}, num_log_tokens, snapshot_bytes) VALUES (?,?,?,?,?,?,?,?,?,?)"
+        old.execute(statement, (*KEY, 1, 3, 5.0, 5.0, "m1", "{}", 3, len(raw)))
+        old.execute(statement, (KEY.tenant, "empty", 0, 0, 5.0, 5.0, "m1", "{}", 0, 0))
+        old.execute("INSERT INTO snapshots VALUES (?, ?, 1, ?)", (*KEY, raw))
+        old.execute("INSERT INTO log_chunks VALUES (?, ?, 1, ?, 1, '7', ?)", (*KEY, ids, checksum(ids)))
+    async with opened(SqliteSessionStore(path)) as store:
+        stored = await store.load(KEY)
+        assert (stored.head.snapshot_version, stored.head.snapshot_position, stored.snapshot) == (1, 3, raw)
+        assert (await store.usage(tenant=KEY.tenant)).num_bytes == len(raw) + 12
+        assert (await store.get(SessionKey(KEY.tenant, "empty"))).snapshot_version == 0
+        assert (await commit(store, stored.head)).snapshot_version == 2
 
 
 async def test_a_file_of_an_older_schema_is_migrated_with_its_sessions(

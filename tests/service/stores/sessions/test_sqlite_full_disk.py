@@ -14,13 +14,12 @@ import pytest
 from nsm_core.errors import NotFound, StorageFull
 from service.stores.sessions.base import SessionHead
 from service.stores.sessions.key import SessionKey
-from service.stores.sessions.retention import MAX_RETAINED, RetainedSnapshot, Retention
+from service.stores.sessions.retention import MAX_RETAINED, Retention
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.sqlite.ballast import BALLAST_BYTES, SLACK_BYTES, Ballast
 from service.stores.sqlite.schema import CHECKPOINT_PAGES, PAGE_BYTES
 from tests.service.stores.sessions.test_sqlite import start_writer
 from tests.support import stored_sessions
-from tests.support.snapshots import make_snapshot
 from tests.support.stored_sessions import commit, opened
 
 TENANT = "default"
@@ -175,9 +174,7 @@ async def test_a_session_that_takes_more_than_the_ballast_can_be_deleted_from_a_
         keep = Retention()
         for _ in range(MAX_RETAINED + 1):
             head = await commit(store, head, num_floats=4 * NUM_FLOATS, retention=keep)
-            raw = make_snapshot(version=head.version, num_floats=4 * NUM_FLOATS).encode()
-            joins = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-            keep = Retention(keep=tuple(range(1, head.version)), add=joins, snapshot=raw)
+            keep = Retention(keep=tuple(range(1, head.version + 1)))
         fill_with_other_data(disk)
         await delete(store, head)
         assert (await store.usage(tenant=TENANT)).num_bytes == 0
@@ -259,9 +256,7 @@ async def test_a_commit_on_a_full_disk_adds_no_older_snapshot(disk: Path, path: 
     async with opened(SqliteSessionStore(path)) as store:
         head = (await fill_with_states(store))[0]
         fill_with_other_data(disk)
-        raw = make_snapshot(version=head.version, session_id=head.session_id, num_floats=STATE_FLOATS).encode()
-        added = RetainedSnapshot(version=head.version, position=head.position, num_bytes=len(raw))
-        retention = Retention(add=added, snapshot=raw)
+        retention = Retention(keep=(head.version,))
         assert (await commit(store, head, num_floats=STATE_FLOATS, retention=retention)).version == 2
         assert await store.list_retained(head.key) == ()
 
