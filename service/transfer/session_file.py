@@ -244,8 +244,8 @@ def _require_older_snapshot(header: FileHeader, snapshot: Snapshot | None, log_i
     found = snapshot.header
     for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint"):
         _require(getattr(found, name) == getattr(header, name), f"the snapshot has another {name}")
-    place = (header.snapshot_version, header.snapshot_position)
-    _require((found.version, found.position) == place, "the snapshot is of another version or position")
+    location = (header.snapshot_version, header.snapshot_position)
+    _require((found.version, found.position) == location, "the snapshot is of another version or position")
     ends = {mark.version: mark.num_log_tokens for mark in header.marks}
     num_known = found.position + (found.pending_id is not None)
     _require(ends.get(found.version) == num_known, "the snapshot is at no turn's end")
