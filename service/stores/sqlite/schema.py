@@ -196,7 +196,7 @@ NAMED_STATES = """
     );
 """
 
-# Version 3: a commit need not bring a snapshot: the head names the newest one, and keeps what only snapshots had before.
+# Version 3: a commit need not bring a snapshot. The head names the newest one, and has what only snapshots had before.
 LOG_COMMITS = """
     ALTER TABLE sessions ADD COLUMN snapshot_version INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE sessions ADD COLUMN snapshot_position INTEGER NOT NULL DEFAULT 0;
