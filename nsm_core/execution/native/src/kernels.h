@@ -19,8 +19,9 @@ constexpr int GROUP = 4;
 // holds what one instruction multiplies. Rows are padded to full tiles; cols is a multiple of 4.
 //
 // int4 weights are int8 ones on a grid: number * step + offset, with numbers of 4 bits, and a step in [1, MAX_STEP] and an offset
-// for each row and INT4_GROUP inputs. No sum or offset leaves [-127, 127]. A tile's part of a group is its grid (16 steps, 16
-// offsets) and 16 rows by 8 inputs a step, two numbers to a byte: inputs 0 to 3 below, 4 to 7 above. cols is a multiple of 16.
+// for each row and INT4_GROUP inputs. No sum or offset leaves [-127, 127]. A tile's part of a group is its grid (16 steps, and 16
+// middles, which are offset + MIDDLE * step) and 16 rows by 8 inputs a step, two numbers to a byte: inputs 0 to 3 below, 4 to 7
+// above. cols is a multiple of 16.
 struct Matrix {
   const int8_t* weights;
   const float* scale;
@@ -28,7 +29,7 @@ struct Matrix {
   bool is_int4;
 };
 
-constexpr int INT4_GROUP = 32, MAX_STEP = 16;
+constexpr int INT4_GROUP = 32, MAX_STEP = 16, MIDDLE = 8;
 constexpr int INT4_GRID = 2 * LANES;  // bytes
 
 inline int int4_groups(int cols) { return (cols + INT4_GROUP - 1) / INT4_GROUP; }
@@ -40,7 +41,7 @@ struct Int4Rows {
   const int8_t* offsets;
 };
 
-// A group of tiles of int4 weights as int8 ones, for a product of many tokens.
+// A group of tiles of int4 weights as int8 ones, for a product of many tokens; of few tokens their sums over groups.
 inline int64_t panel_bytes(int cols) { return int64_t{GROUP} * LANES * cols; }
 
 // fp16 weights [rows, cols] and fp32 bias; a tile is 16 rows by 1 column at a time; used in fp32.
