@@ -18,6 +18,7 @@ import torch
 from nsm_core.config import ModelConfig
 from nsm_core.execution.native.executor import NativeExecutor
 from nsm_core.execution.native.library import variants
+from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.loader import load_checkpoint
 from nsm_core.model.nsm import NsmModel
@@ -64,9 +65,9 @@ def measure_products(variant: str, batches: list[int], repeats: int) -> list[Row
     return results
 
 
-def open_executor(variant: str, num_rows: int) -> NativeExecutor:
+def open_executor(variant: str, num_rows: int, precision: Precision = Precision.INT8) -> NativeExecutor:
     model = load_checkpoint().model
-    executor = NativeExecutor(model, num_rows=num_rows, weights=NativeWeights(model, variant))
+    executor = NativeExecutor(model, num_rows=num_rows, weights=NativeWeights(model, variant, precision=precision))
     for row in range(num_rows):
         executor.pool.lease(row)
         executor.pool.write(row, executor.initial)

@@ -1,7 +1,7 @@
-"""What int8 costs in quality: `python -m benchmarks.native_quality`. A table, then one line of JSON.
+"""What int8 and int4 cost in quality: `python -m benchmarks.native_quality`. A table, then one line of JSON.
 
-The same documents read by the eager executor in fp32 and by the native one, with the weights of the same file: bits
-per byte of each, and how often their most likely next tokens agree.
+The same documents read by the eager executor in fp32 and by the native ones, with the weights of the same file: bits
+per byte of each, and how often their most likely next token is the eager executor's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +19,19 @@ from torch import Tensor
 
 from nsm_core.execution.base import Executor
 from nsm_core.execution.eager import EagerExecutor
+from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.executor import NativeExecutor
+from nsm_core.execution.native.precision import PRECISIONS
+from nsm_core.execution.native.weights import NativeWeights
 from nsm_core.model.loader import load_checkpoint
+from nsm_core.model.nsm import NsmModel
 from nsm_lab.evaluation.perplexity import EncodedDocument, encode_document
-from nsm_lab.provenance import source_commit
+from nsm_lab.provenance import command_line, source_commit
 from nsm_lab.training.data_files import Split, read_documents
 
 PIECE_LEN = 512  # tokens of a call
+REFERENCE = "eager"
+NSM_EXECUTORS: tuple[ExecutorName, ...] = ("native", "native-int4")
 SPLITS_READ: tuple[Split, ...] = ("test", "val")  # what the model was not trained on
 
 
@@ -55,6 +61,35 @@ def bits_per_byte(readings: Iterable[Reading], num_bytes: int) -> float:
     return float(sum(reading.nats.sum() for reading in readings)) / math.log(2) / num_bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """`more`: bits per byte above the reference's, `share`: of it. `largest`: difference of a token, in nats."""
+
+    executor: str
+    bits_per_byte: float
+    more: float
+    share: float
+    agreement: float
+    largest: float
+
+
+def compare(name: str, readings: Sequence[Reading], reference: Sequence[Reading], num_bytes: int) -> Row:
+    own, base = bits_per_byte(readings, num_bytes), bits_per_byte(reference, num_bytes)
+    pairs = list(zip(readings, reference, strict=True))
+    agreeing = torch.cat([one.most_likely == other.most_likely for one, other in pairs])
+    largest = max(float((one.nats - other.nats).abs().max()) for one, other in pairs)
+    return Row(name, own, own - base, own / base - 1, float(agreeing.double().mean()), largest)
+
+
+def make_executors(model: NsmModel, names: Iterable[ExecutorName], *, num_threads: int) -> dict[str, Executor]:
+    """The reference, and the native executors of these names."""
+    executors: dict[str, Executor] = {REFERENCE: EagerExecutor(model, num_rows=1)}
+    for name in names:
+        weights = NativeWeights(model, precision=PRECISIONS[name])
+        executors[name] = NativeExecutor(model, num_rows=1, num_threads=num_threads, weights=weights)
+    return executors
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model directory (default: the bundled one)")
@@ -62,29 +97,27 @@ def main() -> None:
         "--data", type=Path, default=Path("data/books-sample"), help="directory of *-test.jsonl.zst and *-val.jsonl.zst"
     )
     parser.add_argument("--max-tokens", type=int, default=4096, help="of each document")
+    parser.add_argument("--executors", nargs="+", choices=NSM_EXECUTORS, default=NSM_EXECUTORS)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded = load_checkpoint(args.model)
     texts = [document.text for split in SPLITS_READ for document in read_documents(args.data, split)]
     documents = [encode_document(loaded.tokenizer, text, args.max_tokens) for text in texts]
-    executors = {
-        "eager": EagerExecutor(loaded.model, num_rows=1),
-        "native": NativeExecutor(loaded.model, num_rows=1, num_threads=args.threads),
-    }
+    executors = make_executors(loaded.model, args.executors, num_threads=args.threads)
     readings = {name: [read(executor, document) for document in documents] for name, executor in executors.items()}
     num_bytes = sum(int(document.num_bytes.sum()) for document in documents)
-    bits = {name: bits_per_byte(parts, num_bytes) for name, parts in readings.items()}
-    pairs = list(zip(readings["eager"], readings["native"], strict=True))
-    agreeing = torch.cat([eager.most_likely == native.most_likely for eager, native in pairs])
-    largest = max(float((eager.nats - native.nats).abs().max()) for eager, native in pairs)
-    loss = bits["native"] / bits["eager"] - 1
-    print(f"{len(documents)} documents, {len(agreeing)} tokens, {num_bytes} bytes")
-    print(f"bits per byte: eager fp32 {bits['eager']:.5f}, native int8 {bits['native']:.5f}: {100 * loss:+.3f} %")
-    print(f"most likely token the same at {100 * float(agreeing.double().mean()):.2f} % of positions; ", end="")
-    print(f"largest difference of a token {largest:.3f} nats")
-    row = {"bits_per_byte": bits, "loss": loss, "agreement": float(agreeing.double().mean()), "tokens": len(agreeing)}
-    print(json.dumps({"commit": source_commit(), "model": loaded.name, "fingerprint": loaded.fingerprint, **row}))
+    rows = [compare(name, readings[name], readings[REFERENCE], num_bytes) for name in readings]
+    num_tokens = sum(len(document) for document in documents)
+    print(f"$ {command_line()}\n{loaded.name}: {len(documents)} documents, {num_tokens} tokens, {num_bytes} bytes\n")
+    print(f"{'':<14}{'bits per byte':>14}{'more':>10}{'':>10}{'same first':>12}{'largest, nats':>15}")
+    for row in rows:
+        print(
+            f"{row.executor:<14}{row.bits_per_byte:>14.5f}{row.more:>+10.5f}{100 * row.share:>+9.3f}%"
+            f"{100 * row.agreement:>11.2f}%{row.largest:>15.3f}"
+        )
+    result = {"commit": source_commit(), "model": loaded.name, "fingerprint": loaded.fingerprint, "tokens": num_tokens}
+    print(json.dumps({**result, "rows": [dataclasses.asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

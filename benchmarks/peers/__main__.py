@@ -1,8 +1,8 @@
 """The engine and the gateway beside what a user would pick instead, in one run: `python -m benchmarks.peers`.
 
-llama.cpp with random Llama, RWKV-7 and Mamba-2 of the bundled model's size (Q8_0; `benchmarks.peers.build_llama` builds
-it), against the bundled model on its native kernels; one thread each, by turns, per CPU second. A table with ratios and
-goals, then one line of JSON.
+llama.cpp with random Llama, RWKV-7 and Mamba-2 of the bundled model's size (Q8_0, of the Llama Q4_0 and Q4_K_M too;
+`benchmarks.peers.build_llama` builds it), against the bundled model on its native kernels in int8 and int4; one thread
+each, by turns, per CPU second. A table with ratios and goals, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from benchmarks.peers import figures, sessions, streams
 from benchmarks.peers.build_llama import DIRECTORY, VERSION, LlamaBuild
 from benchmarks.peers.ceilings import measure_ceilings
 from benchmarks.peers.engine import Ours, bundled_kernels, rwkv7_kernels
-from benchmarks.peers.figures import LLAMA_CPP, OURS, Taken, add
+from benchmarks.peers.figures import KERNELS, KERNELS_INT4, LLAMA_CPP, OURS, OURS_INT4, Taken, add
 from benchmarks.peers.llama import Llama
 from benchmarks.peers.report import report
 from nsm_core.errors import NsmError
+from nsm_core.execution.native.precision import Precision
 from nsm_lab.bench.machine import machine
 from nsm_lab.provenance import command_line, source_commit, utc_now, versions
 
@@ -39,11 +40,17 @@ def progress(text: str) -> None:
 def measure_engines(build: LlamaBuild, args: argparse.Namespace) -> tuple[Taken, dict[str, str]]:
     """Ceilings, decoding, prompts, and decoding after a long text, each in rounds; ours lives in this process."""
     taken: Taken = {}
-    ours = Ours(max_batch=max(args.batches))
-    llamas = [Llama(build, name) for name in LLAMA_CPP]
     most = max(args.batches)
-    kernels = (bundled_kernels(max_batch=most), rwkv7_kernels(build.model("rwkv7"), max_batch=most))
-    subjects = {subject.name: subject for subject in (ours, *kernels, *llamas)}
+    ours = Ours(OURS, "auto", max_batch=most)
+    llamas = [Llama(build, name) for name in LLAMA_CPP]
+    owns = (
+        ours,
+        Ours(OURS_INT4, "native-int4", max_batch=most),
+        bundled_kernels(KERNELS, Precision.INT8, max_batch=most),
+        bundled_kernels(KERNELS_INT4, Precision.INT4, max_batch=most),
+        rwkv7_kernels(build.model("rwkv7"), max_batch=most),
+    )
+    subjects = {subject.name: subject for subject in (*owns, *llamas)}
     sizes = {"batches": args.batches, "num_tokens": args.tokens, "lengths": args.lengths}
     for number in range(args.rounds):
         if "ceilings" in args.parts:

@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers.models import PEERS
+from benchmarks.peers.models import PEERS, QUANTISED, whole_file
 
 DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nsm-peers"
 VERSION = "0.3.36"  # of llama-cpp-python
@@ -55,7 +55,7 @@ class LlamaBuild:
         return self.directory / "models" / f"{name}.gguf"
 
     def missing(self) -> list[Path]:
-        needed = [*map(self.program, PROGRAMS), *map(self.model, PEERS), self.clock]
+        needed = [*map(self.program, PROGRAMS), *map(self.model, (*PEERS, *QUANTISED)), self.clock]
         return [file for file in needed if not file.exists()]
 
 
@@ -70,7 +70,9 @@ def make(build: LlamaBuild, *, jobs: int) -> None:
     compile_programs(build, jobs=jobs)
     _run([os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(build.clock), str(CLOCK)])
     if build.missing():
-        _run([str(build.python), "-m", "benchmarks.peers.models", str(build.model("x").parent)], cwd=ROOT)
+        models = build.model("x").parent
+        _run([str(build.python), "-m", "benchmarks.peers.models", str(models)], cwd=ROOT)
+        quantise(build, models)
 
 
 def download(build: LlamaBuild) -> Path:
@@ -99,6 +101,14 @@ def compile_programs(build: LlamaBuild, *, jobs: int) -> None:
     out = str(build.directory / "build")
     _run([str(bin_directory / "cmake"), "-G", "Ninja", "-S", str(build.source), "-B", out, *OPTIONS], env=environ)
     _run([str(bin_directory / "cmake"), "--build", out, "-j", str(jobs), "--target", *PROGRAMS], env=environ)
+
+
+def quantise(build: LlamaBuild, models: Path) -> None:
+    """By llama.cpp's own program: which matrices get more bits is its choice."""
+    for name, (peer, kind) in QUANTISED.items():
+        _run([str(build.program("llama-quantize")), str(whole_file(models, peer)), str(build.model(name)), kind])
+    for peer in {peer for peer, _ in QUANTISED.values()}:
+        whole_file(models, peer).unlink()
 
 
 def _run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:

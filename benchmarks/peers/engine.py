@@ -8,9 +8,10 @@ from pathlib import Path
 
 from benchmarks.engine import Bench
 from benchmarks.native_kernels import open_executor
-from benchmarks.peers.figures import KERNELS, RWKV7_KERNELS, Figures
+from benchmarks.peers.figures import RWKV7_KERNELS, Figures
 from nsm_core.execution.base import Executor
 from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native.library import variants
 from nsm_core.execution.native.precision import Precision
 from nsm_core.execution.rwkv7.executor import Rwkv7Executor
@@ -30,11 +31,10 @@ def cpu_s(work: Callable[[], object]) -> float:
 class Ours:
     """The bundled model behind the whole engine: scheduler, sampler and what becomes of tokens are in its figures."""
 
-    name = "ours"
-
-    def __init__(self, *, max_batch: int) -> None:
+    def __init__(self, name: str, executor_name: ExecutorName, *, max_batch: int) -> None:
+        self.name = name
         loaded = load_checkpoint()
-        executor = choose_executor(loaded, "auto")
+        executor = choose_executor(loaded, executor_name)
         self.about = {"model": loaded.name, "executor": executor.name, "numerics": executor.numerics}
         self._bench = Bench(loaded, executor, max_slots=max_batch, token_budget=TOKEN_BUDGET)
         self._bench.run([self._bench.ids(64)], max_tokens=8)  # pages and caches
@@ -96,10 +96,10 @@ class OurKernels:
             self._executor.pool.write(row, self._executor.initial)
 
 
-def bundled_kernels(*, max_batch: int) -> OurKernels:
+def bundled_kernels(name: str, precision: Precision, *, max_batch: int) -> OurKernels:
     """Of the bundled model. Raises RuntimeError where the kernels were not built."""
     _require_kernels()
-    return OurKernels(KERNELS, open_executor(variants()[0], max_batch))
+    return OurKernels(name, open_executor(variants()[0], max_batch, precision))
 
 
 def rwkv7_kernels(file: Path, *, max_batch: int) -> OurKernels:

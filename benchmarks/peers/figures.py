@@ -6,8 +6,12 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks.peers.models import QUANTISED
+
 OURS, KERNELS, RWKV7_KERNELS = "ours", "our kernels", "our rwkv7"
-LLAMA_CPP = ("llama", "rwkv7", "mamba2")
+OURS_INT4, KERNELS_INT4 = "ours int4", "kernels int4"
+EIGHT_BITS = ("llama", "rwkv7", "mamba2")
+LLAMA_CPP = (*EIGHT_BITS, *QUANTISED)
 Figures = dict[str, float]  # a name is what.size.figure; `_ms` is better when less, all else when more
 Taken = dict[str, dict[str, list[float]]]  # subject: name: a value for each round
 
@@ -65,20 +69,16 @@ def goals(
     *, batches: Sequence[int], lengths: Sequence[int], context: int, clients: Sequence[int], session: int
 ) -> list[Goal]:
     """The product's goals for what is measured: batches and clients for which none was set have none here."""
-    found = []
-    for batch, at_least in ((1, 1.5), (8, 2.0), (32, 2.5)):
-        if batch in batches:
-            name = f"decode.{batch}.tokens_per_cpu_s"
-            found.append(Goal(text=f"decoding, batch {batch}", name=name, at_least=at_least, peers=LLAMA_CPP))
+    found = [*_decoding_goals(batches)]
     found += _rwkv7_goals(batches, lengths)
     name = f"context.{context}.tokens_per_cpu_s"
     found.append(Goal(text=f"decoding after {context} tokens", name=name, at_least=8.0, peers=("llama",)))
     for length in lengths:
         name = f"prefill.{length}.tokens_per_cpu_s"
-        found.append(Goal(text=f"reading {length} tokens", name=name, at_least=1.5, peers=LLAMA_CPP))
+        found.append(Goal(text=f"reading {length} tokens", name=name, at_least=1.5, peers=EIGHT_BITS))
     if 32 in clients:
         name = "stream.32.tokens_per_cpu_s"
-        found.append(Goal(text="HTTP, 32 clients", name=name, at_least=2.0, peers=LLAMA_CPP))
+        found.append(Goal(text="HTTP, 32 clients", name=name, at_least=2.0, peers=EIGHT_BITS))
     at, resumed = f"session of {session} tokens", f"session.{session}.resumed_ms"
     again = f"session.{session}.reread_ms"
     found += [
@@ -87,6 +87,17 @@ def goals(
         Goal(text="share of the memory's rate, batch 1", name="ceiling.1.share", at_least=0.6),
         Goal(text="share of the rate of int8 products, batch 32", name="ceiling.32.share", at_least=0.6),
     ]
+    return found
+
+
+def _decoding_goals(batches: Sequence[int]) -> list[Goal]:
+    """int8 against files of 8 bits, int4 against the best of all files."""
+    found = []
+    for batch, eight, four in ((1, 1.5, 1.5), (8, 2.0, 3.5), (32, 2.5, 2.8)):
+        if batch in batches:
+            name, text = f"decode.{batch}.tokens_per_cpu_s", f"decoding, batch {batch}"
+            found.append(Goal(text=text, name=name, at_least=eight, peers=EIGHT_BITS))
+            found.append(Goal(text=f"{text}, int4", name=name, at_least=four, peers=LLAMA_CPP, subject=OURS_INT4))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Random weights of the bundled model's size for llama.cpp: Llama, RWKV-7 and Mamba-2 as Q8_0 GGUF files.
+"""Random weights of the bundled model's size for llama.cpp: Llama, RWKV-7 and Mamba-2 as GGUF files in Q8_0.
 
 `python -m benchmarks.peers.models DIRECTORY` in an environment with `gguf` (`benchmarks.peers.build_llama` makes one).
 They are for speed only: what they write is noise. Width, vocabulary and the number of weights that a token passes are
@@ -25,6 +25,8 @@ MAMBA_CONV = MAMBA_INNER + 2 * MAMBA_STATE
 SPREAD = 0.02  # of the random numbers
 TOKENIZER = Path(__file__).parents[2] / "nsm_core/model/checkpoints/pulse-books/tokenizer.json"
 MATRIX, FLOATS = "Q8_0", "F32"
+# Files that llama.cpp's own quantiser makes of a peer in fp32, and the format of each
+QUANTISED = {"llama-q4_0": ("llama", "Q4_0"), "llama-q4_k_m": ("llama", "Q4_K_M")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,8 +173,8 @@ PEERS = {
 }
 
 
-def write_model(peer: Peer, file: Path, *, tokenizer: Path = TOKENIZER) -> None:
-    """Raises ImportError without `gguf`, OSError."""
+def write_model(peer: Peer, file: Path, *, matrices: str = MATRIX, tokenizer: Path = TOKENIZER) -> None:
+    """`matrices`: MATRIX or FLOATS. Raises ImportError without `gguf`, OSError."""
     import gguf
     import numpy as np
 
@@ -180,19 +182,24 @@ def write_model(peer: Peer, file: Path, *, tokenizer: Path = TOKENIZER) -> None:
     writer.add_name(f"random {peer.family}, speed only")
     for key, value in {"context_length": MAX_CONTEXT, "embedding_length": WIDTH, **peer.keys}.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{peer.family}.{key}", value)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    is_whole = matrices == FLOATS
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if is_whole else gguf.LlamaFileType.MOSTLY_Q8_0)
     add_tokenizer(writer, tokenizer)
     random = np.random.default_rng(0)
     for tensor in peer.tensors():
         numbers = random.standard_normal(tensor.shape, np.float32) * SPREAD + tensor.middle
-        kind = gguf.GGMLQuantizationType[tensor.kind]
-        is_matrix = tensor.kind == MATRIX
-        data = gguf.quants.quantize(numbers, kind) if is_matrix else numbers.astype(np.float32)
+        kind = gguf.GGMLQuantizationType[matrices if tensor.kind == MATRIX else tensor.kind]
+        data = numbers.astype(np.float32) if kind.name == FLOATS else gguf.quants.quantize(numbers, kind)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def whole_file(directory: Path, name: str) -> Path:
+    """Where a peer lies in fp32, for the quantiser."""
+    return directory / f"{name}-f32.gguf"
 
 
 def add_tokenizer(writer: Any, file: Path) -> None:
@@ -221,6 +228,8 @@ def main() -> None:
         file = directory / f"{name}.gguf"
         write_model(peer, file)
         print(f"{file}: {peer.num_weights / 1e6:.1f}M weights a token, {file.stat().st_size / 1e6:.1f} MB")
+    for name in {name for name, _ in QUANTISED.values()}:
+        write_model(PEERS[name], whole_file(directory, name), matrices=FLOATS)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.figures import KERNELS, LLAMA_CPP, OURS, RWKV7_KERNELS, Taken, Verdict
+from benchmarks.peers.figures import (
+    KERNELS,
+    KERNELS_INT4,
+    LLAMA_CPP,
+    OURS,
+    OURS_INT4,
+    RWKV7_KERNELS,
+    Taken,
+    Verdict,
+)
 
-SUBJECTS = (OURS, KERNELS, RWKV7_KERNELS, *LLAMA_CPP)
+SUBJECTS = (OURS, OURS_INT4, KERNELS, KERNELS_INT4, RWKV7_KERNELS, *LLAMA_CPP)
 
 
 def report(result: Mapping[str, Any], verdicts: Sequence[Verdict]) -> str:
@@ -39,11 +48,11 @@ def figure_lines(taken: Taken) -> list[str]:
 
 
 def goal_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    lines = [f"{'goal':<52} {'against':<8} {'wanted':>8} {'reached':>8} {'rounds':>17}"]
+    lines = [f"{'goal':<52} {'against':<12} {'wanted':>8} {'reached':>8} {'rounds':>17}"]
     for verdict in verdicts:
         spread = f"{number(verdict.low)} - {number(verdict.high)}"
         lines.append(
-            f"{verdict.goal.text:<52} {verdict.against or '':<8} {number(verdict.goal.at_least):>8} "
+            f"{verdict.goal.text:<52} {verdict.against or '':<12} {number(verdict.goal.at_least):>8} "
             f"{number(verdict.reached):>8} {spread:>17}  {verdict.text}"
         )
     return lines

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.peers.build_llama import PROGRAMS, LlamaBuild, unpack
 from benchmarks.peers.llama import context_figures, decode_figures, parse_rows, prefill_figures
-from benchmarks.peers.models import PEERS
+from benchmarks.peers.models import PEERS, QUANTISED
 
 PRINTED = """warming up
 {"n_kv_max": 66, "n_threads": 1, "pp": 1, "tg": 32, "pl": 1, "speed_pp": 333.3, "speed_tg": 310.5}
@@ -27,7 +27,7 @@ def test_rows_are_found_among_other_lines() -> None:
 
 def test_a_build_says_what_it_lacks(tmp_path: Path) -> None:
     build = LlamaBuild(tmp_path)
-    assert len(build.missing()) == len(PROGRAMS) + len(PEERS) + 1
+    assert len(build.missing()) == len(PROGRAMS) + len(PEERS) + len(QUANTISED) + 1
     build.clock.touch()
     assert build.clock not in build.missing()
 
