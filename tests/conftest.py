@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_named = any("::" in arg for arg in config.invocation_params.args)  # whoever names a test wants it
     chosen = [item for item in items if _is_chosen(item) and (is_named or tiers.of(item) <= last)]
     if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        wanted = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = chosen
     for marker, reason in _missing().items():
         for item in items:

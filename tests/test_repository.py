@@ -18,6 +18,8 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from nsm_core.execution.native.build import library_path
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for package in ("nsm_core", "service", "nsm_lab") for path in (ROOT / package).rglob("*.py"))
 LOCK = (ROOT / "requirements.lock").read_text("utf-8")
@@ -133,20 +135,40 @@ def test_a_wheel_carries_every_file_of_a_package(package: str) -> None:
     assert sorted(str(path.relative_to(ROOT)) for path in files if str(path.relative_to(ROOT)) not in packed) == []
 
 
+def stand_in_compiler(path: Path) -> Path:
+    """Makes each object empty, and the library a copy of the checkout's."""
+    lines = (
+        f"#!{sys.executable}",
+        "import shutil, sys",
+        f"source = {str(library_path())!r} if '-shared' in sys.argv else '/dev/null'",
+        "shutil.copyfile(source, sys.argv[sys.argv.index('-o') + 1])",
+    )
+    path.write_text("\n".join(lines))
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.timeout(400)
-def test_X18_a_wheel_builds_its_own_kernels_and_then_says_what_the_checkout_says(tmp_path: Path) -> None:
-    """By the command that the log of a server without kernels names."""
+@pytest.mark.parametrize("compiler", ["compiler", "stand-in"])
+@pytest.mark.skipif(not library_path().exists(), reason="the kernels of this checkout are not built")
+def test_X18_a_wheel_builds_its_own_kernels_and_then_says_what_the_checkout_says(tmp_path: Path, compiler: str) -> None:
+    """By the command that the log of a server without kernels names. The stand-in hands out the checkout's library: it
+    has the right name only if the wheel has the same sources.
+    """
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "wheel"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     installed = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "NSM_STORE": "memory"}
+    if compiler == "stand-in":
+        installed["CXX"] = str(stand_in_compiler(tmp_path / "c++"))
 
     def run(*command: str, **where: Any) -> str:
         command = (sys.executable, *command)
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, **where).stdout
 
     run("-P", "-m", "nsm_core.execution.native.build", cwd=tmp_path, env=installed)
-    assert len(list((tmp_path / "site").glob("nsm_core/execution/native/build/libnsm-*.so"))) == 1
+    (built,) = (tmp_path / "site").glob("nsm_core/execution/native/build/libnsm-*.so")
+    assert built.name == library_path().name
     say = ("-P", "-c", "from service.cli.main import main; main()", "generate", "It was", "--max-tokens=12", "--seed=7")
     text = run(*say, cwd=tmp_path, env=installed)
     assert text == run(*say, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "NSM_STORE": "memory"})

@@ -206,7 +206,7 @@ async def test_kill_9_in_a_json_object_and_another_replica_goes_on_within_its_sc
     body |= {"guided_json": SHELF, "max_tokens": 2000}
     expected, rng = await unbroken(server, body), random.Random(5)
     check_json(expected.text, SHELF)
-    for number in range(scaled(3, 200)):
+    for number in range(scaled(1, 200)):
         reader = Reader(f"killed{number}", body)
         async with running(backend_settings, tmp_path / f"victim{number}", STORE=url, LEASE_S=LEASE_S) as victim:
             await victim.create(reader.session_id)

@@ -19,3 +19,10 @@ def is_soak() -> bool:
 def scaled(reduced: int, full: int) -> int:
     """The count to use; good in parametrize and in `@settings(max_examples=scaled(20, 2000))` as well."""
     return full if _is_soak else reduced
+
+
+def every_second(row: int, column: int) -> bool:
+    """Whether to run this case of a table of cases: all in the soak, else a chessboard's fields of one colour, so that
+    each row and each column is met.
+    """
+    return _is_soak or (row + column) % 2 == 0
