@@ -275,7 +275,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=scaled(25, 500), deadline=None)
+@settings(max_examples=scaled(10, 500), deadline=None)
 @given(
     endings=st.lists(ENDINGS, max_size=5),
     limits=LIMITS,

@@ -57,7 +57,12 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Others have their layers, and more
+IN_OTHERS = {"W", "A", "memory", "keyed beside slots", "allocating"}
+PARAMS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in IN_OTHERS)) for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def model(request: pytest.FixtureRequest) -> NsmModel:
     """Windows shorter than the texts: their edges are met in every test."""
     return make_model(with_fields(**KINDS[request.param]))
