@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
+from nsm_core.control_group import max_memory_bytes, usable_threads
 from nsm_core.errors import ConfigError, DeviceUnusable
 from nsm_core.execution.names import AUTO_DEVICE
 from nsm_core.heap import freeze_objects, limit_arenas, pause_collection
@@ -43,6 +44,8 @@ logger = logging.getLogger("nsm.server")
 KEEP_ALIVE_S = 75  # above the idle time of common load balancers: they, not we, close idle connections
 TRITON_WAIT_S = 60.0  # for a first Triton server to be ready at the start
 FINAL_FRAMES_S = 2.0  # to write the last frames of requests that were cut off
+MB = 2**20
+MIN_MEMORY_BYTES = 96 * MB  # a gateway that has not loaded anything yet has 87 MB
 NUM_ARENAS = 2  # one for each thread kept 130 MB that turns had freed
 
 
@@ -54,6 +57,7 @@ def run(settings: Settings) -> None:
     with bind(settings.host, settings.port) as sock:
         require_keys(settings, sock)
         require_files(settings)
+        require_memory(settings)
         if settings.workers:
             from service.workers import run_workers
 
@@ -144,8 +148,7 @@ def with_model(settings: Settings, make: Callable[[LoadedModel[SequenceModel]], 
     from nsm_core.architectures import load_model
     from nsm_core.execution.devices import on_device
 
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(settings.num_threads or usable_threads(torch.get_num_threads()))
 
     def load(device: str) -> LoadedModel[SequenceModel]:
         with naming("model"):
@@ -208,6 +211,16 @@ def require_files(settings: Settings) -> None:
             KeyFile(settings.api_keys_file)
     with settings.naming_store:
         asyncio.run(make_store(settings).check())
+
+
+def require_memory(settings: Settings) -> None:
+    """Raises ConfigError when the prefix cache alone, once full, leaves no memory of the control group to the model."""
+    limit, cache = max_memory_bytes(), 0 if settings.is_redis else settings.prefix_cache_mb * MB
+    if limit is not None and cache > limit - MIN_MEMORY_BYTES:
+        raise ConfigError(
+            f"{label('prefix_cache_mb')} is {settings.prefix_cache_mb} of the {limit // MB} MB that this control group "
+            f"may use; {MIN_MEMORY_BYTES // MB} must be left: lower it, or raise the group's limit"
+        )
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -140,7 +140,7 @@ class Settings(BaseSettings):
         description="How the model is computed. auto: native on a CPU if the model file is int8, cuda on a GPU, "
         "else eager, or of RWKV-7 native-fp32. native: in int8. native-int4: weights in int4. cuda: matrices in bf16.",
     )
-    num_threads: Annotated[int | None, Shown(default="torch's default", is_engine=True)] = Field(
+    num_threads: Annotated[int | None, Shown(default="a core each, at most the group's quota", is_engine=True)] = Field(
         default=None, ge=1, le=1024, description="CPU threads of the model."
     )
     max_slots: Annotated[

@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from nsm_core.control_group import num_killed
 from nsm_core.errors import ConfigError
 from nsm_core.wire import local as wire
 from service.lifecycle.lifecycle import EXIT_INTERRUPTED
@@ -53,11 +54,12 @@ class Process:
         """Runs the child, and another after each that died, until `stop`."""
         pause_s = RESTART_MIN_S
         while True:
-            started = asyncio.get_running_loop().time()
+            started, killed_before = asyncio.get_running_loop().time(), num_killed()
             status = await self._run()
             if self._is_stopping:
                 return
-            logger.error("the %s process ended with status %d and is started again", self.role, status)
+            reason = ", killed for want of memory," if num_killed() > killed_before else ""
+            logger.error("the %s process ended with status %d%s and is started again", self.role, status, reason)
             is_steady = asyncio.get_running_loop().time() - started >= STEADY_S
             pause_s = RESTART_MIN_S if is_steady else min(2 * pause_s, RESTART_MAX_S)
             await asyncio.sleep(pause_s)

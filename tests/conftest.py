@@ -22,6 +22,7 @@ import torch
 
 from nsm_core.tokenizer import BpeTokenizer, Tokenizer
 from service.backends.triton.dev_server import is_installed
+from tests.support.control_groups import group_root
 from tests.support.counts import enable_soak, is_soak
 from tests.support.samples import sample_texts
 from tests.support.tiers import Tier, Tiers
@@ -35,7 +36,7 @@ pytest_plugins = ["tests.support.redis_servers", "tests.support.triton_servers",
 
 TESTS = Path(__file__).resolve().parent
 # Markers of tests that --no-skips lets a machine skip: no package of the system would help
-EXCUSED = {"gpu", "image", "other_library", "perf_analyzer", "tmpfs"}
+EXCUSED = {"control_group", "gpu", "image", "other_library", "perf_analyzer", "tmpfs"}
 PROGRAMS = {"chromium": "chromium", "haproxy": "haproxy", "nginx": "nginx", "redis": "redis-server"}
 CAP_SYS_ADMIN = 21
 
@@ -125,6 +126,8 @@ def _missing() -> dict[str, str]:
         missing["perf_analyzer"] = "no perf_analyzer; scripts/perf-analyzer installs it where it can run"
     if not (Path(sys.prefix) / "client-generator" / ".ready").exists():
         missing["client_generator"] = "no openapi-python-client; scripts/client-generator installs it"
+    if group_root() is None:
+        missing["control_group"] = "not allowed to make a control group with a limit of memory"
     if not _may_mount():
         missing["tmpfs"] = "not allowed to mount a file system"
     return missing

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nsm_core.architectures import load_model
+from nsm_core.control_group import usable_threads
 from nsm_core.errors import ConfigError
 from nsm_core.execution.devices import on_device
 from nsm_core.execution.names import AUTO_DEVICE
@@ -63,8 +64,7 @@ class Backend:
     def load(cls, args: Mapping[str, str], pb_utils: Any) -> Backend:
         """`args`: of `initialize`. Raises ConfigError or CheckpointError, told by name."""
         config = read_config(args["model_config"])
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.num_threads or usable_threads(torch.get_num_threads()))
         try:
             worker = on_device(
                 device_of(config, args),

@@ -1,4 +1,5 @@
-"""Pure ASGI middleware: while the engine has no room, generation requests are refused before their body is read.
+"""Pure ASGI middleware: while the engine has no room, or the control group little memory, generation requests are
+refused before their body is read.
 
 A refusal must be cheap. Under overload, reading bodies, prompts and stores for refused requests would take time from
 the admitted ones.
@@ -11,12 +12,14 @@ import dataclasses
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nsm_core.control_group import MemoryWatch
 from nsm_core.errors import EngineDead, Overloaded
 from service.backends.base import InferenceBackend
 from service.web.errors import answer
 
 # POST there needs the engine. A session's turn may be a retry, which only its body shows, so it is refused later.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+NEEDING_MEMORY = (*sorted(GENERATING), "/generate", "/import")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class ShedLoad:
     def __init__(self, app: ASGIApp, backend: InferenceBackend) -> None:
         self.app = app
         self.backend = backend
+        self.memory = MemoryWatch()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope)
@@ -42,7 +46,11 @@ class ShedLoad:
         await answer(error).response()(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> EngineDead | Overloaded | None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in GENERATING:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        if scope["path"].endswith(NEEDING_MEMORY) and self.memory.is_low():
+            return Overloaded("little is left of the memory that the server may use")  # or the kernel ends it
+        if scope["path"] not in GENERATING:
             return None
         if "idempotency-key" in Headers(scope=scope):
             return None

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.control_groups import inside
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SERVE = "from service.server import run; from service.settings import load_settings; run(load_settings())"
 
@@ -58,19 +60,26 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def running(backend_settings: Mapping[str, object], data_dir: Path, **changes: object) -> AsyncIterator[Server]:
-    """`backend_settings`: the fixture's. `changes`: other settings, named without NSM_."""
+async def running(
+    backend_settings: Mapping[str, object], data_dir: Path, *, group: Path | None = None, **changes: object
+) -> AsyncIterator[Server]:
+    """`backend_settings`: the fixture's. `group`: the control group to run in. `changes`: other settings, named without
+    NSM_.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NSM_")}
     settings = {"DATA_DIR": data_dir, "PORT": 0, "GRACE_S": 1, **backend_settings, **changes}
     environment.update({f"NSM_{name}": str(value) for name, value in settings.items()})
+    command: tuple[str, ...] = (sys.executable, "-c", SERVE)
+    if group is not None:
+        command = inside(group, *command)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVE, cwd=REPOSITORY, env=environment, stderr=asyncio.subprocess.PIPE
+        *command, cwd=REPOSITORY, env=environment, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     try:
         url = await read_url(process.stderr)
-        async with asyncio.TaskGroup() as group, httpx.AsyncClient(base_url=url, timeout=60.0) as client:
-            group.create_task(process.stderr.read())  # a full pipe would stop the server
+        async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+            tasks.create_task(process.stderr.read())  # a full pipe would stop the server
             yield Server(process, client)
             stop(process)
     finally:

@@ -19,6 +19,7 @@ SERVICES = frozenset(
     {
         "chromium",
         "client_generator",
+        "control_group",
         "gpu",
         "haproxy",
         "image",

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
+from nsm_core.execution.names import EXECUTOR_NAMES
 from service.cli.main import app
 from service.settings import STORES, Settings, shown_default
 from tests.service.cli.conftest import NSM, Nsm, assert_one_line, id_of
@@ -34,7 +35,7 @@ def test_every_setting_is_an_option_that_shows_its_default() -> None:
 
 def test_executor_option_lists_every_executor(nsm: Nsm) -> None:
     result = nsm("serve", "--help", COLUMNS="300")
-    assert "[auto|eager|native|native-fp32|cuda|cuda-fp16|cuda-fp32]" in result.output
+    assert f"[{'|'.join(EXECUTOR_NAMES)}]" in result.output
 
 
 def test_options_win_over_variables(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +126,18 @@ def test_file_or_store_that_cannot_be_used_is_told_before_the_model_is_loaded(
     assert result.stderr.count("\n") == 1
     assert reason in result.stderr
     assert option in result.stderr
+
+
+def test_prefix_cache_beyond_the_memory_of_the_control_group_is_told_before_the_model_is_loaded(
+    nsm: Nsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.server.configure_logging", lambda *options: None)  # this process's log is pytest's
+    monkeypatch.setattr("service.server.run_gateway", lambda *parts: None)
+    monkeypatch.setattr("service.server.max_memory_bytes", lambda: 512 * 2**20)
+    assert nsm("serve", "--port", 0, "--prefix-cache-mb", 400).exit_code == 0
+    result = nsm("serve", "--port", 0, "--prefix-cache-mb", 500)
+    start = "NSM_PREFIX_CACHE_MB (--prefix-cache-mb) is 500 of the 512 MB that this control group may use"
+    assert_one_line(result, f"{start}; 96 must be left: lower it, or raise the group's limit")
 
 
 def test_X17_executor_without_its_gpu_does_not_blame_the_device(nsm: Nsm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,20 @@ async def test_without_room_a_turn_leaves_its_session_alone() -> None:
         assert (await server.client.post(S1, json=TURN)).json()["session"]["version"] == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", S1, "/v1/sessions/import"])
+async def test_with_little_memory_left_new_work_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    is_low = True
+    monkeypatch.setattr("service.web.load_shedding.MemoryWatch.is_low", lambda self: is_low)
+    async with gateway(FakeBackend()) as server:
+        await server.client.post("/v1/sessions", json={"id": "s1"})
+        refused = await server.client.post(path, json={})
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
+        assert "memory" in error_of(refused)["message"]
+        assert (await server.client.get("/v1/sessions/s1")).status_code == 200
+        is_low = False
+        assert (await server.client.post(S1, json=TURN)).status_code == 200
+
+
 async def test_request_without_need_of_the_engine_is_answered() -> None:
     backend = FakeBackend()
     backend.is_full = True
