@@ -174,6 +174,8 @@ def create_app(
     )
     app = DescribedApi(
         title="nsm",
+        description="Conversations are kept by the server: a turn sends only what is new. Errors have one shape, "
+        "`ErrorBody`, and a `code` for programs.",
         summary="Recurrent language models whose conversations are small, durable states.",
         version=importlib.metadata.version(DISTRIBUTION),
         servers=[{"url": "/"}],

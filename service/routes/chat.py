@@ -16,7 +16,12 @@ from service.web.send import send
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions", response_class=Response, responses=generation_responses(ChatAnswer))
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a chat",
+    response_class=Response,
+    responses=generation_responses(ChatAnswer),
+)
 async def create_chat_completion(
     body: ChatBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
 ) -> Response:

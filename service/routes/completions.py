@@ -16,7 +16,12 @@ from service.web.send import send
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post("/v1/completions", response_class=Response, responses=generation_responses(CompletionAnswer))
+@router.post(
+    "/v1/completions",
+    summary="Continue a text",
+    response_class=Response,
+    responses=generation_responses(CompletionAnswer),
+)
 async def create_completion(
     body: CompletionBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep
 ) -> Response:

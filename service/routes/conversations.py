@@ -32,7 +32,12 @@ ConversationId = Annotated[str, Path()]
 ItemId = Annotated[str, Path()]
 
 
-@router.post("/v1/conversations", response_class=Response, responses=answers(ConversationAnswer))
+@router.post(
+    "/v1/conversations",
+    summary="Create a conversation",
+    response_class=Response,
+    responses=answers(ConversationAnswer),
+)
 async def create(scope: ScopeDep, body: CreateConversationBody | None = None) -> Response:
     """A conversation, empty or with items that its first response will read. The body may be left out."""
     body = body or CreateConversationBody()
@@ -40,12 +45,22 @@ async def create(scope: ScopeDep, body: CreateConversationBody | None = None) ->
     return json_response(conversation.to_object())
 
 
-@router.get("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(ConversationAnswer))
+@router.get(
+    "/v1/conversations/{conversation_id}",
+    summary="Get a conversation",
+    response_class=Response,
+    responses=answers(ConversationAnswer),
+)
 async def get_conversation(conversation_id: ConversationId, scope: ScopeDep) -> Response:
     return json_response((await load_conversation(scope, conversation_id)).to_object())
 
 
-@router.post("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(ConversationAnswer))
+@router.post(
+    "/v1/conversations/{conversation_id}",
+    summary="Change a conversation's metadata",
+    response_class=Response,
+    responses=answers(ConversationAnswer),
+)
 async def update_conversation(
     conversation_id: ConversationId, body: UpdateConversationBody, scope: ScopeDep
 ) -> Response:
@@ -53,14 +68,24 @@ async def update_conversation(
     return json_response((await set_metadata(scope, conversation_id, body.metadata)).to_object())
 
 
-@router.delete("/v1/conversations/{conversation_id}", response_class=Response, responses=answers(DeletedAnswer))
+@router.delete(
+    "/v1/conversations/{conversation_id}",
+    summary="Delete a conversation",
+    response_class=Response,
+    responses=answers(DeletedAnswer),
+)
 async def remove_conversation(conversation_id: ConversationId, scope: ScopeDep) -> Response:
     """The conversation, its items and, when no response needs it, its session. Its responses stay."""
     await delete_conversation(scope, conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@router.post("/v1/conversations/{conversation_id}/items", response_class=Response, responses=answers(ItemPage))
+@router.post(
+    "/v1/conversations/{conversation_id}/items",
+    summary="Add items to a conversation",
+    response_class=Response,
+    responses=answers(ItemPage),
+)
 async def create_items(conversation_id: ConversationId, body: ItemsBody, scope: ScopeDep) -> Response:
     """Adds items at the end: the next response reads them first."""
     items = body.to_items()
@@ -68,7 +93,12 @@ async def create_items(conversation_id: ConversationId, body: ItemsBody, scope: 
     return json_response(list_object(items, has_more=False))
 
 
-@router.get("/v1/conversations/{conversation_id}/items", response_class=Response, responses=answers(ItemPage))
+@router.get(
+    "/v1/conversations/{conversation_id}/items",
+    summary="List a conversation's items",
+    response_class=Response,
+    responses=answers(ItemPage),
+)
 async def list_items(
     conversation_id: ConversationId,
     scope: ScopeDep,
@@ -86,7 +116,10 @@ async def list_items(
 
 
 @router.get(
-    "/v1/conversations/{conversation_id}/items/{item_id}", response_class=Response, responses=answers(ItemAnswer)
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    summary="Get an item",
+    response_class=Response,
+    responses=answers(ItemAnswer),
 )
 async def get_item(conversation_id: ConversationId, item_id: ItemId, scope: ScopeDep) -> Response:
     conversation = await load_conversation(scope, conversation_id)
@@ -98,6 +131,7 @@ async def get_item(conversation_id: ConversationId, item_id: ItemId, scope: Scop
 
 @router.delete(
     "/v1/conversations/{conversation_id}/items/{item_id}",
+    summary="Delete an item",
     response_class=Response,
     responses=answers(ConversationAnswer),
 )

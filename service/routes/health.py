@@ -20,14 +20,29 @@ READINESS = {**answers(ReadyAnswer), **answers(ReadyAnswer, status=503)}
 router = APIRouter(tags=["health"])
 
 
-@router.get("/health/live", response_class=Response, responses=answers(LiveAnswer))
+@router.get(
+    "/health/live",
+    summary="Is the process alive?",
+    response_class=Response,
+    responses=answers(LiveAnswer),
+)
 async def live() -> Response:
     """The process answers; nothing else is asked."""
     return json_response({"status": "live"})
 
 
-@router.get("/health", response_class=Response, responses=READINESS)
-@router.get("/health/ready", response_class=Response, responses=READINESS)
+@router.get(
+    "/health",
+    summary="Is the server ready for work?",
+    response_class=Response,
+    responses=READINESS,
+)
+@router.get(
+    "/health/ready",
+    summary="Is the server ready for work?",
+    response_class=Response,
+    responses=READINESS,
+)
 async def ready(services: ServicesDep) -> Response:
     """New work is welcome: the engine's loop is alive, the store takes writes, and the server is not stopping."""
     checks = {

@@ -14,7 +14,12 @@ METRICS = {"description": "The metrics.", "content": {"text/plain": {"schema": {
 router = APIRouter(tags=["metrics"])
 
 
-@router.get("/metrics", response_class=Response, responses={200: METRICS, **ERROR_RESPONSES})
+@router.get(
+    "/metrics",
+    summary="Metrics for Prometheus",
+    response_class=Response,
+    responses={200: METRICS, **ERROR_RESPONSES},
+)
 async def metrics(services: ServicesDep) -> Response:
     """Prometheus's text format."""
     return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})

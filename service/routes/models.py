@@ -16,13 +16,23 @@ from service.web.openapi import ERROR_RESPONSES, answers
 router = APIRouter(route_class=JsonRoute, tags=["models"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/models", response_class=Response, responses=answers(ModelPage))
+@router.get(
+    "/v1/models",
+    summary="List the model",
+    response_class=Response,
+    responses=answers(ModelPage),
+)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> Response:
     """The one model this server serves."""
     return json_response({"object": "list", "data": [model_object(services, tenant)]})
 
 
-@router.get("/v1/models/{model_id:path}", response_class=Response, responses=answers(ModelAnswer))
+@router.get(
+    "/v1/models/{model_id:path}",
+    summary="Get the model",
+    response_class=Response,
+    responses=answers(ModelAnswer),
+)
 async def get_model(model_id: str, services: ServicesDep, tenant: TenantDep) -> Response:
     """One model; 404 when it is not served here."""
     if not model_id:  # a slash too many

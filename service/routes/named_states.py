@@ -28,7 +28,12 @@ async def get_reference(state: Annotated[str, Path(description="name, or name@ve
 ReferenceDep = Annotated[Reference, Depends(get_reference)]
 
 
-@router.post("/v1/states", response_class=Response, responses=answers(NamedStateAnswer))
+@router.post(
+    "/v1/states",
+    summary="Create a version of a named state",
+    response_class=Response,
+    responses=answers(NamedStateAnswer),
+)
 async def create(body: CreateStateBody, services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep) -> Response:
     """The next version of a name, from a text, messages, a session or a file. It never changes.
 
@@ -42,27 +47,36 @@ async def create(body: CreateStateBody, services: ServicesDep, tenant: TenantDep
     return json_response(state_object(services, head))
 
 
-@router.get("/v1/states", response_class=Response, responses=answers(NamedStatePage))
+@router.get("/v1/states", summary="List named states", response_class=Response, responses=answers(NamedStatePage))
 async def list_states(services: ServicesDep, tenant: TenantDep) -> Response:
     """All versions by name, the newest first: the tenant's own, then those that the operator has published."""
     found = await services.states.list(tenant)
     return json_response({"object": "list", "data": [state_object(services, head) for head in found]})
 
 
-@router.get("/v1/states/{state}", response_class=Response, responses=answers(NamedStateAnswer))
+@router.get(
+    "/v1/states/{state}", summary="Get a named state", response_class=Response, responses=answers(NamedStateAnswer)
+)
 async def get(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """A version of a state; its newest one without a version."""
     return json_response(state_object(services, await services.states.find(tenant, reference, param=None)))
 
 
-@router.delete("/v1/states/{state}", response_class=Response, responses=answers(DeletedAnswer))
+@router.delete(
+    "/v1/states/{state}", summary="Delete a named state", response_class=Response, responses=answers(DeletedAnswer)
+)
 async def delete(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """A version, or all of them. What started from it goes on; its number is not given again."""
     await services.states.delete(tenant, reference)
     return json_response({"id": str(reference), "object": "state.deleted", "deleted": True})
 
 
-@router.get("/v1/states/{state}/export", response_class=Response, responses=FILE_RESPONSES)
+@router.get(
+    "/v1/states/{state}/export",
+    summary="Export a named state as a file",
+    response_class=Response,
+    responses=FILE_RESPONSES,
+)
 async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantDep) -> Response:
     """The state as a file, with its token log; signed if the server signs."""
     head = await services.states.find(tenant, reference, param=None)
@@ -71,7 +85,13 @@ async def export(reference: ReferenceDep, services: ServicesDep, tenant: TenantD
     return Response(services.states.seal.seal(stored.file), media_type=FILE_TYPE, headers=headers)
 
 
-@router.post("/v1/states/import", response_class=Response, openapi_extra=FILE_BODY, responses=answers(NamedStateAnswer))
+@router.post(
+    "/v1/states/import",
+    summary="Import a named state from a file",
+    response_class=Response,
+    openapi_extra=FILE_BODY,
+    responses=answers(NamedStateAnswer),
+)
 async def import_file(
     request: Request,
     services: ServicesDep,

@@ -33,7 +33,12 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"], responses=ERROR_RE
 ResponseId = Annotated[str, Path()]
 
 
-@router.post("/v1/responses", response_class=Response, responses=generation_responses(ResponseObject))
+@router.post(
+    "/v1/responses",
+    summary="Create a response",
+    response_class=Response,
+    responses=generation_responses(ResponseObject),
+)
 async def create_response(
     body: CreateResponseBody,
     scope: ScopeDep,
@@ -52,14 +57,24 @@ async def create_response(
     return await _send(answer, is_stream=body.stream, request_id=arrival.request_id)
 
 
-@router.post("/v1/responses/input_tokens", response_class=Response, responses=answers(InputTokens))
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="Count the tokens of a response's input",
+    response_class=Response,
+    responses=answers(InputTokens),
+)
 async def count_tokens(body: CountTokensBody, scope: ScopeDep) -> Response:
     """How many tokens a response with this input would stand on."""
     num_tokens = await count_input_tokens(scope, body)
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-@router.get("/v1/responses/{response_id}", response_class=Response, responses=generation_responses(ResponseObject))
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="Get a response, or its events",
+    response_class=Response,
+    responses=generation_responses(ResponseObject),
+)
 async def get_response(
     response_id: ResponseId,
     scope: ScopeDep,
@@ -79,20 +94,35 @@ async def get_response(
     return await _send(answer, is_stream=True, request_id=arrival.request_id, starting_after=after)
 
 
-@router.delete("/v1/responses/{response_id}", response_class=Response, responses=answers(DeletedAnswer))
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Delete a response",
+    response_class=Response,
+    responses=answers(DeletedAnswer),
+)
 async def remove_response(response_id: ResponseId, scope: ScopeDep) -> Response:
     """Stops it if it runs. The session behind it goes with the last response that needs it."""
     await delete_response(scope, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.post("/v1/responses/{response_id}/cancel", response_class=Response, responses=answers(ResponseObject))
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Cancel a response",
+    response_class=Response,
+    responses=answers(ResponseObject),
+)
 async def cancel(response_id: ResponseId, scope: ScopeDep) -> Response:
     """Stops it, wherever it runs; the response as it ended. One that has ended stays as it is."""
     return json_response((await cancel_response(scope, response_id)).response)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_class=Response, responses=answers(ItemPage))
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="List the items that a response was given",
+    response_class=Response,
+    responses=answers(ItemPage),
+)
 async def list_input_items(
     response_id: ResponseId,
     scope: ScopeDep,

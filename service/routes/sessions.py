@@ -63,7 +63,7 @@ async def get_session_key(session_id: Annotated[str, Path()], tenant: TenantDep)
 SessionKeyDep = Annotated[SessionKey, Depends(get_session_key)]
 
 
-@router.post("/v1/sessions", response_class=Response, responses=answers(SessionAnswer))
+@router.post("/v1/sessions", summary="Create a session", response_class=Response, responses=answers(SessionAnswer))
 async def create_session(
     services: ServicesDep, tenant: TenantDep, arrival: ArrivalDep, body: CreateSessionBody | None = None
 ) -> Response:
@@ -88,7 +88,9 @@ async def _new_session(services: Services, tenant: str, body: CreateSessionBody,
     return await asyncio.to_thread(session_from, start, key, seed=seed, metadata=body.metadata, ttl_s=body.ttl_s)
 
 
-@router.get("/v1/sessions", response_class=Response, responses=answers(SessionPage))
+@router.get(
+    "/v1/sessions", summary="List sessions, newest first", response_class=Response, responses=answers(SessionPage)
+)
 async def list_sessions(
     services: ServicesDep,
     tenant: TenantDep,
@@ -102,13 +104,23 @@ async def list_sessions(
     return json_response({"object": "list", "data": data, "has_more": has_more, "next_cursor": page.next_cursor})
 
 
-@router.get("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
+@router.get(
+    "/v1/sessions/{session_id}",
+    summary="Get a session",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def get_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Where the session is: its version and its position, the number of tokens read so far."""
     return json_response(session_object(services, await services.store.get(key)))
 
 
-@router.patch("/v1/sessions/{session_id}", response_class=Response, responses=answers(SessionAnswer))
+@router.patch(
+    "/v1/sessions/{session_id}",
+    summary="Change a session's metadata or TTL",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def update_session(key: SessionKeyDep, body: UpdateSessionBody, services: ServicesDep) -> Response:
     """New metadata, as a whole, and a new TTL (null: kept for ever). The TTL begins anew in any case.
 
@@ -118,7 +130,12 @@ async def update_session(key: SessionKeyDep, body: UpdateSessionBody, services: 
     return json_response(session_object(services, head))
 
 
-@router.delete("/v1/sessions/{session_id}", response_class=Response, responses=answers(DeletedAnswer))
+@router.delete(
+    "/v1/sessions/{session_id}",
+    summary="Delete a session",
+    response_class=Response,
+    responses=answers(DeletedAnswer),
+)
 async def delete_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops a running turn; head, state and token log are gone when this answers."""
     await services.turns.delete(key)
@@ -126,7 +143,10 @@ async def delete_session(key: SessionKeyDep, services: ServicesDep) -> Response:
 
 
 @router.post(
-    "/v1/sessions/{session_id}/generate", response_class=Response, responses=generation_responses(CompletionAnswer)
+    "/v1/sessions/{session_id}/generate",
+    summary="Generate a session's next turn",
+    response_class=Response,
+    responses=generation_responses(CompletionAnswer),
 )
 async def generate(
     key: SessionKeyDep,
@@ -146,7 +166,12 @@ async def generate(
     return await send_turn(turn, is_stream=body.stream, request_id=arrival.request_id)
 
 
-@router.post("/v1/sessions/{session_id}/append", response_class=Response, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/{session_id}/append",
+    summary="Read a text without an answer",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def append(key: SessionKeyDep, body: AppendBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Reads `input` after all that the session has read, and commits it; nothing is sampled.
 
@@ -168,7 +193,12 @@ async def append(key: SessionKeyDep, body: AppendBody, services: ServicesDep, ar
     return json_response({**session_object(services, done.head), **extra})
 
 
-@router.post("/v1/sessions/{session_id}/clear", response_class=Response, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/{session_id}/clear",
+    summary="Return to a mark",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to a mark: what was appended or answered since is deleted. It is a new version itself."""
     request = RewindRequest(
@@ -182,7 +212,12 @@ async def clear(key: SessionKeyDep, body: ClearBody, services: ServicesDep, arri
     return json_response(session_object(services, head))
 
 
-@router.post("/v1/sessions/{session_id}/cancel", response_class=Response, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/{session_id}/cancel",
+    summary="Cancel a session's running turn",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
     """Stops the running turn, if there is one; `cancelled` tells. The session stays at its last commit."""
     was_cancelled = await services.turns.cancel(key)
@@ -190,7 +225,12 @@ async def cancel(key: SessionKeyDep, services: ServicesDep) -> Response:
     return json_response({**session_object(services, head), "cancelled": was_cancelled})
 
 
-@router.post("/v1/sessions/{session_id}/fork", response_class=Response, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/{session_id}/fork",
+    summary="Fork a session",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def fork(
     key: SessionKeyDep, services: ServicesDep, arrival: ArrivalDep, body: ForkBody | None = None
 ) -> Response:
@@ -228,7 +268,12 @@ async def _earlier(services: Services, copy: SessionCopy, location: LogLocation,
         )
 
 
-@router.post("/v1/sessions/{session_id}/rewind", response_class=Response, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/{session_id}/rewind",
+    summary="Rewind a session",
+    response_class=Response,
+    responses=answers(SessionAnswer),
+)
 async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """Back to the end of an earlier turn, or to any token of the log; what came after it is deleted.
 
@@ -245,7 +290,12 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
     return json_response(session_object(services, head))
 
 
-@router.get("/v1/sessions/{session_id}/export", response_class=Response, responses=FILE_RESPONSES)
+@router.get(
+    "/v1/sessions/{session_id}/export",
+    summary="Export a session as a file",
+    response_class=Response,
+    responses=FILE_RESPONSES,
+)
 async def export_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     """The session at its newest commit as one file: state, token log, metadata, checksum."""
     copy = await read_copy(services.store, key)
@@ -255,7 +305,13 @@ async def export_session(key: SessionKeyDep, services: ServicesDep) -> Response:
     return Response(raw, media_type=FILE_TYPE, headers=headers)
 
 
-@router.post("/v1/sessions/import", response_class=Response, openapi_extra=FILE_BODY, responses=answers(SessionAnswer))
+@router.post(
+    "/v1/sessions/import",
+    summary="Import a session from a file",
+    response_class=Response,
+    openapi_extra=FILE_BODY,
+    responses=answers(SessionAnswer),
+)
 async def import_file(
     request: Request,
     services: ServicesDep,

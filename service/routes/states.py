@@ -19,7 +19,12 @@ from service.web.openapi import ERROR_RESPONSES, answers
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/sessions/{session_id}/states", response_class=Response, responses=answers(StatesAnswer))
+@router.get(
+    "/v1/sessions/{session_id}/states",
+    summary="Describe a session's states",
+    response_class=Response,
+    responses=answers(StatesAnswer),
+)
 async def get_states(
     key: SessionKeyDep,
     services: ServicesDep,

@@ -20,7 +20,12 @@ MAX_NUMBER = 10**MAX_ID_DIGITS - 1  # of a frame
 router = APIRouter(route_class=JsonRoute, tags=["sessions"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/streams/{stream_id}", response_class=Response, responses=STREAM_RESPONSES)
+@router.get(
+    "/v1/streams/{stream_id}",
+    summary="Read the rest of a stream",
+    response_class=Response,
+    responses=STREAM_RESPONSES,
+)
 async def read_stream(
     stream_id: Annotated[str, Path()],
     services: ServicesDep,

@@ -19,7 +19,12 @@ from service.web.openapi import ERROR_RESPONSES, answers
 router = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=ERROR_RESPONSES)
 
 
-@router.post("/tokenize", response_class=Response, responses=answers(TokensAnswer))
+@router.post(
+    "/tokenize",
+    summary="Encode a text or a chat",
+    response_class=Response,
+    responses=answers(TokensAnswer),
+)
 async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     """The ids a prompt or a chat is read as; `count` equals `usage.prompt_tokens` of a completion on it."""
     services.check_model(body.model)
@@ -34,7 +39,12 @@ async def tokenize(body: TokenizeBody, services: ServicesDep) -> Response:
     return json_response(answer)
 
 
-@router.post("/detokenize", response_class=Response, responses=answers(TextAnswer))
+@router.post(
+    "/detokenize",
+    summary="Decode token ids",
+    response_class=Response,
+    responses=answers(TextAnswer),
+)
 async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
     """The text of ids; bytes that are not valid UTF-8 become U+FFFD, special tokens nothing."""
     services.check_model(body.model)
@@ -42,7 +52,12 @@ async def detokenize(body: DetokenizeBody, services: ServicesDep) -> Response:
     return json_response({"prompt": services.backend.tokenizer.decode(body.tokens)})
 
 
-@router.get("/tokenizer_info", response_class=Response, responses=answers(TokenizerAnswer))
+@router.get(
+    "/tokenizer_info",
+    summary="Get the tokenizer's configuration",
+    response_class=Response,
+    responses=answers(TokenizerAnswer),
+)
 async def tokenizer_info(services: ServicesDep) -> Response:
     """What the model's `tokenizer_config.json` says: for programs that build prompts with this server's tokenizer."""
     return json_response(describe(services.chat_template, services.backend.tokenizer))

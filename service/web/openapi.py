@@ -16,10 +16,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from nsm_core.hashing import identity
+from service.web.examples import EXAMPLES
 
 Responses = dict[int | str, dict[str, Any]]
 
 ASSETS_URL = "/docs/assets"
+PLAYGROUND_LINK = (
+    b'<nav style="padding: 12px 20px 0; font: 14px sans-serif; text-align: right"><a href="./">Playground</a></nav>'
+)
 # The page's own script, by its digest, the assets beside it, and nothing from any other host. Swagger UI sets styles.
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -85,7 +89,7 @@ def generation_responses(model: type[BaseModel]) -> Responses:
 
 
 class DescribedApi(FastAPI):
-    """FastAPI whose description also has the API keys that `Authenticate` checks."""
+    """FastAPI whose description also has the API keys that `Authenticate` checks, and an example of each body."""
 
     needs_key = False  # otherwise a key is optional: stock clients always send one
 
@@ -93,6 +97,9 @@ class DescribedApi(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             document["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+            for name, schema in document["components"]["schemas"].items():
+                if name in EXAMPLES:
+                    schema["examples"] = [EXAMPLES[name]]
             operations = [operation for path in document["paths"].values() for operation in path.values()]
             for operation in operations:
                 if "health" not in operation["tags"]:
@@ -101,7 +108,7 @@ class DescribedApi(FastAPI):
 
 
 def add_docs_page(app: FastAPI) -> None:
-    """Swagger UI, from the files that the fastapi-offline package carries."""
+    """Swagger UI, from the files that the fastapi-offline package carries, with a link to the playground."""
     with as_file(files("fastapi_offline") / "static") as directory:
         app.mount(ASSETS_URL, StaticFiles(directory=directory), name="docs_assets")
     app.add_api_route("/docs", docs_page, include_in_schema=False, response_class=HTMLResponse)
@@ -117,6 +124,8 @@ async def docs_page(request: Request) -> HTMLResponse:
         swagger_favicon_url=f"{ASSETS_URL}/favicon.png",
         swagger_ui_parameters={"validatorUrl": None},  # its default badge asks a public host
     )
+    if request.app.state.services.settings.playground:
+        page = HTMLResponse(bytes(page.body).replace(b"<body>", b"<body>" + PLAYGROUND_LINK, 1))
     page.headers["content-security-policy"] = CONTENT_SECURITY_POLICY.format(digest=script_digest(bytes(page.body)))
     return page
 

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from service.schemas import answers
+from service.web.examples import ANSWERS, REQUESTS
+from service.web.openapi import ErrorBody
 from tests.support.fakes import FakeBackend
-from tests.support.gateway import gateway
+from tests.support.gateway import Gateway, gateway
 from tests.support.tenants import make_key, write_keys
 
 
@@ -15,6 +21,7 @@ async def test_the_docs_page_loads_nothing_from_other_hosts() -> None:
         page = await server.client.get("/docs")
         links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
         assert links
+        assert links.pop(links.index("./")) == "./"  # the playground
         assert all(link.startswith("/docs/assets/") for link in links)
         assert "http://" not in page.text.replace("http://www.w3.org", "")
         assert "https://" not in page.text
@@ -65,6 +72,63 @@ async def test_X8_the_description_has_servers_keys_and_summaries(has_keys: bool,
             assert operation["summary"]
             wanted = [{name: []}] if has_keys else [{}, {name: []}]
             assert operation.get("security") == (None if path.startswith("/health") else wanted)
+
+
+async def test_every_operation_has_a_summary_of_its_own_and_an_example_of_each_body() -> None:
+    async with gateway(FakeBackend()) as server:
+        schema = (await server.client.get("/openapi.json")).json()
+    schemas = schema["components"]["schemas"]
+    operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
+    lacking = [
+        (path, name)
+        for path, operation in operations
+        for name in (*names_in(operation.get("requestBody", {})), *names_in(operation["responses"]["200"]))
+        if "examples" not in schemas[name]
+    ]
+    assert lacking == []  # service/web/examples.py
+    summaries = Counter(operation["summary"] for path, operation in operations if path != "/health")
+    assert [summary for summary, count in summaries.items() if count > 1 or summary.endswith(".")] == []
+
+
+def names_in(part: dict[str, Any]) -> set[str]:
+    """Of the schemas that a request body or an answer refers to."""
+    return set(re.findall(r"#/components/schemas/(\w+)", json.dumps(part.get("content", {}))))
+
+
+async def test_examples_of_answers_have_the_fields_of_their_models() -> None:
+    for name, example in ANSWERS.items():
+        model = ErrorBody if name == "ErrorBody" else getattr(answers, name)
+        model.model_validate(example)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_an_example_is_accepted(name: str) -> None:
+    async with gateway(FakeBackend()) as server:
+        schema = (await server.client.get("/openapi.json")).json()
+        ids = {"{session_id}": "harbour", "{conversation_id}": await prepared(server)}
+        found = [
+            (method, path)
+            for path, methods in schema["paths"].items()
+            for method, operation in methods.items()
+            if name in names_in(operation.get("requestBody", {}))
+        ]
+        assert found
+        for method, path in found:
+            for part, value in ids.items():
+                path = path.replace(part, value)
+            if name == "CreateSessionBody":
+                await server.client.delete("/v1/sessions/harbour")
+            response = await server.client.request(method, path, json=REQUESTS[name])
+            assert response.status_code == 200, response.text
+
+
+async def prepared(server: Gateway) -> str:
+    """The session that the examples name, with a turn of two, and a conversation's id."""
+    await server.client.post("/v1/sessions", json=REQUESTS["CreateSessionBody"])
+    for _ in range(2):
+        turn = {"input": "Hello", "max_tokens": 4}
+        assert (await server.client.post("/v1/sessions/harbour/generate", json=turn)).status_code == 200
+    return str((await server.client.post("/v1/conversations")).json()["id"])
 
 
 async def test_other_origins_may_not_read_answers() -> None:

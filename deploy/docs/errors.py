@@ -1,0 +1,112 @@
+"""Writes docs/errors.md from the tree of errors and its statuses: python -m deploy.docs.errors"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nsm_core.errors import NsmError
+from service.web.errors import INTERNAL, INVALID, RULES, Rule
+from service.web.examples import ANSWERS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "errors.md"
+RETRIED = {408, 409, 429}  # by stock clients, beside 5xx, unless the answer says otherwise
+HEAD = """# Errors
+
+Every refusal has this shape, with the status of the table below:
+
+```console
+$ curl -s localhost:8000/v1/completions -H 'content-type: application/json' -d '{{"prompt": "Hi", "temperature": 3}}'
+{refusal}
+```
+
+`message` names the field, its limit and the given value. `param` is the field at fault, or null. `code` is stable and
+meant for programs. A stream that fails after its start sends the same body as its last frame before `[DONE]`.
+
+Every answer has `x-request-id`; a client may send its own. Stock clients retry 408, 409, 429 and 5xx. Where a retry
+cannot help, the answer has `x-should-retry: false`, and the table says "no". `Retry-After` says when another try is
+worth it.
+
+`python -m deploy.docs.errors` writes this page from the server's own table, and a test compares them.
+
+## By status
+
+| status | `code` | `type` | retried | meaning |
+| --- | --- | --- | --- | --- |
+"""
+REFUSAL = json.dumps(ANSWERS["ErrorBody"], separators=(",", ":"))
+CODES = """
+## More codes
+
+Some errors name their case more closely than their kind does.
+
+| `code` | instead of |
+| --- | --- |
+"""
+# Refusals of the connection and of the routing, which have no class of their own.
+OTHERS = (
+    (405, "method_not_allowed", "The path has other methods; the message and `Allow` name them."),
+    (415, "unsupported_media_type", "The body is not JSON, not UTF-8 or encoded; the message names the header."),
+    (431, "head_too_large", "Request line and headers are above 64 KiB; the connection closes."),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    kinds = [kind_row(kind, rule) for kind, rule in sorted(RULES.items(), key=lambda one: one[1].status)]
+    kinds += [row(status, code, INVALID, "no", meaning) for status, code, meaning in OTHERS]
+    kinds.append(
+        row(INTERNAL.status, INTERNAL.code, INTERNAL.type, "yes", "A fault of the server; its log has details.")
+    )
+    codes = [f"| `{code}` | {words} |" for code, words in sorted(closer_codes().items())]
+    return "\n".join([HEAD.format(refusal=REFUSAL).rstrip(), *sorted(kinds), CODES.rstrip(), *codes]) + "\n"
+
+
+def kind_row(kind: type[NsmError], rule: Rule) -> str:
+    is_retried = rule.retry if rule.retry is not None else rule.status in RETRIED or rule.status >= 500
+    meaning = (
+        (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ").replace("`retry_after_s`", "`Retry-After`")
+    )
+    return row(rule.status, rule.code, rule.type, "yes" if is_retried else "no", meaning)
+
+
+def row(status: int, code: str | None, error_type: str, retried: str, meaning: str) -> str:
+    shown = "null, or one of [more codes](#more-codes)" if code is None else f"`{code}`"
+    named = f"`{error_type}`" if error_type else ""
+    return f"| {status} | {shown} | {named} | {retried} | {meaning} |"
+
+
+def closer_codes() -> dict[str, str]:
+    """The codes that are given where an error is raised: code -> status and code of its kind."""
+    kinds = {kind.__name__: kind for kind in RULES}
+    found: dict[str, str] = {}
+    for file in sorted((*(ROOT / "service").rglob("*.py"), *(ROOT / "nsm_core").rglob("*.py"))):
+        for name, code in raised_codes(ast.parse(file.read_text("utf-8"))):
+            if name in kinds:
+                rule = RULES[kinds[name]]
+                found[code] = f"{rule.status}" if rule.code is None else f"{rule.status} `{rule.code}`"
+    return found
+
+
+def raised_codes(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(class, code) of each call like `NotFound(..., code="model_not_found")`, and of functions that have one as a
+    parameter's default.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name):
+            names = [argument.arg for argument in node.args.args][len(node.args.args) - len(node.args.defaults) :]
+            for name, default in zip(names, node.args.defaults, strict=True):
+                if name == "code" and isinstance(default, ast.Constant):
+                    yield node.returns.id, str(default.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            for keyword in node.keywords:
+                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                    yield node.func.id, str(keyword.value.value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

@@ -1,0 +1,16 @@
+"""docs/errors.md matches the server's table of errors."""
+
+from __future__ import annotations
+
+from deploy.docs.errors import PAGE, page
+from service.web.errors import HTTP_CODES, RULES
+
+
+def test_errors_page_matches_the_table() -> None:
+    """Otherwise: python -m deploy.docs.errors"""
+    assert PAGE.read_text("utf-8") == page()
+
+
+def test_every_code_has_a_row() -> None:
+    codes = {rule.code for rule in RULES.values() if rule.code} | set(HTTP_CODES.values())
+    assert [code for code in codes if f"| `{code}` |" not in page()] == []
