@@ -12,6 +12,7 @@ import { Pane } from "./pane.js";
 import { SessionList } from "./session_list.js";
 import { renameSession, titleOf } from "./session.js";
 import { saveFile, importFile } from "./session_files.js";
+import { StateList } from "./state_list.js";
 import { bindTheme } from "./theme.js";
 
 const memory = new Memory(sessionStorage);
@@ -20,7 +21,8 @@ const api = new Api(keyring);
 const notice = new Notice("page-notice");
 const on = { changed, openBeside, rename, exportFile: (id) => saveFile(api, id), hasKey: () => keyring.key !== null };
 const panes = ["left", "right"].map((name) => new Pane(name, { api, memory, on }));
-const sessions = new SessionList(byId("session-list"), byId("search"), api, { open, openBeside, isOpen, rename, remove });
+const sessions = new SessionList(byId("session-list"), byId("search"), api, { open, openBeside, isOpen, rename, keepState, remove });
+const states = new StateList(byId("states"), api, { start: startFrom, remove: removeState });
 const choices = panes.map((pane) => button(pane.name === "left" ? "Left" : "Right", () => activate(pane)));
 const isNarrow = matchMedia("(max-width: 52rem)"); // as in style.css: one pane is shown at a time
 let active = panes[0];
@@ -76,6 +78,43 @@ async function remove(head) {
     notice.show(error);
   }
   sessions.refresh();
+}
+
+/** The session's newest state, as the next version of a name. */
+async function keepState(head) {
+  const hint = "1 to 64 letters, digits, _ and -. A name that exists gets a new version.";
+  const name = await askName("", { title: "Name of the state", hint });
+  if (name === null) return;
+  try {
+    const state = await api.json("POST", "v1/states", { name, session: { id: head.id } });
+    announce(`Kept as ${state.id}`);
+    byId("states").open = true;
+    await states.refresh();
+  } catch (error) {
+    notice.show(error);
+  }
+}
+
+/** A new session that has read what the state has read. */
+async function startFrom(state) {
+  try {
+    const head = await api.json("POST", "v1/sessions", { state: state.id, metadata: { title: state.id } });
+    await open(head.id);
+    sessions.refresh();
+  } catch (error) {
+    notice.show(error);
+  }
+}
+
+async function removeState(state) {
+  const text = "Sessions that have started from it stay. Its version is not given again.";
+  if (!(await confirm({ title: `Delete the state ${state.id}?`, text, action: "Delete" }))) return;
+  try {
+    await api.request("DELETE", `v1/states/${encodeURIComponent(state.id)}`);
+  } catch (error) {
+    notice.show(error);
+  }
+  states.refresh();
 }
 
 /** The pane that sessions are opened in, and that a narrow screen shows. */

@@ -16,8 +16,10 @@ export function confirm({ title, text, action }) {
 }
 
 /** Resolves to the new name, or to null when the person keeps the old one. */
-export function askName(name) {
+export function askName(name, { title = "Name of the session", hint = "Without a name the session goes by its id." } = {}) {
   const dialog = document.getElementById("name-dialog");
+  document.getElementById("name-title").textContent = title;
+  document.getElementById("name-hint").textContent = hint;
   const field = document.getElementById("name");
   field.value = name;
   dialog.returnValue = "";

@@ -9,7 +9,7 @@ const SEARCH_PAGE = 100; // as many as the server gives at once
 const MAX_SEARCHED = 2_000;
 
 export class SessionList {
-  /** `on`: {open(id), openBeside(id), isOpen(id), rename(head), remove(head)}; `search`: the field to search with. */
+  /** `on`: {open(id), openBeside(id), isOpen(id), rename(head), keepState(head), remove(head)}; `search`: the field to search with. */
   constructor(root, search, api, on) {
     this.api = api;
     this.on = on;
@@ -103,6 +103,7 @@ export class SessionList {
       { class: "row-tools", id: `tools-${head.id}`, hidden: !isOpen },
       button("Beside", then(() => this.on.openBeside(head.id)), { class: "quiet", "data-key": `beside ${head.id}`, "aria-label": `Open beside: ${words}` }),
       button("Rename", then(this.on.rename), { class: "quiet", "data-key": `rename ${head.id}` }),
+      button("Keep state", then(this.on.keepState), { class: "quiet", "data-key": `keep ${head.id}` }),
       button("Delete", then(this.on.remove), { class: "quiet danger", "data-key": `delete ${head.id}` }),
     );
     const more = button("⋯", () => this.toggle(head.id), {

@@ -410,3 +410,24 @@ async def test_address_with_a_text_that_is_no_id_asks_nothing_of_the_server(brow
         await expect(tab.pane().locator(".notice")).to_contain_text(f"the session '{name}' does not exist")
         await expect(tab.page).to_have_url(re.compile("/$"))
         assert not [url for url in asked if "/v1/sessions/" in url or url.endswith("/v1/")]
+
+
+async def test_a_state_is_kept_started_from_and_deleted(browser: Browser) -> None:
+    async with gateway(FakeBackend(), is_live=True) as server, playground(browser, server.url) as tab:
+        await tab.send("It was", max_tokens="4")
+        await tab.turns_end(1)
+        page = tab.page
+        await page.locator(".row-more").first.click()
+        await page.get_by_role("button", name="Keep state").click()
+        await page.locator("#name").fill("rules")
+        await page.locator("#name-form button[type=submit]").click()
+        state = page.locator('#states [data-state="rules@1"]')
+        await expect(state).to_contain_text("tokens")
+        await state.click()
+        await expect(page.locator(".session-title").first).to_have_text("rules@1")
+        newest = (await heads(server))[0]
+        assert newest["metadata"] == {"title": "rules@1"}
+        await page.get_by_role("button", name="Delete the state rules@1").click()
+        await page.locator("#confirm .yes").click()
+        await expect(state).to_have_count(0)
+        assert (await server.client.get("/v1/states")).json()["data"] == []
