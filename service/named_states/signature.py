@@ -8,14 +8,13 @@ offset  bytes  what
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from pathlib import Path
 
 from nsm_core.errors import ConfigError, InvalidRequest
 
 MAGIC = b"NSMSIGN\0"
-MAC_BYTES = hashlib.sha256().digest_size
+MAC_BYTES = 32  # of SHA-256
 MIN_KEY_BYTES = 32
 
 
