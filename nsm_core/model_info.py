@@ -13,7 +13,8 @@ class ModelInfo:
 
     `fingerprint`: hash over config, weights and tokenizer. `numerics`: device kind, dtype and kernel build, the class
     within which equal input gives equal bits. `state_bytes`: size of one state, constant for ever; `state_layout`: its
-    tensors in order (`StateSpec.layout()`), for a snapshot's header.
+    tensors in order (`StateSpec.layout()`), for a snapshot's header. `replays_exactly`: a state that is made again by
+    reading a log has the same bits, however the log was cut when it was read and sampled.
     """
 
     name: str
@@ -25,3 +26,4 @@ class ModelInfo:
     state_bytes: int
     state_layout: tuple[TensorLayout, ...]
     chat_template: str
+    replays_exactly: bool = False

@@ -38,6 +38,7 @@ from service.routes import (
     tokenize,
 )
 from service.settings import Settings, items_of, naming
+from service.state.keeper import SnapshotPolicy, StateKeeper
 from service.stores.expiry import removing_expired
 from service.stores.instrumented import instrumented, instrumented_records, traced_prefixes, traced_states
 from service.stores.prefixes.base import PrefixStore
@@ -67,6 +68,7 @@ from service.web.openapi import DescribedApi, add_docs_page
 from service.web.origin import RequireHost, RequireOwnOrigin
 
 DISTRIBUTION = "nsm-serve"
+MIB = 1024 * 1024
 PREFIX_MIN_TOKENS = 128  # reading fewer tokens again costs less than storing most states: benchmarks/prefix_border.py
 # of answers that pages of other origins may read beside the usual ones
 EXPOSED_HEADERS = (
@@ -158,6 +160,14 @@ def create_app(
             record_ttl_s=settings.turn_ttl_s,
             max_retained=settings.retained_snapshots,
             state_format=StateFormat(settings.state_dtype),
+            keeper=StateKeeper(
+                backend,
+                store,
+                collected,
+                policy=SnapshotPolicy(max_bytes=settings.state_cache_mb * MIB, limit=settings.snapshot_tokens),
+                max_retained=settings.retained_snapshots,
+                state_format=StateFormat(settings.state_dtype),
+            ),
         ),
         tenants=tenants,
         records=records,

@@ -205,6 +205,18 @@ class Settings(BaseSettings):
     retained_snapshots: Annotated[int, Shown(page="[older snapshots](sessions.md#older-snapshots)")] = Field(
         default=2, ge=0, le=8, description="Older states of each session, for rewinds and forks."
     )
+    snapshot_tokens: Annotated[
+        int | None,
+        Shown(default="as many as the server reads in 50 ms", page="[snapshots](sessions.md#when-states-are-stored)"),
+    ] = Field(
+        default=None,
+        ge=0,
+        le=2**31,
+        description="Tokens that a session may have to read again before its state is stored. 0: each turn stores it.",
+    )
+    state_cache_mb: Annotated[int, Shown(page="[snapshots](sessions.md#when-states-are-stored)")] = Field(
+        default=256, ge=0, le=2**20, description="MiB of states that wait in memory for the next turn of their session."
+    )
     state_dtype: Annotated[
         Literal["fp32", "fp16", "int8"], Shown(page="[rounded states](sessions.md#rounded-states)")
     ] = Field(default="fp32", description="Number format of stored states. States that run are always fp32.")

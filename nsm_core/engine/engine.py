@@ -73,6 +73,8 @@ class Engine:
             vocab_size=tokenizer.vocab_size, spec=model.state_spec, fingerprint=fingerprint
         )
         made = executor(model, num_rows=config.max_slots, poison=poison)
+        # With savepoints any cut of a text gives the same bits: see Executor.savepoint
+        self.replays_exactly = made.savepoint is not None
         self._scheduler = Scheduler(
             max_slots=config.max_slots,
             token_budget=config.token_budget,

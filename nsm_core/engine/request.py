@@ -177,9 +177,10 @@ class Finished:
     `text`: visible text released at the end. `stop_reason`: the stop string or stop id that matched, None for
     end-of-text. `num_dropped_tokens`: the number of last TokenEvents that are not visible because of a stop string
     or id; `tail`: the visible bytes of the first of them, if a stop string begins inside it. `cached_tokens`:
-    tokens covered by the resumed state; `prompt_tokens` includes them. `timings`: None if the engine did not report
-    them. `energy`: this request's share, empty without a meter. `shared_tokens`: prompt tokens that another request
-    has read for this one. Equality ignores the last three.
+    tokens covered by the resumed state; `prompt_tokens` includes them. `replayed_tokens`: those of a session's prompt
+    that it had read before, without a state that covers them; the engine does not know. `timings`: None if the engine
+    did not report them. `energy`: this request's share, empty without a meter. `shared_tokens`: prompt tokens that
+    another request has read for this one. Equality ignores the last three.
     """
 
     reason: FinishReason
@@ -189,6 +190,7 @@ class Finished:
     tail: bytes = b""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    replayed_tokens: int = 0
     completion_tokens: int = 0
     end_state: EndState | None = None
     error: NsmError | None = None

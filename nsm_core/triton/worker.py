@@ -58,22 +58,20 @@ class Worker:
         chosen = choose_executor(loaded, config.executor)
         self._engine_config = engine_config(config.engine, loaded)
         self._model, self._tokenizer, self._fingerprint = chosen.model, loaded.tokenizer, loaded.fingerprint
-        self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._config = config
         self._limits = CallLimits(config, loaded.tokenizer.vocab_size)
         self._stepped = threading.Event()
-        self._engine = AsyncEngine(
-            Engine(
-                chosen.model,
-                loaded.tokenizer,
-                fingerprint=loaded.fingerprint,
-                config=self._engine_config,
-                executor=chosen.factory,
-                meter=meter_of(loaded.device, core_watts=config.energy_core_watts) if config.energy else None,
-                observer=observer_of(chosen.model),
-            ),
-            after_step=self._stepped.set,
+        engine = Engine(
+            chosen.model,
+            loaded.tokenizer,
+            fingerprint=loaded.fingerprint,
+            config=self._engine_config,
+            executor=chosen.factory,
+            meter=meter_of(loaded.device, core_watts=config.energy_core_watts) if config.energy else None,
+            observer=observer_of(chosen.model),
         )
+        self._info = dataclasses.replace(loaded.info, numerics=chosen.numerics, replays_exactly=engine.replays_exactly)
+        self._engine = AsyncEngine(engine, after_step=self._stepped.set)
         self.calls = CallStats()
         self._states = StateCache(config.kept_states_mb * MIB)
         tokenizer = loaded.tokenizer

@@ -51,22 +51,20 @@ class LocalBackend:
         """
         chosen = choose_executor(loaded, executor)
         self._tokenizer = loaded.tokenizer
-        self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics)
         self._served = chosen.model
         self._max_requests = config.max_requests
-        self._engine = AsyncEngine(
-            Engine(
-                chosen.model,
-                loaded.tokenizer,
-                fingerprint=loaded.fingerprint,
-                config=config,
-                executor=chosen.factory,
-                meter=meter,
-                observer=observer_of(chosen.model),
-                probe=probe_of(chosen.model),
-            ),
-            pace=StreamPace(max_interval_s),
+        engine = Engine(
+            chosen.model,
+            loaded.tokenizer,
+            fingerprint=loaded.fingerprint,
+            config=config,
+            executor=chosen.factory,
+            meter=meter,
+            observer=observer_of(chosen.model),
+            probe=probe_of(chosen.model),
         )
+        self._model = dataclasses.replace(loaded.info, numerics=chosen.numerics, replays_exactly=engine.replays_exactly)
+        self._engine = AsyncEngine(engine, pace=StreamPace(max_interval_s))
         self._meter = meter
         self._inspecting = asyncio.Lock()
 

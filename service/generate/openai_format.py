@@ -51,12 +51,14 @@ def usage(ends: Sequence[Finished], *, choices_per_prompt: int = 1, has_energy: 
     firsts = ends[::choices_per_prompt]
     prompt_tokens = sum(end.prompt_tokens for end in firsts)
     completion_tokens = sum(end.completion_tokens for end in ends)
-    cached_tokens = sum(end.cached_tokens for end in firsts)
+    details = {"cached_tokens": sum(end.cached_tokens for end in firsts)}
+    if replayed_tokens := sum(end.replayed_tokens for end in firsts):
+        details["replayed_tokens"] = replayed_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": details,
         **({"energy": energy_of(ends)} if has_energy else {}),
     }
 

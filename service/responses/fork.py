@@ -57,6 +57,7 @@ async def fork_at(scope: TenantScope, position: LogPosition, *, deadline: float)
         ttl_s=copy.head.ttl_s,
         forked_from=f"{position.session_id}@{copy.head.position}",
     )
+    scope.services.turns.keeper.copied(copy.head, head)
     return LogPosition(session_id=head.session_id, version=head.version, num_log_tokens=head.num_log_tokens)
 
 

@@ -93,11 +93,16 @@ def cancelled_response(opened: Response) -> Response:
 
 
 def usage(finished: Finished, *, has_energy: bool = False) -> dict[str, Any]:
-    """`input_tokens`: all that the answer stands on; `cached_tokens`: those that a stored state covered."""
+    """`input_tokens`: all that the answer stands on; `cached_tokens`: those that a state covered; `replayed_tokens`, if
+    there are some: those that the chain had read before, and that were read again.
+    """
+    details = {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0}
+    if finished.replayed_tokens:
+        details["replayed_tokens"] = finished.replayed_tokens
     return {
         **({"energy": energy_of([finished])} if has_energy else {}),
         "input_tokens": finished.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": details,
         "output_tokens": finished.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,

@@ -9,7 +9,7 @@ from nsm_core.engine.request import GenerationRequest
 from service.generate.choices import RequestGroup
 from service.responses.chain import LogPosition, TurnPlan
 from service.responses.opening import Opening
-from service.state.resume import ResumedSession, resume
+from service.state.resume import ResumedSession, resume, resume_known
 
 
 async def open_unstored(opening: Opening, plan: TurnPlan, *, response_id: str, is_stream: bool) -> RequestGroup:
@@ -47,8 +47,13 @@ async def _request(opening: Opening, plan: TurnPlan, response_id: str) -> Genera
 
 async def _start(opening: Opening, position: LogPosition) -> ResumedSession | None:
     """The state at `position`; None when the session has none that can be used, and its log is to be read."""
-    stored = await opening.scope.services.store.load(opening.scope.session_key(position.session_id))
-    backend = opening.scope.services.backend
+    services, key = opening.scope.services, opening.scope.session_key(position.session_id)
+    backend, hot = services.backend, services.turns.keeper.find(key)
+    if hot is not None:
+        head = await services.store.get(key)
+        if hot.known == (head.created_at, head.version) and head.version == position.version:
+            return resume_known(head, hot.snapshot, model=backend.model, tokenizer=backend.tokenizer)
+    stored = await services.store.load(key)
     found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
     is_there = isinstance(found, ResumedSession) and stored.head.version == position.version
     return found if is_there and isinstance(found, ResumedSession) else None

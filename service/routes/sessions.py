@@ -31,6 +31,7 @@ from service.schemas.sessions import (
     UpdateSessionBody,
     new_session_id,
 )
+from service.state.at_head import copy_with_head_state
 from service.state.copies import SessionCopy, create_copy, read_copy
 from service.state.earlier import copy_at
 from service.state.log_location import LogLocation
@@ -250,6 +251,7 @@ async def fork(
         ttl_s=body.ttl_s_over(copy.head.ttl_s),
         forked_from=f"{key.session_id}@{copy.head.position}",
     )
+    services.turns.keeper.copied(copy.head, head)
     return json_response(session_object(services, head))
 
 
@@ -296,9 +298,16 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
     response_class=Response,
     responses=FILE_RESPONSES,
 )
-async def export_session(key: SessionKeyDep, services: ServicesDep) -> Response:
+async def export_session(key: SessionKeyDep, services: ServicesDep, arrival: ArrivalDep) -> Response:
     """The session at its newest commit as one file: state, token log, metadata, checksum."""
     copy = await read_copy(services.store, key)
+    with services.tenants.enter(key.tenant):  # it may have to read a part of the log
+        copy = await copy_with_head_state(
+            services.backend,
+            services.turns.keeper,
+            copy,
+            deadline=arrival.time + services.settings.request_timeout_s,
+        )
     fingerprint = services.backend.tokenizer.fingerprint
     raw = await asyncio.to_thread(write_file, copy, tokenizer_fingerprint=fingerprint)
     headers = {"content-disposition": f'attachment; filename="{key.session_id}.nsm-session"'}

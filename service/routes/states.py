@@ -46,6 +46,7 @@ async def get_states(
         await describe_states(
             services.backend,
             services.store,
+            services.turns.keeper,
             key,
             detail=detail,
             layer=layer,

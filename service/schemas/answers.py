@@ -21,9 +21,10 @@ class EnergyAnswer(BaseModel):
 
 
 class PromptTokens(BaseModel):
-    """Tokens of the prompt that a stored state covered."""
+    """Tokens of the prompt that a state covered and those of a session that were read again, absent where none were."""
 
     cached_tokens: int
+    replayed_tokens: int | None = None
 
 
 class UsageAnswer(BaseModel):

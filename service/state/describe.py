@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any, Protocol
 
-from nsm_core.errors import SnapshotCorrupt, StateMismatch
+from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
 from nsm_core.model_info import ModelInfo
 from nsm_core.state.report import Detail, StateReport
 from nsm_core.tokenizer import Tokenizer
 from service.backends.base import InferenceBackend
+from service.state.at_head import with_head_state
+from service.state.keeper import StateKeeper
 from service.state.rebuild import LostState
 from service.state.recent_text import recent_text
 from service.state.resume import ResumedSession, resume
@@ -34,6 +37,7 @@ class StateSource(Protocol):
 async def describe_states(
     backend: InferenceBackend,
     store: SessionStore,
+    keeper: StateKeeper,
     key: SessionKey,
     *,
     detail: Detail = Detail.LAYER,
@@ -45,15 +49,18 @@ async def describe_states(
     """The answer as JSON values. A session without a state shows the learned start, at position 0.
 
     `num_recent`: so many of its last tokens are read again, in at most `timeout_s`, to report their routing, with
-    `has_tokens` of each token too. Otherwise no step of the model is made.
+    `has_tokens` of each token too. Otherwise no step of the model is made, unless the
+    newest state is neither here nor stored.
 
     Raises NotFound, InvalidRequest, SnapshotCorrupt, or StateMismatch for another model's state.
     """
-    stored = await store.load(key)
+    deadline = time.monotonic() + timeout_s
+    loaded = await store.load(key)
+    stored = await with_head_state(backend, keeper, loaded, deadline=deadline)
     answer = await describe_stored(backend, stored, detail=detail, layer=layer)
     if num_recent:
         answer["recent"] = await _recent(
-            backend, store, stored.head, num_recent, has_tokens=has_tokens, timeout_s=timeout_s
+            backend, store, loaded.head, num_recent, has_tokens=has_tokens, timeout_s=timeout_s
         )
     return answer
 
@@ -61,15 +68,20 @@ async def describe_states(
 async def describe_stored(
     source: StateSource, stored: StoredSession, *, detail: Detail, layer: int | None
 ) -> dict[str, Any]:
-    """The same of a loaded session, without `recent`. Raises as `describe_states` does, but for NotFound."""
+    """The same of a loaded session's newest stored state, without `recent`. Raises as `describe_states` does, but for
+    NotFound; InvalidRequest also for a session that has a log and no stored state.
+    """
     found = resume(stored, model=source.model, tokenizer=source.tokenizer)
-    snapshot = _usable(found, stored.head.session_id).snapshot
+    start = _usable(found, stored.head.session_id)
+    if start.is_cold:
+        raise InvalidRequest(f"no state of session {stored.head.session_id!r} is stored; a running server can make it")
+    snapshot = start.snapshot
     raw = None if snapshot is None else snapshot.state
     report = await source.inspect_state(raw, detail=detail, layer=layer)
     return {
         "object": "session.states",
         "session_id": stored.head.session_id,
-        "version": stored.head.version,
+        "version": 0 if snapshot is None else snapshot.header.version,
         "model_fingerprint": source.model.fingerprint,
         "numerics": source.model.numerics if snapshot is None else snapshot.header.numerics,
         "dtype": None if snapshot is None else snapshot.header.stored_dtype,

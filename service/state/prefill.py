@@ -26,9 +26,23 @@ async def read_again(
     `resume`: a state after some of them, fewer than all, so that only the rest is read. `on_start` gets what may be
     cancelled. Raises what `InferenceBackend.submit` raises; being cancelled ends it.
     """
+    rest = ids if resume is None else ids[resume.position :]
+    return await read_on(backend, rest, request_id=request_id, deadline=deadline, on_start=on_start, resume=resume)
+
+
+async def read_on(
+    backend: InferenceBackend,
+    ids: tuple[int, ...],
+    *,
+    request_id: str,
+    deadline: float,
+    on_start: Callable[[Generation], None] = lambda generation: None,
+    resume: Resume | None,
+) -> Finished:
+    """The same of `ids` that follow the state of `resume`."""
     request = GenerationRequest(
         request_id=request_id,
-        prompt_ids=ids if resume is None else ids[resume.position :],
+        prompt_ids=ids,
         sampling=_SAMPLE_ONE,
         resume=resume,
         keep_state=True,

@@ -107,6 +107,11 @@ class ResumedSession:
         return self.tail.ids if self.replay is None else self.replay.log_ids
 
     @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """Tokens of the log after the snapshot that the session has read."""
+        return self._known_ids[: -1 if self.pending_id is not None else None]
+
+    @property
     def other_numerics(self) -> str | None:
         """The numerics class of the newest version, if not the one that runs: bits may differ from an unbroken run."""
         numerics = self.head.numerics or (self.snapshot.header.numerics if self.snapshot else "")
@@ -125,10 +130,10 @@ class ResumedSession:
             request_id=turn.request_id,
             prompt_ids=self._prompt_ids(turn),
             sampling=self._sampling(turn),
-            resume=self._resume(),
+            resume=self.resume_state(),
             keep_state=True,
             deadline=turn.deadline,
-            generated_counts=self._generated_counts if self.snapshot is None else {},
+            generated_counts=self.generated_counts if self.snapshot is None else {},
             include_routing=turn.include_routing,
             owner=turn.key.tenant,
         )
@@ -143,13 +148,13 @@ class ResumedSession:
         return (*self._known_ids, *turn.input_ids)
 
     def _sampling(self, turn: TurnRequest) -> SamplingParams:
-        seed = self._seed
+        seed = self.seed
         if seed is None or turn.has_own_seed:
             return turn.sampling
         return dataclasses.replace(turn.sampling, seed=seed)
 
     @property
-    def _seed(self) -> int | None:
+    def seed(self) -> int | None:
         """The newest one; None for a session that has none."""
         if self.replay is not None:
             return self.replay.seed
@@ -157,7 +162,7 @@ class ResumedSession:
         return next(in_tail, None if self.snapshot is None else self.snapshot.header.sampler.seed)
 
     @property
-    def _generated_counts(self) -> Mapping[int, int]:
+    def generated_counts(self) -> Mapping[int, int]:
         """How often the session sampled each token."""
         if self.replay is not None:
             return self.replay.generated_counts
@@ -168,7 +173,8 @@ class ResumedSession:
         counts.update(sampled_counts(self.tail.ids, self.tail.marks, start=self.position))
         return dict(counts)
 
-    def _resume(self) -> Resume | None:
+    def resume_state(self) -> Resume | None:
+        """Where the engine starts; None: at the start of a text."""
         if self.snapshot is None:
             return None
         header = self.snapshot.header
@@ -176,7 +182,7 @@ class ResumedSession:
             state=self.snapshot.state,
             position=header.position,
             fingerprint=header.model_fingerprint,
-            generated_counts=self._generated_counts,
+            generated_counts=self.generated_counts,
         )
 
     def new_log_ids(self, end: EndState) -> tuple[int, ...]:
@@ -218,12 +224,10 @@ class ResumedSession:
         return Snapshot(header, end.state)
 
 
-def resume_known(
-    stored: StoredSession, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer
-) -> ResumedSession:
+def resume_known(head: SessionHead, snapshot: Snapshot, *, model: ModelInfo, tokenizer: Tokenizer) -> ResumedSession:
     """The session at its head, whose state `snapshot` the caller has kept since it was computed here."""
     return ResumedSession(
-        head=stored.head,
+        head=head,
         snapshot=snapshot,
         model=model,
         tokenizer=tokenizer,

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from nsm_core.engine.request import GenerationRequest
 from nsm_core.errors import NotFound, NsmError, SnapshotCorrupt, StateMismatch, VersionConflict
 from service.backends.base import InferenceBackend
+from service.state.keeper import StateKeeper
 from service.state.rebuild import LostState, read_replay
-from service.state.resume import ResumedSession, TurnRequest, require_version, resume, version_conflict
+from service.state.resume import ResumedSession, TurnRequest, require_version, resume, resume_known, version_conflict
 from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.codec import naming
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.turn_records import TurnRecord, TurnStart
 from service.telemetry.metrics.metrics import Metrics
+from service.telemetry.metrics.sessions import Source
 from service.tenants.tenants import Tenants
 from service.turns.codec import StoredToken, decode_request, decode_tokens, encode_request
 from service.turns.detokenize import EventReplayer
@@ -37,6 +39,7 @@ class TurnAdmission:
 
     backend: InferenceBackend
     store: SessionStore
+    keeper: StateKeeper
     leases: Leases
     metrics: Metrics
     tenants: Tenants
@@ -48,7 +51,7 @@ class TurnAdmission:
         """Raises SessionBusy, NotFound or StoreUnavailable."""
         started = time.monotonic()
         with _count_failures(self.metrics):
-            held = await self.leases.take(key, on_lost=turn.stop)
+            held = await self.leases.take(key, on_lost=turn.stop, hot=self.keeper.find(key))
         self.metrics.sessions.state_fetched(time.monotonic() - started)
         return held
 
@@ -129,6 +132,7 @@ class TurnAdmission:
             earlier=earlier,
             num_chunks=num_chunks,
             metrics=self.metrics,
+            keeper=self.keeper,
             record_ttl_s=self.record_ttl_s,
             clock=self.clock,
         )
@@ -137,11 +141,16 @@ class TurnAdmission:
         with _count_failures(self.metrics):
             require_version(held.stored.head, request.expected_version)
             model, tokenizer = self.backend.model, self.backend.tokenizer
-            # in a thread, as at the commit: megabytes and long counts would hold up every other stream
-            found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
-            start = found if isinstance(found, ResumedSession) else await self._replay(held.stored.head, found)
+            if held.hot is not None:
+                start = resume_known(held.stored.head, held.hot, model=model, tokenizer=tokenizer)
+            else:
+                # in a thread, as at the commit: megabytes and long counts would hold up every other stream
+                found = await asyncio.to_thread(resume, held.stored, model=model, tokenizer=tokenizer)
+                start = found if isinstance(found, ResumedSession) else await self._replay(held.stored.head, found)
         if start.head.num_log_tokens:
             self.metrics.sessions.resumed(start.rebuilt or "hit")
+            source: Source = "memory" if held.hot is not None else "log" if start.num_replayed else "store"
+            self.metrics.sessions.turn_resumed(source, num_replayed=start.num_replayed)
         return start
 
     async def _replay(self, head: SessionHead, lost: LostState) -> ResumedSession:

@@ -121,6 +121,7 @@ def encode_result(result: TurnResult) -> bytes:
         "reason": finished.reason.value,
         "prompt_tokens": finished.prompt_tokens,
         "cached_tokens": finished.cached_tokens,
+        "replayed_tokens": finished.replayed_tokens,
         "completion_tokens": finished.completion_tokens,
         "commit_point": None if result.commit_point is None else dataclasses.asdict(result.commit_point),
         "rebuilt": result.rebuilt,
@@ -136,6 +137,7 @@ def decode_result(raw: bytes) -> TurnResult:
     with decoding("the stored result of a turn"):
         fields = json.loads(raw)
         counts = {name: fields[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+        counts["replayed_tokens"] = fields.get("replayed_tokens", 0)  # records of earlier versions have none
         energy = tuple(EnergyUse(**use) for use in fields["energy"])
         return TurnResult(
             sampling=_sampling_of(fields["sampling"]),

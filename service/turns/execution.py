@@ -13,6 +13,7 @@ from typing import Any, Literal
 from nsm_core.engine.request import EndState, Finished, FinishReason, GenerationRequest, TokenEvent, joules_of
 from nsm_core.errors import LeaseLost, NsmError, TurnCancelled, VersionConflict
 from service.backends.base import Generation
+from service.state.keeper import StateKeeper
 from service.state.resume import ResumedSession
 from service.stores.sessions.base import Commit, SessionHead
 from service.stores.sessions.turn_records import REPEATABLE, EndedTurn
@@ -23,6 +24,8 @@ from service.turns.token_writer import TokenWriter
 from service.turns.turn import HandedOver, TakenOver, Turn, TurnOutcome
 
 logger = logging.getLogger("nsm.turns")
+
+MAX_INLINE_TOKENS = 512  # of a result that is encoded on the event loop: a thread would take longer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class TurnExecution:
     earlier: Sequence[StoredToken]
     num_chunks: int
     metrics: Metrics
+    keeper: StateKeeper
     record_ttl_s: float
     clock: Callable[[], float]
 
@@ -96,7 +100,7 @@ class TurnExecution:
                     log.put(map(stored_token, tokens))
                     self.turn.put(tokens)
                 if isinstance(batch[-1], Finished):
-                    return batch[-1]
+                    return dataclasses.replace(batch[-1], replayed_tokens=self.start.num_replayed)
         except BaseException:
             self.generation.cancel()
             raise
@@ -125,17 +129,21 @@ class TurnExecution:
             num_log_tokens=start.head.num_log_tokens + len(new_ids),
         )
 
-        def encode() -> tuple[bytes, EndedTurn]:
-            snapshot = start.next_snapshot(
-                end,
-                seed=seed,
-                created_at=self.clock(),
-                state_format=self.held.state_format,
-                joules=joules_of((finished,)),
-            )
-            return snapshot.encode(), self._ended(finished, tokens, commit_point=commit_point)
+        snapshot = start.next_snapshot(
+            end,
+            seed=seed,
+            created_at=self.clock(),
+            state_format=self.held.state_format,
+            joules=joules_of((finished,)),
+        )
+        has_snapshot = self.keeper.is_due_with(start)
 
-        raw, ended = await asyncio.to_thread(encode)
+        def encode() -> tuple[bytes | None, EndedTurn]:
+            ended = self._ended(finished, tokens, commit_point=commit_point)
+            return snapshot.encode() if has_snapshot else None, ended
+
+        is_small = not has_snapshot and self.request.sampling.logprobs is None and len(tokens) <= MAX_INLINE_TOKENS
+        raw, ended = encode() if is_small else await asyncio.to_thread(encode)
         try:
             commit = Commit(
                 expected_version=start.head.version,
@@ -154,7 +162,8 @@ class TurnExecution:
         except VersionConflict:
             self.metrics.sessions.commit_conflict()
             raise
-        self.metrics.sessions.state_committed(time.monotonic() - started, num_bytes=len(raw))
+        self.metrics.sessions.turn_committed(time.monotonic() - started, num_bytes=len(raw or b""))
+        self.keeper.committed(head, snapshot, num_replayed=start.num_replayed, finished=finished)
         return head
 
     def _session_joules(self, finished: Finished) -> float:

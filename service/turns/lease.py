@@ -13,6 +13,8 @@ from typing import Literal, TypeVar
 
 from nsm_core.errors import LeaseLost, NsmError, SessionBusy
 from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
+from service.state.hot_states import HotState
 from service.stores.sessions.base import Commit, Lease, LeasedSession, Rewind, SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.retention import NO_RETENTION, Retention, plan_retention
@@ -30,7 +32,8 @@ NO_CHUNKS = 2**31 - 1  # the record without its chunks
 class HeldLease:
     """A lease that is renewed until `commit`, `rewind` or `give_back`. Made by `Leases.take`.
 
-    `state_format`: how the state that is committed under it is to be stored.
+    `state_format`: how the state that is committed under it is to be stored. `hot`: the state of the head that the
+    caller had, None where it had none or an older one.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class HeldLease:
         max_retained: int,
         state_format: StateFormat,
         on_lost: Callable[[NsmError], None],
+        hot: Snapshot | None = None,
     ) -> None:
         self.stored = leased.stored
+        self.hot = hot if leased.is_known else None
         self.retained = leased.retained
         self.state_format = state_format
         self._max_retained = max_retained
@@ -171,10 +176,16 @@ class Leases:
         self._metrics = metrics
         self._process = uuid.uuid4().hex
 
-    async def take(self, key: SessionKey, *, on_lost: Callable[[NsmError], None]) -> HeldLease:
-        """Raises the errors of `SessionStore.acquire`. `on_lost` is called once, when a renewal finds it gone."""
+    async def take(
+        self, key: SessionKey, *, on_lost: Callable[[NsmError], None], hot: HotState | None = None
+    ) -> HeldLease:
+        """Raises the errors of `SessionStore.acquire`. `on_lost` is called once, when a renewal finds it gone.
+
+        `hot`: the session's state that this process has.
+        """
         holder = f"{self._process}/{uuid.uuid4().hex}"
-        acquiring = asyncio.ensure_future(self._store.acquire(key, holder=holder, lease_s=self._lease_s))
+        known = None if hot is None else hot.known
+        acquiring = asyncio.ensure_future(self._store.acquire(key, holder=holder, lease_s=self._lease_s, known=known))
         started = time.monotonic()
         try:
             leased = await asyncio.shield(acquiring)
@@ -194,4 +205,5 @@ class Leases:
             max_retained=self._max_retained,
             state_format=self._state_format,
             on_lost=on_lost,
+            hot=None if hot is None else hot.snapshot,
         )

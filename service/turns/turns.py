@@ -19,6 +19,7 @@ from nsm_core.errors import KeyReused, NotFound, SessionBusy, TurnCancelled
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.lifecycle.lifecycle import Lifecycle
+from service.state.keeper import StateKeeper
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.errors import session_busy
@@ -50,10 +51,13 @@ class TurnRegistry:
         max_records: int = 16,
         max_retained: int = 0,
         state_format: StateFormat = StateFormat.FP32,
+        keeper: StateKeeper | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`keeper`: None for one that stores each turn's state and keeps none."""
         self._backend = backend
         self._store = store
+        self.keeper = keeper or StateKeeper(backend, store, metrics, state_format=state_format)
         self._leases = Leases(
             store, lease_s=lease_s, metrics=metrics, max_retained=max_retained, state_format=state_format
         )
@@ -64,6 +68,7 @@ class TurnRegistry:
         self._opening = TurnAdmission(
             backend=backend,
             store=store,
+            keeper=self.keeper,
             leases=self._leases,
             metrics=metrics,
             tenants=tenants,
@@ -223,6 +228,8 @@ class TurnRegistry:
                 try:
                     if held is not None:
                         turn.has_written = held.has_written
+                        if held.has_written:
+                            self.keeper.forget(key)
                         await held.give_back()
                 finally:
                     self._release(key)
@@ -262,6 +269,7 @@ class TurnRegistry:
         self._reserve(key)
         try:
             await self._store.delete(key)
+            self.keeper.forget(key)
         finally:
             self._release(key)
 
@@ -276,6 +284,7 @@ class TurnRegistry:
             await asyncio.wait(waits)
         if self._tasks:
             await asyncio.wait(self._tasks)
+        await self.keeper.drain()
 
     def stop_following(self) -> None:
         """Readers of another process's turn get an error that this server stops."""

@@ -59,7 +59,7 @@ class FakeBackend:
 
     `hold=True`: every token waits for a permit, given by `release`; `held` is set while a request waits for one.
     `fail_after=n`: requests end with `error` after n tokens. `refusal`: `submit` raises it; `is_full`: there
-    is no room. Seeds change nothing.
+    is no room. Seeds change nothing. `replays_exactly`: what its model says of itself; it is true in any case.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class FakeBackend:
         hold: bool = False,
         fail_after: int | None = None,
         error: NsmError | None = None,
+        replays_exactly: bool = False,
     ) -> None:
         self.tokenizer = tokenizer or tiny_tokenizer()
         self.model = ModelInfo(
@@ -83,6 +84,7 @@ class FakeBackend:
             state_bytes=STATE_BYTES,
             state_layout=STATE_LAYOUT,
             chat_template="plain-v1",
+            replays_exactly=replays_exactly,
         )
         self.script_ids: tuple[int, ...] = (*self.tokenizer.encode(script), self.tokenizer.end_of_text_id)
         self.max_requests = 272

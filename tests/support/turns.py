@@ -12,6 +12,7 @@ from nsm_core.engine.request import TokenEvent
 from nsm_core.sampling.params import SamplingParams
 from nsm_core.state.snapshot import Snapshot
 from service.lifecycle.lifecycle import Lifecycle
+from service.state.keeper import SnapshotPolicy, StateKeeper
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import Commit, Lease, NewSession, SessionHead
 from service.stores.sessions.key import SessionKey
@@ -49,9 +50,12 @@ class FaultyStore(SqliteSessionStore):
 class TurnHarness:
     """A store with one empty session, a fake backend and the turns over both."""
 
-    def __init__(self, backend: FakeBackend, *, detached_s: float = 60.0) -> None:
+    def __init__(self, backend: FakeBackend, *, detached_s: float = 60.0, policy: SnapshotPolicy | None = None) -> None:
+        """`policy`: None for a snapshot with each turn, and no states in memory."""
         self.backend = backend
         self.store = FaultyStore()
+        self.policy = policy
+        self.now_s = 0.0  # of the states in memory
         self.metrics = Metrics(backend)
         self.lifecycle = Lifecycle()
         self.turns = self.make_turns(backend, detached_s=detached_s)
@@ -65,6 +69,7 @@ class TurnHarness:
             detached_s=detached_s,
             lease_s=lease_s,
             tenants=Tenants(None, self.store, self.metrics),
+            keeper=StateKeeper(backend, self.store, self.metrics, policy=self.policy, clock=lambda: self.now_s),
             clock=lambda: 5.0,
         )
 

@@ -16,6 +16,10 @@ DamagedPart = Literal["files", "lost_writes", "log", "snapshot"]
 # hit: used as stored; missing, corrupt, fingerprint_mismatch: made again from the log; miss: no such session, or a log
 # that is damaged as well; refused: not this session's state, or of a model with another tokenizer
 Outcome = Literal["hit", "missing", "corrupt", "fingerprint_mismatch", "miss", "refused"]
+# memory: it was in this process; store: a snapshot of the head; log: tokens had to be read again
+Source = Literal["memory", "store", "log"]
+# committed: with its turn; stored: after it; outdated: the session had moved on; dropped: too many at once; failed
+SnapshotEnd = Literal["committed", "stored", "outdated", "dropped", "failed"]
 
 
 class SessionMetrics:
@@ -32,6 +36,25 @@ class SessionMetrics:
         )
         for outcome in get_args(Outcome):  # from the start: an alert sees a counter rise, not that it comes to be
             self._resume.labels(outcome)
+        self._state_source = Counter(
+            "nsm_state_source_total", "Turns of sessions by where their state came from.", ["source"],
+            registry=registry,
+        )  # fmt: skip
+        for source in get_args(Source):
+            self._state_source.labels(source)
+        self._replayed = Counter(
+            "nsm_replayed_tokens_total", "Tokens of logs that turns read again.", registry=registry
+        )
+        self._snapshots = Counter(
+            "nsm_snapshots_total", "States of sessions on their way to the store, by outcome.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        for end in get_args(SnapshotEnd):
+            self._snapshots.labels(end)
+        self._held_bytes = Gauge(
+            "nsm_state_cache_bytes", "States of sessions that wait in memory for their next turn.", registry=registry,
+            multiprocess_mode="livesum",
+        )  # fmt: skip
         self._state_fetch = Histogram(
             "nsm_state_fetch_seconds", "Reading a session from the store.", buckets=SECONDS, registry=registry
         )
@@ -104,9 +127,24 @@ class SessionMetrics:
     def state_fetched(self, seconds: float) -> None:
         self._state_fetch.observe(seconds)
 
-    def state_committed(self, seconds: float, *, num_bytes: int) -> None:
+    def turn_resumed(self, source: Source, *, num_replayed: int) -> None:
+        """The start of a turn on a session that has a log; `num_replayed`: tokens that it reads again."""
+        self._state_source.labels(source).inc()
+        self._replayed.inc(num_replayed)
+
+    def turn_committed(self, seconds: float, *, num_bytes: int) -> None:
+        """`num_bytes`: of the snapshot, 0 for none."""
         self._state_commit.observe(seconds)
-        self._state_bytes.observe(num_bytes)
+        if num_bytes:
+            self._state_bytes.observe(num_bytes)
+            self.snapshot_ended("committed")
+
+    def snapshot_ended(self, outcome: SnapshotEnd) -> None:
+        self._snapshots.labels(outcome).inc()
+
+    def states_held(self, num_bytes: int) -> None:
+        """Bytes of states in memory now."""
+        self._held_bytes.set(num_bytes)
 
     def commit_conflict(self) -> None:
         self._commit_conflict.inc()

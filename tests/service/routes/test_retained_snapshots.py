@@ -186,7 +186,7 @@ async def test_a_response_that_is_continued_twice_forks_from_the_nearest() -> No
 async def test_an_engine_goes_on_from_a_kept_state_as_from_the_whole_log(make_backend: MakeBackend) -> None:
     texts = []
     for num_retained in (0, 4):
-        async with gateway(make_backend(), retained_snapshots=num_retained) as server:
+        async with gateway(make_backend(), retained_snapshots=num_retained, snapshot_tokens=0) as server:
             await long_turns(server, 3)
             assert len(await retained_in(server)) == min(num_retained, 2)
             ok(await rewind(server, to_position=700))

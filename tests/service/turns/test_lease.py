@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nsm_core.errors import LeaseLost, NotFound, NsmError, SessionBusy, StoreUnavailable
-from service.stores.sessions.base import Commit, Lease, LeasedSession, NewSession
+from service.stores.sessions.base import Commit, KnownVersion, Lease, LeasedSession, NewSession
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.telemetry.metrics.metrics import Metrics
@@ -35,8 +35,10 @@ class Store(SqliteSessionStore):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def acquire(self, key: SessionKey, *, holder: str, lease_s: float) -> LeasedSession:
-        leased = await super().acquire(key, holder=holder, lease_s=lease_s)
+    async def acquire(
+        self, key: SessionKey, *, holder: str, lease_s: float, known: KnownVersion | None = None
+    ) -> LeasedSession:
+        leased = await super().acquire(key, holder=holder, lease_s=lease_s, known=known)
         self.is_acquired.set()
         await self.may_answer.wait()
         return leased

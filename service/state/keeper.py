@@ -1,0 +1,183 @@
+"""Where the states of sessions are between turns, and when they become snapshots in the store.
+
+A turn commits its tokens. Its state stays here, and the next turn of this process takes it if it is still the head's.
+Any other process starts from the newest stored snapshot and reads the log from there. So a snapshot is stored when that
+would take long, and the session is likely to need it: it has been idle for a while, its turns come from other
+processes, its state must leave, or the server stops. A session that is never idle gets one after many tokens.
+
+A state is stored with each turn where the model's executor does not give a log that is read again the bits that it had
+when it was sampled, and where states are rounded when they are stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable
+
+from nsm_core.engine.request import Finished
+from nsm_core.state.quantize import StateFormat
+from nsm_core.state.snapshot import Snapshot
+from service.backends.base import InferenceBackend
+from service.state.hot_states import HotState, HotStates
+from service.state.reading_speed import ReadingSpeed
+from service.state.resume import ResumedSession
+from service.state.snapshot_writer import PendingSnapshot, SnapshotWriter
+from service.stores.sessions.base import SessionHead, SessionStore
+from service.stores.sessions.key import SessionKey
+from service.telemetry.metrics.metrics import Metrics
+
+IDLE_S = 60.0  # after the last turn of a session: many people answer sooner
+BUSY_FACTOR = 64  # of the limit: tokens after which a session that is never idle gets a snapshot
+REPLAY_S = 0.05  # the time to read again that the limit stands for
+FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
+MIN_LIMIT = 16
+DRAIN_S = 10.0
+SWEEP_S = 1.0  # at least between two searches for idle sessions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPolicy:
+    """`max_bytes`: of states in memory. `limit`: tokens to read again that are worth a snapshot; 0: each turn stores
+    its state; None: as many as are read in REPLAY_S. `idle_s`: see IDLE_S.
+    """
+
+    max_bytes: int = 0
+    limit: int | None = 0
+    idle_s: float = IDLE_S
+
+
+class StateKeeper:
+    """Lives on the event loop of one application."""
+
+    def __init__(
+        self,
+        backend: InferenceBackend,
+        store: SessionStore,
+        metrics: Metrics,
+        *,
+        policy: SnapshotPolicy | None = None,
+        max_retained: int = 0,
+        state_format: StateFormat = StateFormat.FP32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self._policy = policy or SnapshotPolicy()
+        self.state_format = state_format
+        self._clock = clock
+        self._states = HotStates(self._policy.max_bytes)
+        self._writer = SnapshotWriter(store, metrics, max_retained=max_retained, on_end=self._written)
+        self._speed = ReadingSpeed(FIRST_TOKENS_PER_S)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def limit(self) -> int:
+        """Tokens to read again that are worth a snapshot."""
+        if self._policy.limit is not None:
+            return self._policy.limit
+        return max(MIN_LIMIT, round(REPLAY_S * self._speed.tokens_per_s))
+
+    @property
+    def is_always(self) -> bool:
+        """Whether each turn stores its state."""
+        is_exact = self._backend.model.replays_exactly and self.state_format is StateFormat.FP32
+        return not is_exact or self._policy.limit == 0
+
+    def find(self, key: SessionKey) -> HotState | None:
+        """The session's state, if it is here; whoever uses it compares its version with the head's."""
+        return self._states.get(key)
+
+    def is_due_with(self, start: ResumedSession) -> bool:
+        """Whether the turn that began so must commit its state."""
+        return self.is_always or start.rebuilt is not None or start.other_numerics is not None
+
+    def committed(self, head: SessionHead, snapshot: Snapshot, *, num_replayed: int, finished: Finished) -> None:
+        """A turn ended here in `snapshot`; `num_replayed`: tokens that it had to read again."""
+        self._speed.observe(finished)
+        if self.state_format is not StateFormat.FP32:
+            return  # the next turn must start from the rounded state
+        hot = HotState(head, snapshot, self._clock())
+        self._put(hot)
+        # Tokens were read again: the session's turns come from several processes
+        is_moving = num_replayed > 0 and hot.num_unsaved > self.limit
+        if is_moving or hot.num_unsaved > BUSY_FACTOR * self.limit:
+            self._write(hot)
+        elif self._is_due(hot):
+            self._wake_in(self._policy.idle_s)
+
+    def copied(self, source: SessionHead, target: SessionHead) -> None:
+        """`target` was made as a copy of `source`: it has the same state, if that one is here."""
+        hot = self._states.get(source.key)
+        if hot is None or hot.known != (source.created_at, source.version) or target.version != source.version:
+            return
+        header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
+        self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock()))
+
+    def offer(self, head: SessionHead, snapshot: Snapshot) -> None:
+        """A state of the head that had to be computed: it is stored, if it spares enough."""
+        if head.position - head.snapshot_position > self.limit and not self.is_always:
+            self._writer.add(PendingSnapshot(head, snapshot))
+
+    def forget(self, key: SessionKey) -> None:
+        """The session is deleted, or was taken back."""
+        self._states.remove(key)
+        self._writer.forget(key)
+        self._metrics.sessions.states_held(self._states.num_bytes)
+
+    async def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Stores what is worth it, and ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for hot in sorted(self._states, key=lambda hot: hot.used_at):
+            if self._is_due(hot):
+                self._write(hot)
+        await self._writer.drain(timeout_s)
+
+    def _put(self, hot: HotState) -> None:
+        for evicted in self._states.put(hot):
+            if self._is_due(evicted):
+                self._write(evicted)
+        self._metrics.sessions.states_held(self._states.num_bytes)
+
+    def _is_due(self, hot: HotState) -> bool:
+        return not hot.is_written and hot.num_unsaved > self.limit
+
+    def _write(self, hot: HotState) -> None:
+        hot.is_written = True
+        self._writer.add(PendingSnapshot(hot.head, hot.snapshot))
+
+    def _written(self, key: SessionKey, head: SessionHead | None) -> None:
+        hot = self._states.get(key)
+        if hot is None or head is None:
+            if hot is not None:
+                hot.is_written, hot.used_at = False, self._clock()  # again when it has been idle for a while
+                self._wake_in(self._policy.idle_s)
+            return
+        if hot.head.created_at == head.created_at:
+            hot.head = dataclasses.replace(
+                hot.head,
+                snapshot_version=head.snapshot_version,
+                snapshot_position=head.snapshot_position,
+                snapshot_bytes=head.snapshot_bytes,
+            )
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(max(seconds, SWEEP_S), self._sweep)
+
+    def _sweep(self) -> None:
+        """Stores the states of sessions that have been idle."""
+        self._timer = None
+        now, waits = self._clock(), []
+        for hot in self._states:
+            if self._is_due(hot):
+                left_s = hot.used_at + self._policy.idle_s - now
+                if left_s <= 0:
+                    self._write(hot)
+                else:
+                    waits.append(left_s)
+        if waits:
+            self._wake_in(min(waits))
