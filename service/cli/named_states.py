@@ -268,6 +268,7 @@ async def _create(
                 file = await session_file(
                     backend,
                     sessions,
+                    None,
                     SessionKey(tenant, session),
                     location,
                     deadline=math.inf,

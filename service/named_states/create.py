@@ -15,8 +15,10 @@ from service.backends.base import InferenceBackend
 from service.named_states.library import StateLibrary
 from service.schemas.chat import core_messages
 from service.schemas.states import CreateStateBody
+from service.state.at_head import copy_with_head_state
 from service.state.copies import read_copy
 from service.state.earlier import copy_at
+from service.state.keeper import StateKeeper
 from service.state.log_location import LogLocation
 from service.stores.sessions.base import SessionStore
 from service.stores.sessions.key import SessionKey
@@ -27,6 +29,7 @@ from service.transfer.session_file import SessionFile, read_file, write_file
 async def create_state(
     library: StateLibrary,
     sessions: SessionStore,
+    keeper: StateKeeper,
     template: ChatTemplate,
     tenant: str,
     body: CreateStateBody,
@@ -40,6 +43,7 @@ async def create_state(
             file = await session_file(
                 library.backend,
                 sessions,
+                keeper,
                 SessionKey(tenant, body.session.id),
                 body.session.location,
                 deadline=deadline,
@@ -81,6 +85,7 @@ def _decode_file(data: str) -> bytes:
 async def session_file(
     backend: InferenceBackend,
     sessions: SessionStore,
+    keeper: StateKeeper | None,
     key: SessionKey,
     location: LogLocation | None,
     *,
@@ -99,5 +104,6 @@ async def session_file(
             deadline=deadline,
             state_format=state_format,
         )
+    copy = await copy_with_head_state(backend, keeper, copy, deadline=deadline)
     fingerprint = backend.tokenizer.fingerprint
     return await asyncio.to_thread(lambda: read_file(write_file(copy, tokenizer_fingerprint=fingerprint)))

@@ -42,8 +42,14 @@ async def create(body: CreateStateBody, services: ServicesDep, tenant: TenantDep
     services.check_model(body.model)
     deadline = arrival.time + services.settings.request_timeout_s
     head = await create_state(
-        services.states, services.store, services.chat_template, tenant, body, deadline=deadline
-    )  # fmt: skip
+        services.states,
+        services.store,
+        services.turns.keeper,
+        services.chat_template,
+        tenant,
+        body,
+        deadline=deadline,
+    )
     return json_response(state_object(services, head))
 
 

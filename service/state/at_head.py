@@ -9,6 +9,7 @@ import uuid
 
 from nsm_core.engine.request import EndState
 from nsm_core.errors import NsmError, SnapshotCorrupt
+from nsm_core.state.quantize import StateFormat
 from nsm_core.state.snapshot import Snapshot
 from service.backends.base import InferenceBackend
 from service.state.copies import SessionCopy
@@ -19,25 +20,28 @@ from service.stores.sessions.base import StoredSession
 
 
 async def with_head_state(
-    backend: InferenceBackend, keeper: StateKeeper, stored: StoredSession, *, deadline: float
+    backend: InferenceBackend, keeper: StateKeeper | None, stored: StoredSession, *, deadline: float
 ) -> StoredSession:
     """`stored` with the snapshot of its head: from memory, or read from the log after the stored one. As it is where
     that cannot be: of another model, lost, or of an empty session.
 
-    `deadline`: a `time.monotonic()` reading. Raises what `InferenceBackend.submit` raises, and the engine's error.
+    `keeper`: None in a process without turns. `deadline`: a `time.monotonic()` reading. Raises what
+    `InferenceBackend.submit` raises, and the engine's error.
     """
     head = stored.head
     if head.has_snapshot_at_head:
         return stored
-    hot = keeper.find(head.key)
+    hot = None if keeper is None else keeper.find(head.key)
     if hot is not None and hot.known == (head.created_at, head.version):
         snapshot = hot.snapshot
     else:
         found = await asyncio.to_thread(resume, stored, model=backend.model, tokenizer=backend.tokenizer)
         if not isinstance(found, ResumedSession):
             return stored
-        snapshot = await _read_tail(backend, keeper, found, deadline=deadline)
-        keeper.offer(head, snapshot)
+        state_format = StateFormat.FP32 if keeper is None else keeper.state_format
+        snapshot = await _read_tail(backend, found, deadline=deadline, state_format=state_format)
+        if keeper is not None:
+            keeper.offer(head, snapshot)
     raw = await asyncio.to_thread(snapshot.encode)
     at_head = dataclasses.replace(
         head, snapshot_version=head.version, snapshot_position=head.position, snapshot_bytes=len(raw)
@@ -46,7 +50,7 @@ async def with_head_state(
 
 
 async def copy_with_head_state(
-    backend: InferenceBackend, keeper: StateKeeper, copy: SessionCopy, *, deadline: float
+    backend: InferenceBackend, keeper: StateKeeper | None, copy: SessionCopy, *, deadline: float
 ) -> SessionCopy:
     """The same of a copy."""
     stored = StoredSession(head=copy.head, snapshot=copy.snapshot, tail=copy.tail)
@@ -55,7 +59,7 @@ async def copy_with_head_state(
 
 
 async def _read_tail(
-    backend: InferenceBackend, keeper: StateKeeper, start: ResumedSession, *, deadline: float
+    backend: InferenceBackend, start: ResumedSession, *, deadline: float, state_format: StateFormat
 ) -> Snapshot:
     head = start.head
     if start.seed is None:
@@ -74,4 +78,4 @@ async def _read_tail(
         generated_counts=start.generated_counts,
     )
     before = dataclasses.replace(start, head=dataclasses.replace(head, version=head.version - 1))
-    return before.next_snapshot(end, seed=start.seed, created_at=time.time(), state_format=keeper.state_format)
+    return before.next_snapshot(end, seed=start.seed, created_at=time.time(), state_format=state_format)

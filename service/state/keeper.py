@@ -110,8 +110,10 @@ class StateKeeper:
     def copied(self, source: SessionHead, target: SessionHead) -> None:
         """`target` was made as a copy of `source`: it has the same state, if that one is here."""
         hot = self._states.get(source.key)
-        if hot is None or hot.known != (source.created_at, source.version) or target.version != source.version:
+        if hot is None or hot.known != (source.created_at, source.version):
             return
+        if hot.head.num_log_tokens != source.num_log_tokens:
+            return  # the copy ends inside the newest turn
         header = dataclasses.replace(hot.snapshot.header, tenant=target.tenant, session_id=target.session_id)
         self._put(HotState(target, Snapshot(header, hot.snapshot.state), self._clock()))
 

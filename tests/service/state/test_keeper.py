@@ -183,6 +183,16 @@ async def test_a_fork_of_a_session_has_its_state_in_memory() -> None:
         assert end.finished.cached_tokens == copy.head.position
 
 
+async def test_a_fork_that_ends_inside_the_newest_turn_has_no_state_in_memory() -> None:
+    async with make_harness(exact(), policy=POLICY) as harness:
+        await harness.say(1, 2, 3)
+        head = await newest(harness)
+        cut = dataclasses.replace(head, position=4, num_log_tokens=5)
+        target = dataclasses.replace(cut, session_id="fork")
+        harness.turns.keeper.copied(cut, target)
+        assert harness.turns.keeper.find(target.key) is None
+
+
 async def test_a_deleted_session_leaves_nothing_in_memory() -> None:
     async with make_harness(exact(), policy=POLICY) as harness:
         await harness.say(1, 2, 3)
