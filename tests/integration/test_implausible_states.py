@@ -24,7 +24,7 @@ TURN = {"input": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 @pytest.fixture
 async def server(make_backend: MakeBackend) -> AsyncIterator[Gateway]:
     """Two sessions of the same turn."""
-    async with gateway(make_backend()) as opened:
+    async with gateway(make_backend(), snapshot_tokens=0, state_cache_mb=0) as opened:
         for session_id in ("s1", "s2"):
             await opened.client.post("/v1/sessions", json={"id": session_id})
             assert (await say(opened, session_id))["session"]["version"] == 1

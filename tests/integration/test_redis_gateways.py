@@ -85,7 +85,11 @@ async def test_P4_turns_on_random_replicas_equal_those_on_one_process(
         await create(rng.choice(pair), name)
         for text in TURNS:
             expected = await say(alone, name, text, **sampling)
-            assert await say(rng.choice(pair), name, text, **sampling) == expected
+            found = await say(rng.choice(pair), name, text, **sampling)
+            # covered by a state, or read again: the other replica may have had the newest state alone
+            covered = [answer["usage"].pop("prompt_tokens_details") for answer in (expected, found)]
+            assert sum(covered[1].values()) == covered[0]["cached_tokens"]
+            assert found == expected
 
 
 async def test_P5_two_turns_of_one_session_at_once_on_two_replicas_are_never_mixed(

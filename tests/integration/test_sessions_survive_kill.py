@@ -43,8 +43,10 @@ async def test_R14_a_session_continues_after_kill_9_as_if_nothing_had_happened(
             for number, text in enumerate(TURNS[1:], start=1):
                 expected = unbroken[kind][number]
                 answer = await server.say(f"killed-{kind}", text, **sampling)
-                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == position
+                # covered by a state, or read again: the killed process may have had the newest state alone
+                assert sum(answer["usage"].pop("prompt_tokens_details").values()) == position
                 assert answer["choices"] == expected["choices"]
+                del expected["usage"]["prompt_tokens_details"]
                 assert answer["usage"] == expected["usage"]
                 position = answer["session"]["position"]
                 assert answer["session"] == {"id": f"killed-{kind}", "version": number + 1, "position": position}

@@ -256,7 +256,7 @@ async def test_a_file_of_another_model_is_rounded_as_the_server_rounds(tiny_toke
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_R3_a_lost_state_is_made_again_and_rounded_once(tiny_tokenizer: Tokenizer, dtype: str) -> None:
     store = SqliteSessionStore(None)
-    async with replica(tiny_tokenizer, store, dtype) as server:
+    async with replica(tiny_tokenizer, store, dtype, state_cache_mb=0) as server:
         await create(server)
         for turn in range(3):
             await say(server, [5, turn], seed=3)
