@@ -19,9 +19,9 @@ MAX_STEP = 16
 LIMIT = 127  # of the grid
 TOP = MAX_STEP * MOST // 2  # what a row's largest weight becomes: the widest grid reaches it on both sides of zero
 CHUNK_ROWS = 512  # that are rounded at a time
-# Grids that are tried: shares of a group's range that they span, and half steps that they are moved by.
-SPANS = (1.0, 0.94, 0.88, 0.8)
-MOVES = (0.0, 0.5)
+# Grids that are tried: shares of a group's range that they span, and shares of a step that they are moved by.
+SPANS = (1.0, 0.9, 0.8)
+MOVES = (-1 / 3, 0.0, 1 / 3)
 BITS_PER_WEIGHT = 4 + 2 * 8 / GROUP  # without the scales of rows
 
 

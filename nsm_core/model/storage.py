@@ -26,6 +26,7 @@ from nsm_core.chat_template import get_template
 from nsm_core.config import ModelConfig
 from nsm_core.errors import CheckpointError
 from nsm_core.formats.int8_rows import quantize_rows as quantize_rows
+from nsm_core.formats.one_thread import one_thread
 from nsm_core.model.identity import CONFIG_FILE as CONFIG_FILE
 from nsm_core.model.identity import WEIGHTS_FILE as WEIGHTS_FILE
 from nsm_core.model.identity import fingerprint as fingerprint
@@ -182,6 +183,7 @@ def read_outline(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
     return model.eval().requires_grad_(False), tokenizer, _read_format(directory / WEIGHTS_FILE)
 
 
+@one_thread()
 def read_model(directory: Path) -> tuple[NsmModel, Tokenizer, WeightFormat]:
     """The model in fp32 on the CPU, in eval mode. Raises CheckpointError or ConfigError naming the file."""
     files = read_files(directory)

@@ -22,6 +22,7 @@ from nsm_core.execution.native.library import (
 )
 from nsm_core.execution.native.precision import Precision
 from nsm_core.formats.int4_groups import quantize_int4
+from nsm_core.formats.one_thread import one_thread
 from nsm_core.model.attention import WindowAttention
 from nsm_core.model.block import Block
 from nsm_core.model.keyed import KeyedMixer
@@ -97,6 +98,7 @@ class NativeWeights:
             raise IndexError(f"{part.name} {layer} has no such rows")
         return out
 
+    @one_thread()
     @torch.no_grad()
     def _pack(self, model: NsmModel) -> None:
         self._matrix(0, Part.EMBEDDING, model.embedding.weight)

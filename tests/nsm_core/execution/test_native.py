@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="the native kernels were not 
 COPY_TOLERANCE = 2e-2
 COPY_MEAN_TOLERANCE = 5e-5
 # In which no input lies so near a border
-TEXTS = {Precision.INT8: random_ids(70, 5), Precision.INT4: random_ids(70, 6), "wide-heads-int4": random_ids(29, 39)}
+TEXTS = {Precision.INT8: random_ids(70, 5), Precision.INT4: random_ids(70, 4), "wide-heads-int4": random_ids(29, 30)}
 
 
 def is_same(got: tuple[Tensor, State], want: tuple[Tensor, State]) -> bool:
