@@ -13,7 +13,7 @@ import torch
 
 from nsm_core.errors import ConfigError
 from nsm_core.execution.base import Executor
-from nsm_core.execution.choose import choose_executor
+from nsm_core.execution.choose import choose_executor, decide_executor
 from nsm_core.execution.eager import EagerExecutor
 from nsm_core.execution.names import ExecutorName
 from nsm_core.execution.native import library
@@ -81,6 +81,16 @@ def test_fp32_files_are_rounded_where_that_was_asked_for(int8: LoadedNsm, caplog
     with caplog.at_level(logging.INFO):
         assert choose_executor(dataclasses.replace(int8, weight_format="fp32"), "native").name == "native"
     assert "fp32 weights rounded to int8" in caplog.text
+
+
+@needs_native
+def test_int4_comes_by_name_alone_and_is_a_class_of_its_own(int8: LoadedNsm, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen = choose_executor(int8, "native-int4")
+    assert (chosen.name, chosen.numerics) == ("native-int4", "cpu/int4/native-1")
+    assert decide_executor(int8, "native-int4") == (chosen.name, chosen.numerics)
+    assert "int8 weights rounded to int4" in caplog.text
+    assert choose_executor(int8).numerics == "cpu/int8/native-1"
 
 
 def test_X18_a_machine_without_kernels_still_runs_and_names_the_command_that_builds_them(
