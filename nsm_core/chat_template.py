@@ -11,12 +11,15 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from nsm_core import rwkv_text
 from nsm_core.errors import CheckpointError, InvalidRequest
 from nsm_core.jinja_template import JinjaTemplate
 
 _ANSWER, _QUESTION = "an-answer-3141", "a-question-2718"  # stand for texts, to see what a template puts around them
+Reasoning = Literal["none", "own", "open"]
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _TAG = re.compile(r"<[^<>\s]{1,60}>")
 
 
@@ -35,6 +38,7 @@ class ChatTemplate:
     `answer_prefix`: the character that the model writes first although it is not part of the answer, if there is one.
     `jinja`: `render` as programs that read a `tokenizer_config.json` know templates. `has_own_system_message`: a system
     message stands in place of one that the template has itself, so that none can be put in front of a chat.
+    `reasoning`: whether an answer begins inside a thought ("open"), may begin with one of its own ("own"), or has none.
     """
 
     name: str
@@ -43,6 +47,7 @@ class ChatTemplate:
     stop: tuple[str, ...]
     answer_prefix: str
     has_own_system_message: bool = False
+    reasoning: Reasoning = "none"
 
     def render_next(self, *messages: ChatMessage) -> str:
         """What `messages` add to a chat that ends with an answer: a session reads this, and nothing again."""
@@ -76,13 +81,14 @@ PLAIN_V1_JINJA = (
 )
 
 
-def _rwkv(name: str, opening: str, answer_prefix: str) -> ChatTemplate:
+def _rwkv(name: str, opening: str, answer_prefix: str, reasoning: Reasoning) -> ChatTemplate:
     return ChatTemplate(
         name=name,
         render=lambda messages: rwkv_text.render([(message.role, message.content) for message in messages], opening),
         jinja=rwkv_text.jinja(opening),
         stop=rwkv_text.STOP,
         answer_prefix=answer_prefix,
+        reasoning=reasoning,
     )
 
 
@@ -97,9 +103,9 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
             stop=("\n\nUser:", "\nUser:"),
             answer_prefix=" ",
         ),
-        _rwkv(RWKV, "", " "),
-        _rwkv("rwkv-think-v1", rwkv_text.THINK, ">"),
-        _rwkv("rwkv-no-think-v1", rwkv_text.NO_THOUGHT, ">"),
+        _rwkv(RWKV, "", " ", "own"),
+        _rwkv("rwkv-think-v1", rwkv_text.THINK, ">", "open"),
+        _rwkv("rwkv-no-think-v1", rwkv_text.NO_THOUGHT, ">", "none"),
     )
 }
 
@@ -150,6 +156,7 @@ def _compiled(source: str) -> ChatTemplate:
         stop=_stop_of(between),
         answer_prefix=_prefix_of(history, begun),
         has_own_system_message=not _is_put_in_front(render, system, user),
+        reasoning=_reasoning_of(source, begun),
     )
 
 
@@ -158,6 +165,14 @@ def _stop_of(between: str) -> tuple[str, ...]:
     tag = _TAG.match(between.lstrip())
     text = tag[0] if tag is not None else between.rstrip()
     return (text,) if text.strip() else ()
+
+
+def _reasoning_of(source: str, begun: str) -> Reasoning:
+    """`begun`: what an answer continues."""
+    if begun.rstrip().endswith(_THOUGHT):
+        return "open"
+    is_closed = begun.rstrip().endswith(_END_OF_THOUGHT)
+    return "own" if _END_OF_THOUGHT in source and not is_closed else "none"
 
 
 def _prefix_of(history: str, begun: str) -> str:

@@ -12,12 +12,13 @@ from nsm_core.chat_template import ChatMessage, ChatTemplate
 from nsm_core.engine.request import Finished
 from nsm_core.tokenizer import Tokenizer
 from service.deps import Arrival, Services
-from service.generate.chat_calls import CallingChoice
+from service.generate.chat_calls import CallingChoice, ReadChoice
 from service.generate.choices import RequestGroup, ends_of, submit_group
 from service.generate.deltas import Delta, ScoredToken
 from service.generate.openai_format import Envelope, chat_logprobs, finish_reason, routing_of, usage
 from service.generate.starting import ReturnedState, find_state, last_fields, read_after, returned_state, start_after
 from service.generate.structured import with_grammar
+from service.generate.thoughts import ThoughtReader
 from service.prompts import Prompt
 from service.schemas.chat import ChatBody, core_messages
 from service.schemas.common import RequestSpec
@@ -46,8 +47,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._envelope = envelope
         self._prefixes = [PrefixCutter(template.answer_prefix) for _ in range(body.n)]
-        has_form = body.to_grammar() is not None
-        self._calling = [CallingChoice(is_either=has_form) for _ in range(body.n)] if body.tool_use.tools else []
+        self._reading = [one for _ in range(body.n) if (one := _reading_of(body, template)) is not None]
         self._write: WriteNow | None = None
 
     def attach(self, write: WriteNow) -> None:
@@ -60,7 +60,7 @@ class Chat:
         """For each choice a role, its pieces, and one empty delta with the reason; then usage, if asked for."""
         choices = range(self._body.n)
         texts = [TextFrame(partial(self._text_frame, index)) for index in choices]
-        has_details = self._body.logprobs or self._body.include_routing or self._calling
+        has_details = self._body.logprobs or self._body.include_routing or self._reading
         if self._write is not None and not has_details:
             is_split = self._body.is_event_per_token
             self.group.show_by(DirectText(self._write, texts[0], is_event_per_token=is_split))
@@ -73,8 +73,8 @@ class Chat:
                         frames += self._last_frames(index, delta.finished)
                         continue
                     text = self._prefixes[index].cut(delta)
-                    if self._calling:
-                        frames += self._calling_frames(index, text, self._prefixes[index].cut_tokens(delta))
+                    if self._reading:
+                        frames += self._read_frames(index, text, self._prefixes[index].cut_tokens(delta))
                     elif self._body.logprobs or self._body.include_routing:
                         frames.append(
                             self._frame(index, {"content": text}, tokens=self._prefixes[index].cut_tokens(delta))
@@ -109,30 +109,30 @@ class Chat:
         state = {} if self._returned is None else {"state": await self._returned.object(ends[0])}
         return self._envelope.wrap(KIND, choices, usage=self._usage(ends), **state)
 
-    def _calling_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:
-        """Of a choice that may call tools. Tokens come with the first frame, or with one of their own."""
+    def _read_frames(self, index: int, text: str, tokens: tuple[ScoredToken, ...]) -> list[bytes]:
+        """Of a choice that may think or call tools. Tokens come with the first frame, or with one of their own."""
         has_details = bool(tokens) and (self._body.logprobs or self._body.include_routing)
-        deltas = self._calling[index].feed(text) or ([{"content": ""}] if has_details else [])
+        deltas = self._reading[index].feed(text) or ([{"content": ""}] if has_details else [])
         shown = tokens if has_details else ()
         return [self._frame(index, delta, tokens=() if number else shown) for number, delta in enumerate(deltas)]
 
     def _last_frames(self, index: int, end: Finished) -> list[bytes]:
-        rest = self._calling[index].finish() if self._calling else []
+        rest = self._reading[index].finish() if self._reading else []
         return [
             *(self._frame(index, delta) for delta in rest),
             self._frame(index, {}, reason=self._reason(index, end)),
         ]
 
     def _content(self, index: int, texts: list[str]) -> dict[str, Any]:
-        if not self._calling:
+        if not self._reading:
             return {"content": "".join(texts)}
-        self._calling[index].feed("".join(texts))
-        self._calling[index].finish()
-        return self._calling[index].message()
+        self._reading[index].feed("".join(texts))
+        self._reading[index].finish()
+        return self._reading[index].message()
 
     def _reason(self, index: int, end: Finished) -> str:
         reason = finish_reason(end)
-        return "tool_calls" if reason == "stop" and self._calling and self._calling[index].has_calls else reason
+        return "tool_calls" if reason == "stop" and self._reading and self._reading[index].has_calls else reason
 
     def _usage(self, ends: list[Finished]) -> dict[str, Any]:
         return usage(ends, choices_per_prompt=self._body.n, has_energy=self._body.include_energy)
@@ -155,6 +155,15 @@ class Chat:
     def _routing(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """The field, if it was asked for."""
         return {"routing": routing_of(tokens)} if self._body.include_routing else {}
+
+
+def _reading_of(body: ChatBody, template: ChatTemplate) -> ReadChoice | None:
+    """How a choice's text is read; None where it is shown as it is. An answer in a form has no thought before it."""
+    has_form, use = body.to_grammar() is not None, body.tool_use
+    calls = CallingChoice(is_either=has_form) if use.tools else None
+    may_think = template.reasoning != "none" and not has_form and not use.is_forced
+    thoughts = ThoughtReader(is_open=template.reasoning == "open") if may_think else None
+    return None if calls is None and thoughts is None else ReadChoice(thoughts=thoughts, calls=calls)
 
 
 class PrefixCutter:
@@ -215,7 +224,12 @@ async def _start(services: Services, tenant: str, body: ChatBody, spec: RequestS
 
 
 def _next_text(template: ChatTemplate, body: ChatBody, answer: str) -> str:
-    """What the chat's next prompt begins with if the client sends the answer back as it got it."""
-    said = ChatMessage("assistant", answer.removeprefix(template.answer_prefix))
+    """What the chat's next prompt begins with if the client sends the answer back as it got it, without its thought."""
+    text, reading = answer.removeprefix(template.answer_prefix), _reading_of(body, template)
+    if reading is not None and not body.tool_use.tools:
+        reading.feed(text)
+        reading.finish()
+        text = reading.message()["content"]
+    said = ChatMessage("assistant", text)
     messages = core_messages(body.messages, body.tool_use.tools)
     return template.render([*messages, said, ChatMessage("user", "")])

@@ -89,6 +89,7 @@ class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[Object] = []
 
 

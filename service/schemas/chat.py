@@ -53,6 +53,7 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, WithJsonSchema(CONTENT_SCHEMA)]
     name: str | None = Field(default=None, max_length=MAX_NAME_CHARS, description="of who speaks; read before the text")
+    reasoning_content: str | None = Field(default=None, description="of an answer; it is not read again")
     tool_calls: Annotated[Any, WithJsonSchema(CALLS_SCHEMA)] = None
     tool_call_id: str | None = Field(default=None, description="of the call whose result a tool's message is")
 
