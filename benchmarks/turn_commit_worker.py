@@ -1,0 +1,140 @@
+"""One process of `benchmarks.turn_commit`: turns on one store, with the packages of the checkout that PYTHONPATH names.
+
+Run as a file. `--mode turns`: an engine that computes nothing and gives states of `--state-bytes`. `--mode cold`: the
+bundled model, and the first token of a turn on a second gateway. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+def state_backend(tokenizer: Path, num_bytes: int) -> Any:
+    """An InferenceBackend that says the same text for ever and ends with a state of zeros."""
+    from benchmarks.no_engine import NoBackend, NoEngine
+    from nsm_core.engine.async_engine import AsyncEngine
+    from nsm_core.state.layout import TensorLayout
+
+    state = bytes(num_bytes)
+
+    class StateEngine(NoEngine):
+        def _finish(self, request_id: str, reason: str) -> tuple[str, Any]:
+            name, finished = super()._finish(request_id, reason)
+            if finished.end_state is not None:
+                end = dataclasses.replace(finished.end_state, state=state)
+                finished = dataclasses.replace(finished, end_state=end)
+            return name, finished
+
+    backend: Any = NoBackend(tokenizer, 0.0)
+    engine: Any = AsyncEngine(StateEngine(backend.tokenizer, 0.0))  # type: ignore[arg-type]
+    backend.engine = engine
+    backend.start, backend.stop, backend.submit = engine.start, engine.stop, engine.submit
+    backend.is_ready, backend.stats, backend.require_room = engine.is_ready, engine.stats, engine.require_room
+    layout = (TensorLayout("state", (num_bytes // 4,), "float32"),)
+    changes: dict[str, Any] = {"state_layout": layout, "state_bytes": num_bytes, "fingerprint": "zeros"}
+    if "replays_exactly" in {field.name for field in dataclasses.fields(backend.model)}:
+        changes["replays_exactly"] = True
+    backend.model = dataclasses.replace(backend.model, **changes)
+    return backend
+
+
+@contextlib.asynccontextmanager
+async def gateway(backend: Any, store_url: str, **settings: Any) -> Any:
+    """The application, its client and its store."""
+    from service.app import create_app
+    from service.settings import Settings
+    from service.stores.sessions.factory import make_store
+
+    wanted = Settings(prefix_cache_mb=0, store=store_url, data_dir=Path("unused"), **settings)
+    app = create_app(wanted, backend, make_store(wanted))
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(base_url="http://localhost", transport=transport, timeout=600) as client:
+            yield app, client
+
+
+async def say(client: Any, session_id: str, body: dict[str, Any]) -> Any:
+    response = await client.post(f"/v1/sessions/{session_id}/generate", json={"ignore_eos": True, **body})
+    response.raise_for_status()
+    return response.json()
+
+
+async def take_turns(args: argparse.Namespace) -> dict[str, Any]:
+    """Turns one after the other in each of several sessions."""
+    backend, commits = state_backend(args.tokenizer, args.state_bytes), []
+    async with gateway(backend, args.store) as (app, client):
+        registry = app.state.services.metrics.registry
+
+        def committed_s() -> float:
+            return float(registry.get_sample_value("nsm_state_commit_seconds_sum") or 0.0)
+
+        async def one(session_id: str) -> None:
+            (await client.post("/v1/sessions", json={"id": session_id})).raise_for_status()
+            for _ in range(args.turns):
+                before = committed_s()
+                await say(client, session_id, {"input": "And then?", "max_tokens": args.tokens})
+                commits.append(committed_s() - before)
+
+        cpu_s, started = time.process_time(), time.perf_counter()
+        await asyncio.gather(*(one(f"{args.name}-{number}") for number in range(args.sessions)))
+        wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
+        usage = await app.state.services.store.usage(tenant="default")
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "num_turns": args.turns * args.sessions,
+        "commit_ms": sorted(1000 * seconds for seconds in commits),
+        "bytes_at_rest": usage.num_bytes,
+    }
+
+
+async def cold(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a turn of one token on a gateway that never saw the session, median of several."""
+    import torch
+
+    from nsm_core.config import EngineConfig
+    from nsm_core.model.loader import load_checkpoint
+    from service.backends.local import LocalBackend
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"replayed": [], "ms": []}
+    async with gateway(LocalBackend(load_checkpoint(None), EngineConfig()), args.store) as (_, warm):
+        (await warm.post("/v1/sessions", json={"id": "s"})).raise_for_status()
+        await say(warm, "s", {"input": [7] * args.context, "max_tokens": 1})
+        await asyncio.sleep(2.0)  # what follows the commit
+        for _ in range(args.turns):
+            await say(warm, "s", {"input": "And then?", "max_tokens": 32})
+            async with gateway(LocalBackend(load_checkpoint(None), EngineConfig()), args.store) as (_, other):
+                copy = (await other.post("/v1/sessions/s/fork", json={})).json()["id"]
+                (await other.get("/v1/models")).raise_for_status()
+                # the copy's state is not in that process: it came from the store
+                started = time.perf_counter()
+                answer = await say(other, copy, {"input": "x", "max_tokens": 1})
+                found["ms"].append(1000 * (time.perf_counter() - started))
+                details = answer["usage"]["prompt_tokens_details"]
+                found["replayed"].append(details.get("replayed_tokens", 0))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=("turns", "cold"), required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--name", default="s")
+    parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--state-bytes", type=int, default=3_780_000)
+    parser.add_argument("--context", type=int, default=32_768)
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(take_turns(given) if given.mode == "turns" else cold(given))))
