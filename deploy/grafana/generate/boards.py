@@ -179,6 +179,18 @@ def boards() -> list[Dashboard]:
                     "such session, or a damaged log; refused: not this session's state, or of a "
                     "model with another tokenizer.",
                     is_stacked=True),
+                series("Where states came from", {"{{source}}": rate("nsm_state_source_total", by="source")}, "ops",
+                    "memory: the process had it; store: a snapshot; log: a snapshot, if there is one, and the log "
+                    "after it.",
+                    is_stacked=True),
+                series("Tokens read again", {"tokens": rate("nsm_replayed_tokens_total")}, "short",
+                    "Tokens of logs that were read again because no state covered them."),
+                series("Snapshots", {"{{outcome}}": rate("nsm_snapshots_total", by="outcome")}, "ops",
+                    "committed: with a turn; stored: after it; outdated: the session had moved on; dropped: too many "
+                    "waited; failed: the store could not.",
+                    is_stacked=True),
+                series("States in memory", {"bytes": total("nsm_state_cache_bytes")}, "bytes",
+                    "States that wait in the gateways for the next turn of their session."),
                 series("Prompt tokens", {"from a state": rate(RESUMED), "read": rate(COMPUTED)}, "short",
                     "A second. The first are what sessions and stored prefixes save.", is_stacked=True),
                 series("Retries and resumed streams", {"turns given again": rate("nsm_turn_replay_total"),
