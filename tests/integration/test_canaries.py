@@ -133,7 +133,8 @@ async def test_L6_R2_a_state_in_anothers_place_is_refused_and_shows_nothing(
     file = write_keys(tmp_path / "keys.toml", *keys, a="", b="")
     mine, theirs = make_tellers(keys)[:2]
     store = SqliteSessionStore(tmp_path / "sessions.db")
-    async with gateway(make_backend(), store=store, api_keys_file=file) as server:
+    stored: dict[str, Any] = {"snapshot_tokens": 0, "state_cache_mb": 0}  # what memory has is not mixed up with it
+    async with gateway(make_backend(), store=store, api_keys_file=file, **stored) as server:
         for teller in (mine, theirs):
             await live(server, teller)
         other = "SELECT snapshot FROM snapshots WHERE tenant = 'b' AND session_id = ?"
