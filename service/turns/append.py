@@ -68,6 +68,9 @@ async def append_to_session(
             new_ids=new_ids,
             num_sampled=0,
             seed=asked.sampling.seed,
+            tokenizer_fingerprint=backend.tokenizer.fingerprint,
+            numerics=backend.model.numerics,
+            energy_joules=start.energy_joules,
         )
         return Appended(await held.commit(commit), head.version, len(new_ids))
 
