@@ -12,15 +12,18 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.http_gpu import HEAD, ROOT, Load, measure, row_of, served
 from nsm_lab.bench.machine import machine
 from nsm_lab.provenance import command_line, source_commit
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another checkout, with its kernels built")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of the model, a server for each")
@@ -29,7 +32,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--serve", default="", help="more options of nsm serve, as one argument")
+    args = parser.parse_args(argv)
     roots = {"this": ROOT} | ({} if args.against is None else {"against": args.against.resolve()})
     slots = max(args.streams)
     loads = [Load(number=number, num_tokens=args.tokens, num_words=args.words) for number in args.streams]
@@ -39,6 +43,7 @@ def main() -> None:
         for threads in args.threads:
             for name, root in roots.items():
                 options = ["--num-threads", str(threads), "--max-slots", str(slots), "--store", "memory"]
+                options += shlex.split(args.serve)
                 servers[f"{name}, threads {threads}"] = stack.enter_context(served(options, root))
         for name, server in servers.items():
             taken[name] = {load.number: [] for load in loads}
@@ -54,7 +59,9 @@ def main() -> None:
             rows = taken[name][load.number]
             print(f"{name:<20}{row_of(load, {key: statistics.median(row[key] for row in rows) for key in rows[0]})}")
     about = {"command": command_line(), "commit": source_commit(), "machine": machine(), "load": os.getloadavg()[0]}
-    print(json.dumps({**about, "taken": taken}))
+    result = {**about, "taken": taken}
+    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":

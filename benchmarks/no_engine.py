@@ -160,6 +160,15 @@ def pace() -> dict[str, Any]:
     return {"pace": StreamPace(Settings(data_dir=Path("unused")).stream_interval_ms / 1e3)}
 
 
+def freeze() -> None:
+    """As the checkout's server does once it has started, if it does."""
+    try:
+        from nsm_core.heap import freeze_objects
+    except ImportError:
+        return
+    freeze_objects()
+
+
 class Ceiling:
     """The application, and beside it two that only write prepared bytes, one for each token."""
 
@@ -222,6 +231,7 @@ def serve(tokenizer: Path, step_ms: float, store: str) -> None:
                 await asyncio.sleep(0.01)
             print(sock.getsockname()[1], flush=True)
             threading.Thread(target=answer, daemon=True).start()
+            freeze()
             await serving
 
     with bind("127.0.0.1", 0) as sock, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
