@@ -21,6 +21,7 @@ from service.stores.sessions.key import SessionKey
 if TYPE_CHECKING:
     from nsm_core.errors import NotFound
     from service.named_states.reference import Reference
+    from service.named_states.signature import StateSeal
     from service.settings import Settings
     from service.stores.states.base import NamedState, NewState, StateStore
     from service.transfer.session_file import SessionFile
@@ -112,7 +113,8 @@ def export(
     store: options.Store = None,
 ) -> None:
     """Write a version into a file, with its token log."""
-    raw = asyncio.run(_export(store_settings(data_dir, store), tenant, _reference(state)))
+    settings = store_settings(data_dir, store)
+    raw = _seal(settings).seal(asyncio.run(_export(settings, tenant, _reference(state))))
     file.write_bytes(raw)
     print(f"wrote {file}: {len(raw)} bytes")
 
@@ -129,8 +131,8 @@ def import_state(
     """The next version of a name, from a file."""
     from service.transfer.session_file import read_file
 
-    read = read_file(file.read_bytes())
     settings, owner = target_settings(data_dir, store), _owner(tenant, published)
+    read = read_file(_seal(settings).open(file.read_bytes(), is_required=False))
     made = asyncio.run(_add(settings, _checked(name), owner, read, source="file", text=None))
     print(f"made {made.reference}: {made.position} tokens read")
 
@@ -145,6 +147,12 @@ def _reference(state: str) -> Reference:
     from service.named_states.reference import parse_reference
 
     return parse_reference(state)
+
+
+def _seal(settings: Settings) -> StateSeal:
+    from service.named_states.signature import StateSeal
+
+    return StateSeal.from_file(settings.state_key_file)
 
 
 def _checked(name: str) -> str:

@@ -41,11 +41,16 @@ class StateSeal:
         """The file with its seal; as it is without a key."""
         return file if self._key is None else MAGIC + file + _mac(self._key, file)
 
-    def open(self, raw: bytes) -> bytes:
-        """The file. Raises InvalidRequest where a seal is asked for and there is no good one."""
+    def open(self, raw: bytes, *, is_required: bool = True) -> bytes:
+        """The file. Raises InvalidRequest for a seal that is not good, and, if one is required, where there is none.
+
+        Nothing is required, and no seal is looked at, without a key.
+        """
         is_sealed = raw.startswith(MAGIC) and len(raw) > len(MAGIC) + MAC_BYTES
         file = raw[len(MAGIC) : -MAC_BYTES] if is_sealed else raw
         if self._key is None:
+            return file
+        if not is_sealed and not is_required:
             return file
         if not is_sealed:
             raise InvalidRequest("state is not signed; this server takes signed states only", param="state")

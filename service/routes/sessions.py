@@ -331,7 +331,9 @@ async def import_file(
 ) -> Response:
     """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
     require_file_type(request.headers.get("content-type", ""))
-    file = await asyncio.to_thread(read_file, await request.body())
+    # an exported session has no seal; a state that the server returned may have one
+    raw = services.states.seal.open(await request.body(), is_required=False)
+    file = await asyncio.to_thread(read_file, raw)
     fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
     try:
         checked = CreateSessionBody.model_validate(fields)

@@ -298,6 +298,10 @@ async def test_with_a_key_only_signed_states_are_taken(tmp_path: Path) -> None:
         signed = (await complete(signing, return_state=True))["state"]["data"]
         assert (await complete(signing, state=signed))["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert (await complete(plain, state=signed))["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        session = await signing.client.post(
+            "/v1/sessions/import", params={"id": "s"}, content=base64.b64decode(signed), headers=FILE_HEADERS
+        )
+        assert session.status_code == 200, session.text
         unsigned = (await complete(plain, return_state=True))["state"]["data"]
         async with gateway(FakeBackend(), state_key_file=paths[1]) as other:
             for asked, data in ((signing, unsigned), (other, signed)):
