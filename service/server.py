@@ -209,8 +209,9 @@ def require_files(settings: Settings) -> None:
     if settings.api_keys_file is not None:
         with naming("api_keys_file"):
             KeyFile(settings.api_keys_file)
+    store = make_store(settings)
     with settings.naming_store:
-        asyncio.run(make_store(settings).check())
+        asyncio.run(store.check())
 
 
 def require_memory(settings: Settings) -> None:
