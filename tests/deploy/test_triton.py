@@ -82,7 +82,7 @@ class Launched:
         """Triton is, whatever it serves."""
         assert self.process.poll() is None, self.log.read_text(errors="replace")
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{self.http_port}/v2/health/live").status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self.http_port}/v2/health/live", verify=False).status_code == 200
         return False
 
     def load(self) -> None:

@@ -86,7 +86,7 @@ class RunningTriton:
         if self.process.poll() is not None:
             raise RuntimeError(f"tritonserver ended:\n{self.log.read_text(errors='replace')}")
         try:
-            return httpx.get(f"{self.http_url}/v2/models/{MODEL}/ready").status_code == 200
+            return httpx.get(f"{self.http_url}/v2/models/{MODEL}/ready", verify=False).status_code == 200
         except httpx.TransportError:
             return False
 
