@@ -84,17 +84,33 @@ class TritonStream:
     def __init__(self, call: Any) -> None:
         self._call = call
         self._is_cut = False
+        self._is_over = asyncio.Event()
+        call.add_done_callback(lambda _: self._is_over.set())
 
     async def send(self, tensors: Tensors) -> None:
-        """Raises EngineDead."""
+        """Raises what `receive` raises."""
         try:
-            await self._call.write(_request(tensors))
+            await self._write(_request(tensors))
         except asyncio.InvalidStateError as error:  # it is over already: the next `receive` tells why
             raise EngineDead("the connection to the Triton server broke") from error
         except grpc.aio.AioRpcError as error:
             raise _loss(error) from error
         except asyncio.CancelledError as error:
             raise self._cut_or_cancelled(error) from None
+
+    async def _write(self, request: Any) -> None:
+        """gRPC's own `write` waits for ever when a call ends before its first bytes were sent."""
+        writing = asyncio.create_task(self._call.write(request))
+        ending = asyncio.create_task(self._is_over.wait())
+        try:
+            await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                await self._call.read()  # raises why it ended
+                raise asyncio.InvalidStateError
+            await writing
+        finally:
+            writing.cancel()
+            ending.cancel()
 
     async def receive(self) -> Tensors:
         """The next answer. Raises CallFailed; EngineDead where another server may do better; DeadlineExceeded.
