@@ -57,11 +57,12 @@ class MemoryWatch:
         now = time.monotonic()
         if self._limits and now - self._sampled_at >= SAMPLE_S:
             self._sampled_at = now
-            self._is_low = any(_used_bytes(folder) > NEARLY_FULL * limit for limit, folder in self._limits)
+            self._is_low = any(used_bytes(folder) > NEARLY_FULL * limit for limit, folder in self._limits)
         return self._is_low
 
 
-def _used_bytes(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
+    """By the group of this folder, without caches that the kernel would drop."""
     used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
     stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
     droppable = stat.get("total_inactive_file", stat.get("inactive_file", "0"))

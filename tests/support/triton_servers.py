@@ -131,7 +131,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = STA
         time.sleep(0.05)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], *, seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], *, seconds: float = 60.0) -> None:
     """Asks again and again."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110  # nobody in another process sets an event
