@@ -136,6 +136,8 @@ class NoBackend:
             state_layout=(tensor,),
             chat_template="plain-v1",
         )
+        if "replays_exactly" in ModelInfo.__annotations__:  # older checkouts store each turn's state
+            self.model = dataclasses.replace(self.model, replays_exactly=True)
 
     async def inspect_state(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError("no state to look at")
