@@ -77,8 +77,9 @@ async def lease_holder(store: SessionStore) -> str | None:
 
 
 async def steal_lease(store: SessionStore, holder: str) -> None:
-    """As if another process had taken the lease after it expired."""
-    statement = f"UPDATE sessions SET fence = fence + 1, lease_holder = ? WHERE {ONE}"
+    """As if another process had taken the lease after it expired, for a minute."""
+    taken = "fence = fence + 1, lease_holder = ?, lease_expires_at = lease_expires_at + 60"
+    statement = f"UPDATE sessions SET {taken} WHERE {ONE}"
     await execute(store, statement, holder, "default", "s1")
 
 

@@ -19,7 +19,7 @@ from tests.support.triton_servers import eventually
 
 
 async def test_calls_to_the_store_are_measured_with_their_bytes() -> None:
-    async with gateway(FakeBackend()) as server:
+    async with gateway(FakeBackend(), snapshot_tokens=0, state_cache_mb=0) as server:  # each turn stores and loads
         await server.client.post("/v1/sessions", json={"id": "s1"})
         for _ in range(2):
             await server.client.post("/v1/sessions/s1/generate", json={"input": "x", "max_tokens": 3})
