@@ -28,7 +28,7 @@ from service.stores.sessions.base import SessionHead, SessionStore
 from service.stores.sessions.key import SessionKey
 from service.telemetry.metrics.metrics import Metrics
 
-IDLE_S = 60.0  # after the last turn of a session: many people answer sooner
+IDLE_S = 10.0  # after the last turn of a session: programs answer sooner, people later
 BUSY_FACTOR = 64  # of the limit: tokens after which a session that is never idle gets a snapshot
 REPLAY_S = 0.05  # the time to read again that the limit stands for
 FIRST_TOKENS_PER_S = 2_560.0  # until a reading was measured
