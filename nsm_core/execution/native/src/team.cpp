@@ -8,10 +8,11 @@ namespace {
 constexpr int FIELD = 20;
 constexpr uint64_t MASK = (uint64_t{1} << FIELD) - 1;
 using std::chrono::microseconds;
-using std::chrono::milliseconds;
 
 constexpr microseconds PATIENCE{100};
-constexpr milliseconds SHORTEST_PAUSE{10}, LONGEST_PAUSE{1000};
+// The shortest is well below the 20 ms after which a server's other threads come for a core: a pause grows only where they
+// come more often.
+constexpr microseconds SHORTEST_PAUSE{1000}, LONGEST_PAUSE{1000000};
 constexpr int LOOKS = 2000;  // some tens of microseconds: the next part of a step mostly comes sooner
 
 uint64_t job_of(uint64_t ticket) { return ticket >> (2 * FIELD); }
