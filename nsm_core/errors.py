@@ -116,7 +116,7 @@ class LeaseLost(NsmError):
 
 
 class TurnCancelled(NsmError):
-    """Somebody stopped the turn; its session stays at its last commit."""
+    """Somebody stopped the turn, and its session stays at its last commit; or the session was deleted meanwhile."""
 
 
 class VersionConflict(NsmError):
