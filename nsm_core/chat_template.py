@@ -54,6 +54,13 @@ class ChatTemplate:
         answered = [ChatMessage("user", _QUESTION), ChatMessage("assistant", _ANSWER)]
         return self.render([*answered, *messages]).partition(_ANSWER)[2]
 
+    @property
+    def separator(self) -> str:
+        """What stands between a chat's message and the next one; "" where a chat's first message looks different."""
+        message = ChatMessage("user", _QUESTION)
+        later, first = self.render_next(message), self.render([message])
+        return later.removesuffix(first) if later.endswith(first) else ""
+
     def render_preface(self, content: str) -> str:
         """What a system message adds in front of a chat. Raises InvalidRequest where nothing can be put there."""
         if self.has_own_system_message:

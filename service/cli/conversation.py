@@ -19,6 +19,7 @@ from service.messages import quoted
 from service.schemas.sessions import GENERATED_PREFIX, SESSION_ID, new_session_id
 from service.server import make_backend
 from service.settings import Settings
+from service.state.chat_text import text_after
 from service.state.resume import TurnRequest
 from service.stores.sessions.base import DEFAULT_TENANT, NewSession, SessionHead
 from service.stores.sessions.factory import make_store
@@ -111,10 +112,14 @@ class Conversation:
     def _first(self, message: str) -> str:
         return self._template.render([ChatMessage("user", message)])
 
+    async def _next(self, head: SessionHead, message: str) -> str:
+        messages = [ChatMessage("user", message)]
+        text, _ = await text_after(self._store, head, self._backend.tokenizer, self._template, messages)
+        return text
+
     async def _open_turn(self, message: str) -> Turn:
         head = await self._newest_head()
-        is_first = head is None or head.num_log_tokens == 0
-        text = self._first(message) if is_first else self._template.render_next(ChatMessage("user", message))
+        text = self._first(message) if head is None else await self._next(head, message)
         input_ids = tuple(await self._prompts.encode(text, param="the message"))
         head = head or await self._create()
         request = TurnRequest(

@@ -23,7 +23,9 @@ from service.generate.completions import KIND, ChoiceText, text_piece
 from service.generate.deltas import Delta, DeltaBuilder
 from service.generate.openai_format import Envelope, usage
 from service.generate.structured import with_grammar
+from service.schemas.chat import core_messages
 from service.schemas.sessions import SESSION_ID, GenerateBody
+from service.state.chat_text import text_after
 from service.state.resume import TurnRequest
 from service.stores.sessions.key import SessionKey
 from service.turns.codec import digest_of
@@ -233,11 +235,10 @@ async def _read_input(services: Services, key: SessionKey, body: GenerateBody) -
     version = body.expected_version
     if body.messages is not None:
         head = await services.store.get(key)
-        is_first = head.num_log_tokens == 0
-        text = body.text_of_messages(services.chat_template, is_first=is_first)
+        template, messages = services.chat_template, core_messages(body.messages)
+        text, is_bound = await text_after(services.store, head, services.backend.tokenizer, template, messages)
         ids = tuple(await services.prompts.encode(text, param="messages"))
-        # a chat's first words differ from its later ones: these must not be read after another client's turn
-        return ids, head.version if is_first and version is None else version
+        return ids, head.version if is_bound and version is None else version
     return await read_input(services, body.input), version
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from nsm_core.chat_template import ChatTemplate
 from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import MAX_TOP_LOGPROBS
-from service.schemas.chat import Message, core_messages
+from service.schemas.chat import Message
 from service.schemas.common import (
     IGNORED,
     MAX_MESSAGES,
@@ -228,11 +228,6 @@ class GenerateBody(SamplingFields, StructuredFields, LengthFields, RoutingFields
     def digest_exclude(self) -> set[str]:
         """Fields that do not tell two requests apart; a body without messages has the digest that it always had."""
         return set(self.non_semantic_fields) | (set() if self.messages else {"messages"})
-
-    def text_of_messages(self, template: ChatTemplate, *, is_first: bool) -> str:
-        """What the session reads of them; `is_first`: it has read nothing yet. Raises InvalidRequest."""
-        messages = core_messages(self.messages or ())
-        return template.render(messages) if is_first else template.render_next(*messages)
 
     def to_request(self, limits: Limits, template: ChatTemplate) -> RequestSpec:
         """The one prompt is the input. An answer to messages ends where the template says. Raises InvalidRequest."""

@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from nsm_core.chat_template import ChatMessage
 from nsm_core.tokenizer import BpeTokenizer
+from service.schemas.chat import Message, core_messages
+from service.stores.sessions.key import SessionKey
 from service.stores.sessions.sqlite import SqliteSessionStore
 from service.stores.states.base import PUBLISHED
 from service.stores.states.factory import states_beside
@@ -134,6 +137,47 @@ async def test_a_chat_from_messages_reads_what_the_whole_chat_reads(server: Gate
     follow = (await post(server, path, messages=[MESSAGE], state=started["state"]["data"], **fields)).json()
     text = tiny_tokenizer().decode(read_file(base64.b64decode(follow["state"]["data"])).log_ids)
     assert text.startswith(texts[1] + "\n\nUser: Hi\n\nAssistant:")
+
+
+SYSTEM = {"role": "system", "content": RULES}
+ENDS = {
+    "system": [SYSTEM],
+    "user": [SYSTEM, {"role": "user", "content": "One?"}],
+    "assistant": [SYSTEM, {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}],
+}
+
+
+async def text_of(server: Gateway, session_id: str) -> str:
+    ids = await server.store.read_log(SessionKey("default", session_id))
+    return tiny_tokenizer().decode(ids[1:])
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_sessions_messages_after_a_state_of_messages_are_separated_once(server: Gateway, end: str) -> None:
+    await create(server, messages=ENDS[end])
+    raw = (await server.client.get("/v1/states/rules/export")).content
+    await post(server, "/v1/sessions", id="named", state="rules")
+    await server.client.post("/v1/sessions/import", params={"id": "file"}, content=raw, headers=FILE_HEADERS)
+    fields = {"messages": [MESSAGE], "max_tokens": 1, "temperature": 0}
+    assert (await post(server, "/v1/sessions/named/generate", **fields)).status_code == 200
+    forked = await post(server, "/v1/sessions/named/fork", id="fork", version=1)
+    assert forked.status_code == 200, forked.text
+    for name in ("file", "fork"):
+        assert (await post(server, f"/v1/sessions/{name}/generate", **fields)).status_code == 200
+    template = server.services.chat_template
+    whole = template.render(core_messages([Message.model_validate(one) for one in (*ENDS[end], MESSAGE)]))
+    for name in ("named", "file", "fork"):
+        text = await text_of(server, name)
+        assert text.startswith(whole), text
+    await post(server, "/v1/sessions/named/generate", **fields)
+    assert (await text_of(server, "named")).count(template.render_next(ChatMessage("user", "Hi"))) == 2
+
+
+async def test_a_sessions_messages_after_a_text_without_a_separator_get_one(server: Gateway) -> None:
+    await create(server)
+    await post(server, "/v1/sessions", id="s", state="rules")
+    await post(server, "/v1/sessions/s/generate", messages=[MESSAGE], max_tokens=1)
+    assert (await text_of(server, "s")).startswith(f"{RULES}\n\nUser: Hi\n\nAssistant:")
 
 
 async def test_a_session_starts_from_a_state_with_its_own_seed(server: Gateway) -> None:
@@ -308,6 +352,26 @@ async def test_with_a_key_only_signed_states_are_taken(tmp_path: Path) -> None:
                 refused = await post(asked, "/v1/completions", prompt="x", state=data)
                 assert (refused.status_code, error_of(refused)["param"]) == (400, "state")
                 assert "sign" in error_of(refused)["message"]
+                raw = base64.b64decode(data)
+                imported = await asked.client.post(
+                    "/v1/sessions/import", params={"id": "t"}, content=raw, headers=FILE_HEADERS
+                )
+                assert (imported.status_code, "sign" in error_of(imported)["message"]) == (400, True)
+
+
+async def test_with_a_key_an_exported_session_is_signed_and_imported_again(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"k" * 32)
+    async with gateway(FakeBackend(), state_key_file=path) as server, gateway(FakeBackend()) as plain:
+        for one in (server, plain):
+            await post(one, "/v1/sessions", id="s")
+            await post(one, "/v1/sessions/s/generate", input="Once", max_tokens=3)
+        for one, status in ((server, 200), (plain, 400)):
+            raw = (await one.client.get("/v1/sessions/s/export")).content
+            made = await server.client.post(
+                "/v1/sessions/import", params={"id": "copy"}, content=raw, headers=FILE_HEADERS
+            )
+            assert made.status_code == status, made.text
 
 
 async def test_a_tenants_states_are_its_own_and_published_ones_everybodys(tmp_path: Path) -> None:
