@@ -115,8 +115,8 @@ class Settings(BaseSettings):
         Path | None, Shown(default="no signatures", page="[states](states.md#states-that-travel)")
     ] = Field(
         default=None,
-        description="File with a secret of at least 32 bytes. Returned states are signed with it, and only signed ones "
-        "are taken.",
+        description="File with a secret of at least 32 bytes. Returned states and exported files are signed with it, "
+        "and only signed ones are taken.",
     )
     allow_anonymous: bool = Field(default=False, description="Serve other hosts without API keys.")
     allowed_hosts: Annotated[str | None, Shown(page="[security](security.md#what-holds)")] = Field(

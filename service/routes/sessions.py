@@ -299,7 +299,10 @@ async def rewind(key: SessionKeyDep, body: RewindBody, services: ServicesDep, ar
     responses=FILE_RESPONSES,
 )
 async def export_session(key: SessionKeyDep, services: ServicesDep, arrival: ArrivalDep) -> Response:
-    """The session at its newest commit as one file: state, token log, metadata, checksum."""
+    """The session at its newest commit as one file: state, token log, metadata, checksum.
+
+    Signed if the server signs.
+    """
     copy = await read_copy(services.store, key)
     with services.tenants.enter(key.tenant):  # it may have to read a part of the log
         copy = await copy_with_head_state(
@@ -309,7 +312,9 @@ async def export_session(key: SessionKeyDep, services: ServicesDep, arrival: Arr
             deadline=arrival.time + services.settings.request_timeout_s,
         )
     fingerprint = services.backend.tokenizer.fingerprint
-    raw = await asyncio.to_thread(write_file, copy, tokenizer_fingerprint=fingerprint)
+    raw = await asyncio.to_thread(
+        lambda: services.states.seal.seal(write_file(copy, tokenizer_fingerprint=fingerprint))
+    )
     headers = {"content-disposition": f'attachment; filename="{key.session_id}.nsm-session"'}
     return Response(raw, media_type=FILE_TYPE, headers=headers)
 
@@ -331,9 +336,8 @@ async def import_file(
 ) -> Response:
     """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
     require_file_type(request.headers.get("content-type", ""))
-    # an exported session has no seal; a state that the server returned may have one
-    raw = services.states.seal.open(await request.body(), is_required=False)
-    file = await asyncio.to_thread(read_file, raw)
+    body = await request.body()
+    file = await asyncio.to_thread(lambda: read_file(services.states.seal.open(body)))
     fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
     try:
         checked = CreateSessionBody.model_validate(fields)
