@@ -473,7 +473,8 @@ def _describe(item: ErrorDetails) -> str:
     if not item["loc"]:
         return validation_message(item)
     name = str(item["loc"][0])
-    return f"{label(name)}: {validation_message(item)}, got {_shown(str(item['input']))}"
+    message, given = f"{label(name)}: {validation_message(item)}", str(item["input"])
+    return message if repr(given[:80]) in message else f"{message}, got {_shown(given)}"
 
 
 def _shown(given: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import options
-from service.cli.output import console, print_fields, print_json, printable
+from service.cli.output import console, local_time, print_fields, print_json, printable
 from service.cli.stores import opened_store, store_settings, target_settings
 from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
@@ -69,8 +69,12 @@ def create(
     """The next version of a name, from a text, a text file or a session."""
     if sum(source is not None for source in (text, file, session)) != 1:
         raise typer.BadParameter("give exactly one of --text, --file and --session")
+    if position is not None and session is None:
+        raise typer.BadParameter("--position is for --session")
     settings = target_settings(data_dir, store, model=model, device=device)
     words = text if file is None else file.read_text("utf-8")
+    if words == "":
+        raise typer.BadParameter("a state must read at least 1 character, the text is empty")
     made = asyncio.run(_create(settings, _checked(name), words, session, position, tenant, published))
     print(f"made {made.reference}: {made.position} tokens read")
 
@@ -88,7 +92,7 @@ def show(
     if as_json:
         print_json(_fields(found))
     else:
-        print_fields({name.replace("_", " "): str(value) for name, value in _fields(found).items() if value != {}})
+        _print_fields(found)
 
 
 @app.command()
@@ -132,7 +136,7 @@ def import_state(
     from service.transfer.session_file import read_file
 
     settings, owner = target_settings(data_dir, store), _owner(tenant, published)
-    read = read_file(_seal(settings).open(file.read_bytes(), is_required=False))
+    read = read_file(_seal(settings).open(file.read_bytes(), is_required=False), kind="state")
     made = asyncio.run(_add(settings, _checked(name), owner, read, source="file", text=None))
     print(f"made {made.reference}: {made.position} tokens read")
 
@@ -287,6 +291,27 @@ async def _create(
         source = "text" if session is None else "session"
         new = _new(owner, name, file, source=source, text=text)
         return await states_beside(sessions).add(tenant=owner, name=name, state=new)
+
+
+def _print_fields(state: NamedState) -> None:
+    from rich.filesize import decimal
+
+    from service.stores.states.base import PUBLISHED
+
+    metadata = {f"metadata {key}": value for key, value in state.metadata.items()}
+    print_fields(
+        {
+            "state": state.reference,
+            "published": "yes" if state.tenant == PUBLISHED else "no",
+            "position": f"{state.position} (tokens read)",
+            "token log": f"{state.num_tokens} tokens",
+            "size": decimal(state.num_bytes),
+            "source": state.source,
+            "created": local_time(state.created_at),
+            "model": state.model_fingerprint,
+            **metadata,
+        }
+    )
 
 
 def _print_table(states: list[NamedState]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections.abc import Mapping
@@ -43,6 +44,11 @@ def print_fields(fields: Mapping[str, str]) -> None:
     width = max(map(len, fields)) + 2
     for name, value in fields.items():
         print(printable(name).ljust(width) + printable(value).replace("\n", "\n" + " " * width))
+
+
+def local_time(unix_s: float) -> str:
+    """Date and time of day where the command runs."""
+    return datetime.datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def console() -> Console:

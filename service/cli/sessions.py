@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli import options
-from service.cli.output import console, print_fields, print_json, write_text
+from service.cli.output import console, local_time, print_fields, print_json, write_text
 from service.cli.stores import opened_store, store_settings
 from service.stores.sessions.base import DEFAULT_TENANT
 from service.stores.sessions.key import SessionKey
@@ -177,7 +176,7 @@ def _print_table(heads: list[SessionHead]) -> None:
     for head in heads:
         size = decimal(head.snapshot_bytes)
         counts = (str(head.version), str(head.position), size)
-        table.add_row(head.session_id, *counts, _local_time(head.updated_at), head.model_fingerprint[:12])
+        table.add_row(head.session_id, *counts, local_time(head.updated_at), head.model_fingerprint[:12])
     console().print(table)
 
 
@@ -192,13 +191,9 @@ def _print_fields(head: SessionHead) -> None:
             "position": f"{head.position} (tokens read)",
             "token log": f"{head.num_log_tokens} tokens",
             "state": decimal(head.snapshot_bytes),
-            "created": _local_time(head.created_at),
-            "last turn": _local_time(head.updated_at),
+            "created": local_time(head.created_at),
+            "last turn": local_time(head.updated_at),
             "model": head.model_fingerprint,
             **metadata,
         }
     )
-
-
-def _local_time(unix_s: float) -> str:
-    return datetime.datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")

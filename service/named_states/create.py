@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from nsm_core.chat_template import ChatMessage, ChatTemplate
-from nsm_core.errors import InvalidRequest
+from nsm_core.errors import InvalidRequest, NotFound
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.named_states.library import StateLibrary
@@ -39,7 +40,7 @@ async def create_state(
     """`deadline`: a `time.monotonic()` reading, for what is read. Raises InvalidRequest, NotFound, QuotaExceeded."""
     text: str | None = None
     if body.session is not None:
-        with library.tenants.enter(tenant):
+        with library.tenants.enter(tenant), _naming_field(body):
             file = await session_file(
                 library.backend,
                 sessions,
@@ -50,11 +51,27 @@ async def create_state(
                 state_format=library.state_format,
             )
     elif body.file is not None:
-        file = await library.read_file(await asyncio.to_thread(_decode_file, body.file))
+        with _naming_field(body):
+            file = await library.read_file(await asyncio.to_thread(_decode_file, body.file))
     else:
         text = body.text if body.text is not None else border_text(template, core_messages(body.messages or []))
         file = await _read(library, tenant, body, text, deadline)
-    return await library.add(tenant, body.name, file, source=body.source, text=text, metadata=body.metadata)
+    with _naming_field(body):
+        return await library.add(tenant, body.name, file, source=body.source, text=text, metadata=body.metadata)
+
+
+@contextlib.contextmanager
+def _naming_field(body: CreateStateBody) -> Iterator[None]:
+    """Errors of a file or a session get the name of the field of this body that they came in."""
+    try:
+        yield
+    except NotFound as error:
+        error.param = "session.id" if error.param == "session_id" else error.param
+        raise
+    except InvalidRequest as error:
+        if error.param in (None, "state"):
+            error.param = body.source if body.session is None else body.session.field
+        raise
 
 
 def border_text(template: ChatTemplate, messages: Sequence[ChatMessage]) -> str:

@@ -78,7 +78,7 @@ class StateLibrary:
 
     async def read_file(self, raw: bytes) -> SessionFile:
         """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
-        file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw)))
+        file = await asyncio.to_thread(lambda: read_file(self.seal.open(raw), kind="state"))
         if snapshot_of(file).header.model_fingerprint == self.backend.model.fingerprint:
             require_tokenizer(file, self.backend)
             await asyncio.to_thread(require_fit, snapshot_of(file), self.backend.model)
@@ -119,7 +119,7 @@ class StateLibrary:
         wanted = await asyncio.to_thread(parse_state, value)
         try:
             if isinstance(wanted, bytes):
-                file = await asyncio.to_thread(lambda: read_file(self.seal.open(wanted)))
+                file = await asyncio.to_thread(lambda: read_file(self.seal.open(wanted), kind="state"))
                 return StartState(file=await self._own(tenant, file, None, deadline))
             return await self._named(tenant, await self.find(tenant, wanted), deadline)
         except InvalidRequest as error:
@@ -180,7 +180,7 @@ class StateLibrary:
 def _read_stored(stored: StoredState) -> SessionFile:
     """Raises SnapshotCorrupt: what the server itself has stored is no client's fault."""
     try:
-        return read_file(stored.file)
+        return read_file(stored.file, kind="state")
     except InvalidRequest as error:
         raise SnapshotCorrupt(f"state {stored.head.reference!r} is damaged: {error}") from error
 

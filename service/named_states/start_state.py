@@ -51,7 +51,7 @@ class StartState:
 def snapshot_of(file: SessionFile) -> Snapshot:
     """Raises InvalidRequest for the file of an empty session, and for one whose log goes on behind its state."""
     if not file.log_ids:
-        raise InvalidRequest("a state must have read at least 1 token, the session is empty", param="state")
+        raise InvalidRequest("a state must have read at least 1 token, this one has read none", param="state")
     if file.snapshot is None or file.snapshot.header.version != file.header.version:
         raise InvalidRequest("the file's state is behind its log: export the session again", param="state")
     return file.snapshot

@@ -105,7 +105,7 @@ async def import_file(
     name: Annotated[str, Query(description="of the new version")],
 ) -> Response:
     """The next version of a name from a file (the body): of a state, or of a session."""
-    require_file_type(request.headers.get("content-type", ""))
+    require_file_type(request.headers.get("content-type", ""), kind="state")
     file = await services.states.read_file(await request.body())
     head = await services.states.add(tenant, check_state_name(name), file, source="file", metadata={})
     return json_response(state_object(services, head))

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nsm_core.errors import InvalidRequest
 from nsm_core.sampling.params import SEED_BITS
 from service.deps import Arrival, ArrivalDep, Services, ServicesDep, TenantDep
 from service.generate.session_turn import open_session_turn, read_input, send_turn
@@ -173,12 +174,21 @@ async def generate(
     response_class=Response,
     responses=answers(SessionAnswer),
 )
-async def append(key: SessionKeyDep, body: AppendBody, services: ServicesDep, arrival: ArrivalDep) -> Response:
+async def append(
+    key: SessionKeyDep,
+    body: AppendBody,
+    services: ServicesDep,
+    arrival: ArrivalDep,
+    idempotency_key: Annotated[str | None, Header(description="refused: use `expected_version`")] = None,
+) -> Response:
     """Reads `input` after all that the session has read, and commits it; nothing is sampled.
 
     The next turn begins where it ends. `mark` is the version before, for `clear`. With `expected_version`
-    a retry of a committed append is 409 and reads nothing twice.
+    a retry of a committed append is 409 and reads nothing twice. An `Idempotency-Key` is 400.
     """
+    if idempotency_key is not None:
+        message = "the header Idempotency-Key is not supported by append: give expected_version, then a retry is 409"
+        raise InvalidRequest(message, param="Idempotency-Key")
     services.log_prompt(arrival, body.input)
     request = AppendRequest(
         request_id=f"append-{uuid.uuid4().hex}",
@@ -335,7 +345,7 @@ async def import_file(
     rebuild: Annotated[bool, Query(description="let the running model read the log of another one's file")] = False,
 ) -> Response:
     """A session from an exported file (the body). 409 `state_mismatch` when another model wrote it."""
-    require_file_type(request.headers.get("content-type", ""))
+    require_file_type(request.headers.get("content-type", ""), kind="session")
     body = await request.body()
     file = await asyncio.to_thread(lambda: read_file(services.states.seal.open(body)))
     fields = {"id": session_id or file.header.session_id, "metadata": file.header.metadata, "ttl_s": file.header.ttl_s}
@@ -358,10 +368,10 @@ async def import_file(
     return json_response({**session_object(services, head), **extra})
 
 
-def require_file_type(value: str) -> None:
+def require_file_type(value: str, *, kind: str) -> None:
     """Raises HTTPException 415. A web page can post plain text or a form to any server, but not this type."""
     if value.partition(";")[0].strip().lower() != FILE_TYPE:
-        raise HTTPException(415, f"the Content-Type of a session's file must be {FILE_TYPE}, got {value or 'none'}")
+        raise HTTPException(415, f"the Content-Type of a {kind}'s file must be {FILE_TYPE}, got {value or 'none'}")
 
 
 def session_object(services: Services, head: SessionHead) -> dict[str, Any]:

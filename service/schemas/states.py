@@ -39,6 +39,12 @@ class SessionPoint(RequestBody):
         return self
 
     @property
+    def field(self) -> str:
+        """The body's field that says where."""
+        name = "version" if self.version is not None else "position" if self.position is not None else None
+        return "session" if name is None else f"session.{name}"
+
+    @property
     def location(self) -> LogLocation | None:
         """None: at the newest commit."""
         if self.position is None and self.version is None:
@@ -65,6 +71,8 @@ class CreateStateBody(RequestBody):
         if len(given) != 1:
             message = f"exactly one of {', '.join(SOURCES)} is required, got {', '.join(given) or 'none'}"
             raise InvalidRequest(message, param=given[1] if given else "text")
+        if self.text == "":
+            raise InvalidRequest("text must have at least 1 character, got none", param="text")
         return self
 
     @property

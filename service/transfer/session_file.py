@@ -22,7 +22,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from nsm_core.errors import InvalidRequest, SnapshotCorrupt
 from nsm_core.hashing import CHECKSUM_BYTES, checksum
@@ -119,8 +119,23 @@ def _assemble(header: FileHeader, log_ids: tuple[int, ...], snapshot: bytes, *, 
     return body + checksum(body)
 
 
-def read_file(raw: bytes) -> SessionFile:
-    """Raises InvalidRequest, with the reason, for anything that `write_file` would not have written."""
+class _Unusable(Exception):
+    """The reason why bytes are no file."""
+
+
+def read_file(raw: bytes, *, kind: Literal["session", "state"] = "session") -> SessionFile:
+    """Raises InvalidRequest, with the reason, for anything that `write_file` would not have written.
+
+    `kind`: what the file is called in the message.
+    """
+    try:
+        return _read(raw)
+    except _Unusable as error:
+        message = f"this is no {kind} file that can be used: {error}"
+        raise InvalidRequest(message, code="invalid_session_file") from error
+
+
+def _read(raw: bytes) -> SessionFile:
     version, log_start, snapshot_start = _measure(raw)
     header = _parse_header(raw[_PREFIX.size : log_start], has_log_fields=version == LOG_FORMAT_VERSION)
     snapshot_bytes = raw[snapshot_start:-CHECKSUM_BYTES]
@@ -130,7 +145,7 @@ def read_file(raw: bytes) -> SessionFile:
             verify(snapshot_bytes)
         snapshot = Snapshot.decode(snapshot_bytes, is_verified=True) if snapshot_bytes else None
     except SnapshotCorrupt as error:
-        raise _refusal(str(error)) from error
+        raise _Unusable(str(error)) from error
     _require_log(header, log_ids)
     if version == LOG_FORMAT_VERSION:
         _require_older_snapshot(header, snapshot, log_ids)
@@ -152,13 +167,9 @@ def _with_snapshot(header: FileHeader, snapshot: Snapshot | None) -> FileHeader:
     )
 
 
-def _refusal(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"this is no session file that can be used: {reason}", code="invalid_session_file")
-
-
 def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise _refusal(reason)
+        raise _Unusable(reason)
 
 
 def _measure(raw: bytes) -> tuple[int, int, int]:
@@ -179,7 +190,7 @@ def _parse_header(raw: bytes, *, has_log_fields: bool) -> FileHeader:
     try:
         fields = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _refusal("the header is not JSON") from error
+        raise _Unusable("the header is not JSON") from error
     names = {field.name for field in dataclasses.fields(FileHeader)} - (set() if has_log_fields else {*_LOG_FIELDS})
     _require(isinstance(fields, dict) and set(fields) == names, "the header does not have the fields of its format")
     for name in ("session_id", "model_fingerprint", "tokenizer_fingerprint"):

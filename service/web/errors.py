@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from nsm_core.errors import (
     BodyTooLarge,
@@ -194,10 +195,11 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def _method_not_allowed(request: Request, error: HTTPException) -> HTTPException:
-    """With the method in its message, and those of the path as in the header `Allow`."""
-    headers = error.headers or {}
-    allowed = next((value for name, value in headers.items() if name.lower() == "allow"), "other methods")
-    return HTTPException(405, f"{request.method} is not allowed at {request.url.path}, only {allowed}", headers)
+    """With the method and all that the path has, in the message and in `Allow`; the router knows one route's only."""
+    at_path = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = ", ".join(sorted({method for route in at_path for method in getattr(route, "methods", None) or ()}))
+    message = f"{request.method} is not allowed at {request.url.path}, only {allowed}"
+    return HTTPException(405, message, {**(error.headers or {}), "Allow": allowed})
 
 
 def rule_of(error: NsmError) -> Rule:

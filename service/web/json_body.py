@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -46,11 +47,11 @@ class JsonRequest(Request):
 
     def __init__(self, request: Request, raw: bytes, value: Any) -> None:
         super().__init__(request.scope, request.receive)
-        self._raw = raw
+        self.raw = raw
         self._value = value
 
     async def body(self) -> bytes:
-        return self._raw
+        return self.raw
 
     async def json(self) -> Any:
         return self._value
@@ -76,9 +77,29 @@ class JsonRoute(APIRoute):
                     is_large = len(raw) > INLINE_BYTES
                     value = await asyncio.to_thread(read_large, raw, body_field) if is_large else parse(raw)
                     request = JsonRequest(request, raw, value)
-            return await handler(request)
+            try:
+                return await handler(request)
+            except RequestValidationError as error:
+                exact = with_whole_numbers(request, error)
+                if exact is None:
+                    raise
+                return await handler(exact)
 
         return parse_then_handle
+
+
+def with_whole_numbers(request: Request, error: RequestValidationError) -> JsonRequest | None:
+    """The request for another check if a number failed that orjson read as a float, having more than 64 bits.
+
+    As an integer it fails by the bounds of its field. None: no such number, or a large body.
+    """
+    is_rounded = any(item["type"] == "int_type" and isinstance(item["input"], float) for item in error.errors())
+    if not is_rounded or not isinstance(request, JsonRequest) or len(request.raw) > INLINE_BYTES:
+        return None
+    try:
+        return JsonRequest(request, request.raw, json.loads(request.raw))
+    except (ValueError, RecursionError):  # of thousands of digits; nested deeply
+        return None
 
 
 def json_response(value: Any, status: int = 200) -> Response:

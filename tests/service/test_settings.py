@@ -158,6 +158,13 @@ def test_bad_settings_are_refused_in_one_line(
     assert [word for word in words if word not in message] == []
 
 
+@pytest.mark.parametrize("name", ["model", "chat_template"])
+def test_refused_value_is_named_once(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(**{name: "zz"})
+    assert str(caught.value).count("'zz'") == 1
+
+
 def test_traces_are_on_if_opentelemetry_names_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*OTLP_ENDPOINTS, "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)

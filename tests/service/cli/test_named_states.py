@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.service.cli.conftest import Nsm, assert_one_line, id_of
@@ -37,3 +38,19 @@ def test_what_cannot_be_is_one_line(nsm: Nsm) -> None:
     assert_one_line(nsm("states", "delete", "x@2"), "state 'x@2' does not exist")
     usage = "Invalid value: give exactly one of --text, --file and --session"
     assert_one_line(nsm("states", "create", "x"), usage, status=2)
+    late = nsm("states", "create", "x", "--text", "a", "--position", 4)
+    assert_one_line(late, "Invalid value: --position is for --session", status=2)
+    assert_one_line(
+        nsm("states", "create", "x", "--text", ""),
+        "Invalid value: a state must read at least 1 character, the text is empty",
+        status=2,
+    )
+
+
+def test_shown_state_has_dates_and_words(nsm: Nsm) -> None:
+    nsm("states", "create", "x", "--text", "Once", "--published")
+    nsm("states", "create", "y", "--text", "Once")
+    shown = dict(line.split(maxsplit=1) for line in nsm("states", "show", "x").stdout.splitlines())
+    assert (shown["state"], shown["published"]) == ("x@1", "yes")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", shown["created"])
+    assert re.search(r"^published +no$", nsm("states", "show", "y").stdout, re.MULTILINE)

@@ -99,6 +99,15 @@ async def test_a_retry_with_the_expected_version_reads_nothing_twice(server: Gat
     assert await server.services.store.read_log(KEY) == (5,)
 
 
+async def test_append_with_an_idempotency_key_is_refused_and_reads_nothing(server: Gateway) -> None:
+    response = await server.client.post(
+        "/v1/sessions/s1/append", json={"input": "abc"}, headers={"Idempotency-Key": "k"}
+    )
+    assert (response.status_code, error_of(response)["param"]) == (400, "Idempotency-Key")
+    assert "Idempotency-Key" in error_of(response)["message"]
+    assert (await server.services.store.get(KEY)).version == 0
+
+
 async def test_penalties_do_not_count_what_was_appended(server: Gateway) -> None:
     await append(server, [5, 6])
     await ask(server, "/v1/sessions/s1/generate", input=[7], max_tokens=3)

@@ -251,6 +251,9 @@ async def test_a_file_goes_out_and_comes_in_again(server: Gateway) -> None:
         ({"name": "x"}, "text"),
         ({"name": "x", "text": "x", "file": "x"}, "file"),
         ({"name": "x", "file": "no base64!"}, "file"),
+        ({"name": "x", "file": "AAAA"}, "file"),
+        ({"name": "x", "file": ""}, "file"),
+        ({"name": "x", "text": ""}, "text"),
         ({"name": "x", "text": "x", "colour": 1}, "colour"),
         ({"name": "x", "session": {"id": "s", "version": 1, "position": 1}}, "session.position"),
     ],
@@ -260,6 +263,35 @@ async def test_a_body_that_makes_no_state_is_refused_by_name(
 ) -> None:
     refused = await post(server, "/v1/states", **fields)
     assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("session", "status", "param"),
+    [
+        ({"id": "nope"}, 404, "session.id"),
+        ({"id": "empty"}, 400, "session"),
+        ({"id": "full", "version": 0}, 400, "session.version"),
+        ({"id": "full", "position": 0}, 400, "session.position"),
+    ],
+)
+async def test_session_without_a_state_is_refused_by_the_field_that_names_it(
+    server: Gateway, session: dict[str, Any], status: int, param: str
+) -> None:
+    for name in ("empty", "full"):
+        assert (await post(server, "/v1/sessions", id=name)).status_code == 200
+    assert (await post(server, "/v1/sessions/full/append", input="Hi")).status_code == 200
+    refused = await post(server, "/v1/states", name="x", session=session)
+    assert (refused.status_code, error_of(refused)["param"]) == (status, param)
+
+
+async def test_file_that_is_no_state_is_refused_as_a_state(server: Gateway) -> None:
+    wrong_type = await server.client.post("/v1/states/import?name=x", json={})
+    assert (wrong_type.status_code, error_of(wrong_type)["message"].split(" must")[0]) == (
+        415, "the Content-Type of a state's file"
+    )  # fmt: skip
+    damaged = await server.client.post("/v1/states/import?name=x", content=b"x", headers=FILE_HEADERS)
+    assert (damaged.status_code, error_of(damaged)["code"]) == (400, "invalid_session_file")
+    assert error_of(damaged)["message"].startswith("this is no state file that can be used: ")
 
 
 @pytest.mark.parametrize(
