@@ -37,7 +37,8 @@ async def create_state(
     *,
     deadline: float,
 ) -> NamedState:
-    """`deadline`: a `time.monotonic()` reading, for what is read. Raises InvalidRequest, NotFound, QuotaExceeded."""
+    """`deadline`: a `time.monotonic()` reading, for what is read. Raises as `StateLibrary.add`, and NotFound."""
+    await library.require_own_name(tenant, body.name)
     text: str | None = None
     if body.session is not None:
         with library.tenants.enter(tenant), _naming_field(body):

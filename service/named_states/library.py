@@ -1,8 +1,8 @@
 """A server's named states: added, found, deleted, and ready to start from.
 
-A reference is looked up among the tenant's own states first, then among those that the operator has published. A state
-of another model is made again: from its log where the tokenizer is the same, else from its text. The result stays in
-this process's memory, as do states in use: they never change.
+A name is the tenant's own, or else one that the operator has published. A state of another model or numerics class is
+made again: from its log where the tokenizer is the same, else from its text. The result stays in this process's memory,
+as do states in use: they never change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from nsm_core.errors import InvalidRequest, SnapshotCorrupt, StateMismatch
+from nsm_core.errors import Forbidden, InvalidRequest, SnapshotCorrupt, StateMismatch, VersionConflict
 from nsm_core.state.quantize import StateFormat
 from service.backends.base import InferenceBackend
 from service.named_states.making import Reader
@@ -71,10 +71,21 @@ class StateLibrary:
         text: str | None = None,
         metadata: Mapping[str, str],
     ) -> NamedState:
-        """The next version of `name`. Raises QuotaExceeded, InvalidRequest for a file without a state."""
+        """The next version of `name`.
+
+        Raises QuotaExceeded, VersionConflict for a published name, InvalidRequest for a file without a state.
+        """
+        await self.require_own_name(tenant, name)
         state = await asyncio.to_thread(new_state, tenant, name, file, source=source, text=text, metadata=metadata)
         await self.tenants.check_stored_bytes(tenant, num_new_bytes=num_bytes_of(state))
         return await self._store.add(tenant=tenant, name=name, state=state)
+
+    async def require_own_name(self, tenant: str, name: str) -> None:
+        """Raises VersionConflict for a name that stands for a published state: one reference must not mean two."""
+        if tenant == PUBLISHED or await self._store.get(tenant=tenant, name=name) is not None:
+            return
+        if await self._store.get(tenant=PUBLISHED, name=name) is not None:
+            raise VersionConflict(f"the operator has published a state {name!r}: choose another name", param="name")
 
     async def read_file(self, raw: bytes) -> SessionFile:
         """An uploaded state or session, checked. Raises InvalidRequest, StateMismatch."""
@@ -89,12 +100,14 @@ class StateLibrary:
         return (*await self._store.list(tenant=tenant), *await self._store.list(tenant=PUBLISHED))
 
     async def find(self, tenant: str, reference: Reference, *, param: str | None = "state") -> NamedState:
-        """Raises NotFound."""
-        for owner in (tenant, PUBLISHED):
-            found = await self._store.get(tenant=owner, name=reference.name, version=reference.version)
-            if found is not None:
-                return found
-        raise state_not_found(reference, param=param)
+        """The tenant's own state; a published one only of a name of which the tenant has none. Raises NotFound."""
+        name, version = reference.name, reference.version
+        found = await self._store.get(tenant=tenant, name=name, version=version)
+        if found is None and (version is None or await self._store.get(tenant=tenant, name=name) is None):
+            found = await self._store.get(tenant=PUBLISHED, name=name, version=version)
+        if found is None:
+            raise state_not_found(reference, param=param)
+        return found
 
     async def load(self, head: NamedState, *, param: str | None = "state") -> StoredState:
         """Raises NotFound."""
@@ -104,10 +117,11 @@ class StateLibrary:
         return stored
 
     async def delete(self, tenant: str, reference: Reference) -> int:
-        """Of the tenant's own. Raises NotFound when there is none."""
+        """Of the tenant's own. Raises NotFound when there is none, Forbidden for a published one."""
         num = await self._store.delete(tenant=tenant, name=reference.name, version=reference.version)
         if not num:
-            raise state_not_found(reference, param=None)
+            await self.find(tenant, reference, param=None)
+            raise Forbidden(f"state {str(reference)!r} is published: only the operator can delete it")
         return num
 
     async def start(self, tenant: str, value: str, *, deadline: float) -> StartState:
@@ -152,7 +166,7 @@ class StateLibrary:
             self._num_cached_bytes -= len(dropped.snapshot.state)
 
     async def _own(self, tenant: str, file: SessionFile, text: str | None, deadline: float) -> SessionFile:
-        """The file as one of the running model."""
+        """The file as one of the running model and its numerics class."""
         backend, snapshot = self.backend, snapshot_of(file)
         has_tokenizer = file.header.tokenizer_fingerprint == backend.tokenizer.fingerprint
         if not has_tokenizer and text is not None:
@@ -162,7 +176,8 @@ class StateLibrary:
         require_tokenizer(file, backend)
         if file.header.model_fingerprint == backend.model.fingerprint:
             await asyncio.to_thread(require_fit, snapshot, backend.model)
-            return file
+            if snapshot.header.numerics == backend.model.numerics:
+                return file
         reader = self.reader(deadline)
         with self.tenants.enter(tenant):
             made = await rebuild(

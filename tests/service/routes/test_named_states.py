@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -423,9 +424,53 @@ async def test_a_tenants_states_are_its_own_and_published_ones_everybodys(tmp_pa
         assert [(state["id"], state["published"]) for state in listed] == [("shared@1", True)]
         assert (await complete(server, state="shared"))["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert (await post(server, "/v1/completions", prompt="x", state="rules")).status_code == 404
-        assert (await server.client.delete("/v1/states/shared")).status_code == 404
+        for reference in ("shared", "shared@1"):
+            refused = await server.client.delete(f"/v1/states/{reference}")
+            assert (refused.status_code, "published" in error_of(refused)["message"]) == (403, True)
+        assert (await server.client.delete("/v1/states/shared@2")).status_code == 404
+        raw = (await server.client.get("/v1/states/shared/export")).content
+        taken = await post(server, "/v1/states", name="shared", text="Mine")
+        imported = await server.client.post(
+            "/v1/states/import", params={"name": "shared"}, content=raw, headers=FILE_HEADERS
+        )
+        for answer in (taken, imported):
+            assert (answer.status_code, error_of(answer)["param"]) == (409, "name")
     async with gateway(FakeBackend(), store=SqliteSessionStore(None), api_keys_file=path) as server:
         assert (await server.client.get("/v1/states")).status_code == 401
+
+
+async def test_a_tenants_own_name_wins_over_one_published_later(server: Gateway) -> None:
+    own = await create(server, text="Mine")
+    stored = await states_beside(server.store).load(tenant="default", name="rules", version=1)
+    assert stored is not None
+    library = server.services.states
+    for _ in range(2):
+        await library.add(PUBLISHED, "rules", await library.read_file(stored.file), source="file", metadata={})
+    assert (await server.client.get("/v1/states/rules")).json() == own
+    assert (await server.client.get("/v1/states/rules@2")).status_code == 404
+    assert (await create(server, text="Mine again"))["id"] == "rules@2"
+    assert (await server.client.delete("/v1/states/rules")).status_code == 200
+    assert (await server.client.get("/v1/states/rules@2")).json()["published"] is True
+
+
+async def test_a_state_of_another_numerics_class_is_made_again_from_its_log(tmp_path: Path) -> None:
+    path, backend = tmp_path / "sessions.db", FakeBackend()
+    backend.model = dataclasses.replace(backend.model, numerics="other")
+    async with gateway(FakeBackend(), store=SqliteSessionStore(path)) as server:
+        await create(server)
+        data = (await complete(server, state="rules", return_state=True))["state"]["data"]
+    async with gateway(backend, store=SqliteSessionStore(path)) as other:
+        for name, state in (("named", "rules"), ("data", data)):
+            before = len(backend.requests)
+            made = await post(other, "/v1/sessions", id=name, state=state)
+            assert made.status_code == 200, made.text
+            assert len(backend.requests) == before + 1
+            turn = await post(other, f"/v1/sessions/{name}/generate", input=" Hi", max_tokens=2)
+            assert turn.status_code == 200, turn.text
+            assert "taken_over_from" not in turn.json()["session"]
+        before = len(backend.requests)
+        await complete(other, state="rules")
+        assert len(backend.requests) == before + 1  # the state that was made again is kept
 
 
 async def test_states_count_in_the_quota_of_stored_bytes(tmp_path: Path) -> None:
