@@ -80,12 +80,15 @@ def decode_mark(raw: bytes) -> LogMark:
     """Raises LogCorrupt."""
     with decoding("a mark of a token log", error=LogCorrupt):
         version, num_log_tokens, num_sampled, seed = raw.decode().split(":")
-        return LogMark(
+        mark = LogMark(
             version=int(version),
             num_log_tokens=int(num_log_tokens),
             num_sampled=int(num_sampled),
             seed=int(seed) if seed else None,
         )
+        if encode_mark(mark).encode() != raw:  # int() also takes spaces, signs and other scripts' digits
+            raise ValueError("it is not as it was written")
+        return mark
 
 
 def decode_head(answer: Any, key: SessionKey) -> StoredHead | None:

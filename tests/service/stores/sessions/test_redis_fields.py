@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsm_core.errors import SnapshotCorrupt, StoreUnavailable
+from nsm_core.errors import LogCorrupt, SnapshotCorrupt, StoreUnavailable
 from service.stores.sessions.base import LogMark
 from service.stores.sessions.key import SessionKey
 from service.stores.sessions.redis_fields import decode_head, decode_mark, encode_mark
@@ -29,3 +29,9 @@ def test_nothing_is_no_session(answer: object) -> None:
 def test_marks_survive(seed: int | None) -> None:
     mark = LogMark(version=3, num_log_tokens=70_000, num_sampled=2, seed=seed)
     assert decode_mark(encode_mark(mark).encode()) == mark
+
+
+@pytest.mark.parametrize("raw", [b"2:5:3: 7", b"2:5:3:7 ", b"2:5:+3:7", b"02:5:3:7", b"2:5:3:\xd9\xa7"])
+def test_X6_a_mark_that_only_reads_like_one_is_damaged(raw: bytes) -> None:
+    with pytest.raises(LogCorrupt):
+        decode_mark(raw)
